@@ -7,7 +7,7 @@ import hashlib
 KEY_BYTES = 16
 
 
-def chain(name: object, blocks: int, after: bytes = b"") -> bytes:
+def chain_of(name: object, blocks: int = 1, after: bytes = b"") -> bytes:
     """The packed keys of a chain, the same in every process, after those of another.
 
     Chains of two names share no key, and a shorter one is where the longer one of its name begins.

@@ -1,4 +1,4 @@
-"""Helpers of the connector's tests: chains, and what a pool holds."""
+"""Namespaces for the tests of the connector, and what a pool holds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ def spec(block_bytes: int = BLOCK_BYTES, **fields: object) -> tiercache.Namespac
     """A namespace of blocks of four tokens."""
     form = {"engine": "test/1", "layout": "x", "dtype": "uint8", "block_size": 4, **fields}
     return tiercache.NamespaceSpec(block_bytes=block_bytes, **form)  # type: ignore[arg-type]
-
-
-def keys(name: str, blocks: int) -> bytes:
-    """The packed keys of a chain of its own."""
-    return tiercache.KeyChain(tiercache.root_key(name), 4, range(blocks * 4)).packed()
 
 
 def bytes_of(connector: tiercache.Connector, block_ids: list[int]) -> list[bytes]:

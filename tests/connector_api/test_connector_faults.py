@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from connector_helpers import BLOCK_BYTES, bytes_of, keys, spec, wait_until
+from chains import chain_of
+from connector_helpers import BLOCK_BYTES, bytes_of, spec, wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable
@@ -39,7 +40,7 @@ def connector(own_daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Connec
 def test_a_killed_daemon_is_a_miss_and_its_successor_a_hit(
     own_daemon: tiercache.LaunchedDaemon, connector: tiercache.Connector
 ) -> None:
-    chain = keys("killed", 8)
+    chain = chain_of("killed", 8)
     assert connector.store(chain, range(8)).stored == 8
     held = connector.match(chain)
     former = connector.client.session()
@@ -64,7 +65,7 @@ def test_killed_under_load_nothing_raises_hangs_or_is_wrong(
 ) -> None:
     """Several threads store and load while the daemon is killed and replaced, again and again."""
     assert connector.pool is not None
-    chains = [keys(f"load {number}", 4) for number in range(4)]
+    chains = [chain_of(f"load {number}", 4) for number in range(4)]
     expected = [bytes_of(connector, list(range(number * 4, number * 4 + 4))) for number in range(4)]
     stop = threading.Event()
     problems: list[str] = []
@@ -110,7 +111,7 @@ def test_killed_under_load_nothing_raises_hangs_or_is_wrong(
 def test_a_stopped_daemon_costs_one_deadline_and_keeps_its_session(
     own_daemon: tiercache.LaunchedDaemon, connector: tiercache.Connector
 ) -> None:
-    chain = keys("stopped", 4)
+    chain = chain_of("stopped", 4)
     connector.store(chain, range(4))
     held = connector.match(chain)
     session = connector.client.session()
@@ -197,7 +198,7 @@ def test_closing_a_launched_daemon_removes_its_directory() -> None:
 def test_a_forked_child_connects_anew_and_the_parent_goes_on(
     own_daemon: tiercache.LaunchedDaemon, connector: tiercache.Connector
 ) -> None:
-    chain = keys("forked", 4)
+    chain = chain_of("forked", 4)
     connector.store(chain, range(4))
     pid = os.fork()
     if pid == 0:

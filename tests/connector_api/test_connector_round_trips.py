@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from connector_helpers import bytes_of, keys, spec
+from chains import chain_of
+from connector_helpers import bytes_of, spec
 from waiting import wait_until
 
 import tiercache
@@ -26,10 +27,10 @@ def test_the_example_of_the_module_runs() -> None:
 @pytest.mark.parametrize("mapped", [True, False])
 def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
     connector = open_connector(map_arena=mapped)
-    chain = keys(f"round trip {mapped}", 10)
+    chain = chain_of(f"round trip {mapped}", 10)
     expected = bytes_of(connector, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0])
     assert connector.store(chain, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0]) == (10, 0, 0, False)
-    match = connector.match(chain + keys("else", 3))
+    match = connector.match(chain + chain_of("else", 3))
     assert match.blocks == 10
     assert connector.load(match, list(range(20, 30))) == 10
     assert bytes_of(connector, list(range(20, 30))) == expected
@@ -38,7 +39,7 @@ def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
 
 def test_the_two_ways_are_the_same_blocks(open_connector: Open) -> None:
     mapped, framed = open_connector(), open_connector(map_arena=False)
-    chain = keys("both ways", 8)
+    chain = chain_of("both ways", 8)
     assert mapped.store(chain, range(4)).stored == 4
     assert framed.store(chain, range(8)) == (4, 4, 0, False)
     expected = bytes_of(mapped, list(range(8)))
@@ -54,7 +55,7 @@ def test_layered_pools_store_the_same_bytes_as_block_pools(open_connector: Open,
     layered = open_connector(pool=tiercache.Pool.from_layers(layers, block_axis=1), map_arena=mapped)
     flat = np.zeros((16, 6 * 640), np.uint8)
     blocks = open_connector(pool=tiercache.Pool.from_blocks(flat), map_arena=mapped)
-    chain = keys(f"layers {mapped}", 5)
+    chain = chain_of(f"layers {mapped}", 5)
     assert layered.store(chain, [1, 2, 3, 5, 8]).stored == 5
     assert blocks.load(blocks.match(chain), [0, 1, 2, 3, 4]) == 5
     expected = np.concatenate([layer[part] for layer in layers for part in (0, 1)], axis=1)
@@ -70,7 +71,7 @@ def test_torch_pools(open_connector: Open, dtype: str) -> None:
 
     tensor = torch.randint(-100, 100, (12, 2, 64)).to(getattr(torch, dtype))
     connector = open_connector(pool=tiercache.Pool.from_blocks(tensor))
-    chain = keys(f"torch {dtype}", 4)
+    chain = chain_of(f"torch {dtype}", 4)
     assert connector.store(chain, [0, 2, 4, 6]).stored == 4
     assert connector.load(connector.match(chain), [8, 9, 10, 11]) == 4
     raw = tensor.view(torch.uint8)
@@ -81,7 +82,7 @@ def test_torch_pools(open_connector: Open, dtype: str) -> None:
 def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> None:
     pool = np.random.default_rng(0).integers(0, 256, (4, (5 << 20) + 8), np.uint8)
     connector = open_connector(pool=tiercache.Pool.from_blocks(pool), map_arena=mapped)
-    chain = keys(f"large {mapped}", 2)
+    chain = chain_of(f"large {mapped}", 2)
     connector.flush(all_namespaces=True)
     assert connector.store(chain, [0, 1]).stored == 2
     assert connector.load(connector.match(chain), [3, 2]) == 2
@@ -92,7 +93,7 @@ def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> Non
 def test_long_chains_go_in_windows(open_connector: Open) -> None:
     pool = np.arange(3000 * 16, dtype=np.uint32).reshape(3000, 16)
     connector = open_connector(pool=tiercache.Pool.from_blocks(pool))
-    chain = keys("long", 1300)
+    chain = chain_of("long", 1300)
     assert connector.store(chain, range(1300)).stored == 1300
     match = connector.match(chain)
     assert match.blocks == 1300
@@ -103,7 +104,7 @@ def test_long_chains_go_in_windows(open_connector: Open) -> None:
 
 def test_parts_of_a_chain(open_connector: Open) -> None:
     connector = open_connector()
-    chain = keys("parts", 9)
+    chain = chain_of("parts", 9)
     assert connector.store(chain, [5, 6], first=5) == (0, 0, 2, True)
     assert connector.store(chain, [0, 1, 2]).stored == 3
     assert connector.store(chain, [3, 4, 5], first=3).stored == 3
@@ -116,7 +117,7 @@ def test_parts_of_a_chain(open_connector: Open) -> None:
 
 def test_asynchronous_transfers(open_connector: Open) -> None:
     connector = open_connector()
-    chain = keys("async", 6)
+    chain = chain_of("async", 6)
     stored = connector.store_async(chain, range(6))
     assert stored.result(10) == (6, 0, 0, False)
     loaded = connector.load_async(connector.match(chain), range(10, 16))
@@ -127,13 +128,13 @@ def test_asynchronous_transfers(open_connector: Open) -> None:
 
 def test_a_cancelled_transfer_ends_its_lease_and_is_done(open_connector: Open) -> None:
     connector = open_connector()
-    chain = keys("cancel", 6)
+    chain = chain_of("cancel", 6)
     connector.store(chain, range(6))
     before = bytes_of(connector, list(range(10, 16)))
     gate = threading.Event()
     connector._loads.submit(tiercache.Transfer(lambda: gate.wait(10), lambda: None, None, _limit()))
     transfer = connector.load_async(connector.match(chain), range(10, 16))
-    store = connector.store_async(keys("cancel 2", 3), range(3))
+    store = connector.store_async(chain_of("cancel 2", 3), range(3))
     transfer.cancel()
     assert not transfer.done()
     gate.set()
@@ -145,7 +146,7 @@ def test_a_cancelled_transfer_ends_its_lease_and_is_done(open_connector: Open) -
 
 def test_a_deadline_stops_only_what_has_not_begun(open_connector: Open) -> None:
     connector = open_connector()
-    chain = keys("deadline", 6)
+    chain = chain_of("deadline", 6)
     connector.store(chain, range(6))
     assert connector.load(connector.match(chain), range(10, 16), timeout_s=0) == 0
     assert connector.load(connector.match(chain), range(10, 16)) == 6
@@ -154,7 +155,7 @@ def test_a_deadline_stops_only_what_has_not_begun(open_connector: Open) -> None:
 
 def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> None:
     connector = open_connector()
-    chain = keys("full queue", 2)
+    chain = chain_of("full queue", 2)
     connector.store(chain, [0, 1])
     gate = threading.Event()
     for queue in (connector._loads, connector._stores):
@@ -176,7 +177,7 @@ def test_ranks_are_matched_together(open_connector: Open) -> None:
     instance = bytes(range(16))
     workers = [open_connector(namespace=own, instance=instance) for own in specs]
     scheduler = open_connector(pool=None, namespace=specs[0], instance=instance)
-    chain = keys("ranks", 6)
+    chain = chain_of("ranks", 6)
     workers[0].store(chain, range(6))
     workers[1].store(chain, range(10, 14))
     match = scheduler.match(chain, namespaces=specs)
@@ -197,7 +198,7 @@ def test_ranks_are_matched_together(open_connector: Open) -> None:
 
 def test_windowed_namespaces_need_only_the_end(open_connector: Open) -> None:
     connector = open_connector(namespace=spec(group="window", window_blocks=2))
-    chain = keys("window", 8)
+    chain = chain_of("window", 8)
     assert connector.store(chain, [4, 5, 6], first=3).stored == 3
     match = connector.match(chain)
     assert match.blocks == 6
@@ -207,7 +208,7 @@ def test_windowed_namespaces_need_only_the_end(open_connector: Open) -> None:
 
 def test_pins_prefetch_and_flush(open_connector: Open) -> None:
     connector = open_connector(namespace=spec(group="pins"))
-    chain = keys("pins", 4)
+    chain = chain_of("pins", 4)
     connector.store(chain, range(4))
     assert connector.pin(chain, 60) == 4
     assert connector.prefetch(chain) == 4
@@ -220,7 +221,7 @@ def test_pins_prefetch_and_flush(open_connector: Open) -> None:
 
 def test_statistics_have_both_sides(open_connector: Open) -> None:
     connector = open_connector(name="statistics")
-    chain = keys("stats", 2)
+    chain = chain_of("stats", 2)
     connector.store(chain, [0, 1])
     connector.load(connector.match(chain), [2, 3])
     stats = connector.stats()
@@ -233,7 +234,7 @@ def test_statistics_have_both_sides(open_connector: Open) -> None:
 
 def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
     connector = open_connector()
-    chain = keys("bad", 4)
+    chain = chain_of("bad", 4)
     with pytest.raises(ValueError, match="16 bytes each"):
         connector.match(b"short")
     with pytest.raises(ValueError, match="5 keys from the root; there are 4"):
@@ -254,7 +255,7 @@ def test_backpressure_drops_what_does_not_fit(open_connector: Open) -> None:
     pool = np.ones((40, 1 << 20), np.uint8)
     connector = open_connector(pool=tiercache.Pool.from_blocks(pool))
     connector.flush(all_namespaces=True)
-    chain = keys("too much", 40)
+    chain = chain_of("too much", 40)
     result = connector.store(chain, range(40))
     assert result.stored + result.dropped == 40
     assert 0 < result.stored <= 32  # the arena has 32 MiB

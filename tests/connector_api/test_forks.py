@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connector_helpers import BLOCK_BYTES, keys, spec, wait_until
+from chains import chain_of
+from connector_helpers import BLOCK_BYTES, spec, wait_until
 
 import tiercache
 from tiercache.connector.jobs import JobQueue, Transfer
@@ -94,7 +95,7 @@ def test_a_child_gets_misses_and_reasons_whatever_lock_was_held(
     connector = open_connector()
     sibling_pool = tiercache.Pool.from_blocks(np.zeros((4, BLOCK_BYTES), np.uint8))
     sibling = connector.sibling(spec(group="sibling"), sibling_pool)
-    chain, other = keys("fork", 4), keys("fork, not stored", 4)
+    chain, other = chain_of("fork", 4), chain_of("fork, not stored", 4)
     assert connector.store(chain, range(4)).stored == 4
     match = connector.match(chain)
     assert connector.load_async(connector.match(chain), range(8, 12)).result() == 4  # the queues have their threads
@@ -123,7 +124,7 @@ def test_a_child_gets_misses_and_reasons_whatever_lock_was_held(
     def anew() -> list[int]:
         pool = tiercache.Pool.from_blocks(np.zeros((8, BLOCK_BYTES), np.uint8))
         with tiercache.connect(daemon.address, namespace=spec(), pool=pool, required=True) as own:
-            return [own.load(own.match(chain), range(4)), own.store(keys("of the child", 2), [4, 5]).stored]
+            return [own.load(own.match(chain), range(4)), own.store(chain_of("of the child", 2), [4, 5]).stored]
 
     before = connector.counters["unavailable"]
     with LocksHeld():

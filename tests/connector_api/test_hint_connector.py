@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from connector_helpers import keys, spec, wait_until
+from chains import chain_of
+from connector_helpers import spec, wait_until
 
 import tiercache
 from tiercache.protocol.hints import Hint
@@ -33,7 +34,7 @@ def said(connector: tiercache.Connector) -> dict[str, Any]:
 
 def test_what_is_stored_for_a_while_is_gone_after_it(open_connector: Open) -> None:
     connector = open_connector(request_timeout_s=WAIT_S)
-    chain, other = keys("for a while", 6), keys("for longer", 3)
+    chain, other = chain_of("for a while", 6), chain_of("for longer", 3)
     connector.store(other, [0, 1, 2])
     assert connector.store(chain, range(6), hint=Hint(ttl_s=0.2)).stored == 6
     wait_until(lambda: found(connector, chain) == 0)
@@ -44,7 +45,7 @@ def test_what_is_stored_for_a_while_is_gone_after_it(open_connector: Open) -> No
 
 def test_a_store_in_the_background_says_it_too(open_connector: Open) -> None:
     connector = open_connector(request_timeout_s=WAIT_S)
-    chain, before = keys("in the background", 4), said(connector)
+    chain, before = chain_of("in the background", 4), said(connector)
     transfer = connector.store_async(chain, range(4), hint=Hint(done=True, priority=Priority.LOW))
     assert transfer.result().stored == 4
     now = said(connector)
@@ -60,10 +61,10 @@ def test_a_store_in_the_background_says_it_too(open_connector: Open) -> None:
 
 def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:
     connector = open_connector(request_timeout_s=WAIT_S)
-    chain = keys("partly here", 5)
+    chain = chain_of("partly here", 5)
     connector.store(chain[:48], range(3))
     assert connector.hint(chain, Hint(return_in_s=30)) == 3
-    assert connector.hint(keys("nowhere", 5), Hint(done=True)) == 0
+    assert connector.hint(chain_of("nowhere", 5), Hint(done=True)) == 0
     assert connector.hint(b"", Hint(done=True)) == 0
     with pytest.raises(ValueError, match="16 bytes"):
         connector.hint(b"abc", Hint(done=True))
@@ -76,7 +77,7 @@ def test_all_ranks_are_told_at_once(open_connector: Open) -> None:
     form = {"tp_size": 2}
     ranks = [spec(tp_rank=rank, **form) for rank in range(2)]
     first, second = (open_connector(namespace=namespace, request_timeout_s=WAIT_S) for namespace in ranks)
-    chain = keys("both ranks", 3)
+    chain = chain_of("both ranks", 3)
     first.store(chain, range(3))
     second.store(chain[:32], range(2))
     assert first.hint(chain, Hint(ttl_s=0.2), namespaces=ranks) == 3
@@ -87,7 +88,7 @@ def test_a_daemon_of_an_earlier_release_is_not_asked(open_connector: Open) -> No
     connector = open_connector(request_timeout_s=WAIT_S)
     session = connector.client.session()
     session.welcome = msgspec.structs.replace(session.welcome, hints=False)
-    before, chain = said(connector), keys("earlier", 2)
+    before, chain = said(connector), chain_of("earlier", 2)
     assert connector.store(chain, range(2), hint=Hint(done=True)).stored == 2
     assert connector.hint(chain, Hint(done=True)) == 0
     assert said(connector) == before
@@ -99,7 +100,7 @@ def test_without_a_daemon_a_hint_is_nothing() -> None:
         connector = tiercache.connect(daemon.address, namespace=spec(), required=True)
     with connector:
         wait_until(lambda: not connector.available)
-        assert connector.hint(keys("away", 2), Hint(done=True)) == 0
+        assert connector.hint(chain_of("away", 2), Hint(done=True)) == 0
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, -math.inf])

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_helpers import bytes_of, keys, wait_until
+from chains import chain_of
+from connector_helpers import bytes_of, wait_until
 
 import tiercache
 from tiercache.client.channel import Channel
@@ -415,14 +416,14 @@ def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behin
 ) -> None:
     """At some hundred of all lines: the rest are alike."""
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
-    chain = keys(f"interrupted at a line of part {part}", 8)
+    chain = chain_of(f"interrupted at a line of part {part}", 8)
     assert connector.store(chain, range(8)).stored == 8
     calls = 0
 
     def new() -> bytes:
         nonlocal calls
         calls += 1
-        return keys(f"interrupted at a line {part} {calls}", 8)
+        return chain_of(f"interrupted at a line {part} {calls}", 8)
 
     def match() -> None:
         connector.release(connector.match(chain))
@@ -457,7 +458,7 @@ def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
     open_connector: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
-    chain = keys("interrupted in a copy", 8)
+    chain = chain_of("interrupted in a copy", 8)
     assert connector.store(chain, range(8)).stored == 8
     match = connector.match(chain)
     ended: list[bool] = []
@@ -476,7 +477,7 @@ def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
         connector.load(match, range(10, 18))
     assert ended == [True], "the blocks are free when the call is over"
     with pytest.raises(KeyboardInterrupt):
-        connector.store(keys("interrupted in another copy", 8), range(8))
+        connector.store(chain_of("interrupted in another copy", 8), range(8))
     assert ended == [True, True]
     assert leases(watcher) == NONE
 
@@ -499,15 +500,15 @@ def test_ctrl_c_ends_the_wait_for_an_answer_that_is_long_in_coming(
 
     monkeypatch.setattr(Channel, "receive", none_yet)
     with pytest.raises(KeyboardInterrupt) as caught:
-        connector.store(keys("long in coming", 8), range(8))
+        connector.store(chain_of("long in coming", 8), range(8))
     assert not isinstance(caught.value.__context__, CallInterrupted)
     assert connector.available
     waits[0] = 0
     with pytest.raises(KeyboardInterrupt):
-        connector.match(keys("long in coming", 8))
+        connector.match(chain_of("long in coming", 8))
     monkeypatch.setattr(Channel, "receive", receive)
     wait_until(lambda: leases(watcher) == NONE)
-    assert connector.store(keys("later", 8), range(8)).stored == 8
+    assert connector.store(chain_of("later", 8), range(8)).stored == 8
     assert caplog.messages == []
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connector_helpers import bytes_of, keys, spec, wait_until
+from chains import chain_of
+from connector_helpers import bytes_of, spec, wait_until
 
 import tiercache
 from tiercache.client import channel, keeper
@@ -91,7 +92,7 @@ def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
     open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     connector = open_connector()
-    chain = keys(f"closed while it stores {in_background}", 8)
+    chain = chain_of(f"closed while it stores {in_background}", 8)
     with held_copies(monkeypatch) as (begun, gate):
         if in_background:
             transfer = connector.store_async(chain, range(8))
@@ -124,7 +125,7 @@ def test_a_copy_that_outlasts_close_keeps_its_session_until_the_daemon_was_told(
         return sum(one["name"] == "lingers" for one in watcher.client.stats()["sessions"])
 
     with held_copies(monkeypatch) as (begun, gate):
-        thread, results = run(lambda: connector.store(keys("outlasts", 8), range(8)))
+        thread, results = run(lambda: connector.store(chain_of("outlasts", 8), range(8)))
         assert begun.wait(WAIT_S)
         connector.close()
         assert not connector.available
@@ -165,7 +166,7 @@ def test_a_store_whose_session_is_lost_tells_the_daemon_in_the_next_one(
 ) -> None:
     connector = open_connector()
     with held_copies(monkeypatch) as (begun, gate):
-        thread, results = run(lambda: connector.store(keys("lost session", 8), range(8)))
+        thread, results = run(lambda: connector.store(chain_of("lost session", 8), range(8)))
         assert begun.wait(WAIT_S)
         lost = connector.client.session()
         connector.client._keeper.session_failed(lost, "the test says so", True)
@@ -184,7 +185,7 @@ def test_a_connector_that_is_closed_without_its_session_tells_the_daemon_in_one_
     monkeypatch.setattr(keeper.SessionKeeper, "_next_back_off_s", lambda self: 0.01)
     connector = open_connector()
     with held_copies(monkeypatch) as (begun, gate):
-        thread, _ = run(lambda: connector.store(keys("closed without", 8), range(8)))
+        thread, _ = run(lambda: connector.store(chain_of("closed without", 8), range(8)))
         assert begun.wait(WAIT_S)
         lost = connector.client.session()
         connector.client._keeper._closed = True  # so that the background does not connect again
@@ -235,7 +236,7 @@ def test_ctrl_c_at_any_reply_of_a_store_leaves_no_lease(
         return receive(self, deadline_ns)
 
     monkeypatch.setattr(channel.Channel, "receive", interrupted)
-    chain = keys(f"interrupted at {at_reply}", 8)
+    chain = chain_of(f"interrupted at {at_reply}", 8)
     with pytest.raises(KeyboardInterrupt):
         connector.store(chain, range(8))
     monkeypatch.setattr(channel.Channel, "receive", receive)
@@ -255,7 +256,7 @@ def test_an_exception_in_a_copy_ends_the_lease_and_is_raised(
     in_main_thread: bool,
 ) -> None:
     connector = open_connector()
-    chain = keys(f"raises {error.__name__} {in_main_thread}", 8)
+    chain = chain_of(f"raises {error.__name__} {in_main_thread}", 8)
 
     def broken(self: CpuCopier, *arguments: Any, **options: Any) -> int:
         raise error("as the test wants it")
@@ -298,7 +299,7 @@ def test_a_request_that_cannot_be_sent_leaves_no_lease(
         return post(self, kind, *arguments, **fields)
 
     monkeypatch.setattr(Session, "post", broken)
-    chain = keys(f"not sent {request_type.__name__} {number}", 8)
+    chain = chain_of(f"not sent {request_type.__name__} {number}", 8)
     assert connector.store(chain, range(8)).stored == 0
     monkeypatch.setattr(Session, "post", post)
     store_all(connector, chain)

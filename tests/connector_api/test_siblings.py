@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from connector_helpers import BLOCK_BYTES, bytes_of, keys, spec
+from chains import chain_of
+from connector_helpers import BLOCK_BYTES, bytes_of, spec
 
 import tiercache
 from tiercache.errors import ConfigError, LayoutError
@@ -24,7 +25,7 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
     first = open_connector()
     windowed = spec(700, group="window of siblings", window_blocks=2)
     sibling = first.sibling(windowed, small_pool())
-    both, chain = [first.namespace, windowed], keys("siblings", 8)
+    both, chain = [first.namespace, windowed], chain_of("siblings", 8)
     assert first.store(chain, range(8)).stored == 8
     assert first.match(chain, namespaces=both).blocks == 0
     assert sibling.store(chain, [4, 5], first=4).stored == 2
@@ -42,7 +43,7 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
 def test_a_sibling_ends_with_the_first_and_not_before(open_connector: Open) -> None:
     first = open_connector()
     sibling = first.sibling(spec(700, group="the other"), small_pool())
-    chain = keys("ends", 2)
+    chain = chain_of("ends", 2)
     sibling.close()
     assert first.available
     assert first.store(chain, [0, 1]).stored == 2

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from cache_at_once import CacheAtOnce
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.publisher import Publisher
@@ -98,7 +98,7 @@ def branch(*path: int) -> bytes:
 
 def fill(h: CacheRig, namespace: Namespace, tag: int, blocks: int) -> bytes:
     """Store a chain of so many blocks; its keys."""
-    keys = chain(tag, blocks)
+    keys = chain_of(tag, blocks)
     for first in range(0, blocks, 500):
         parent = keys[16 * (first - 1) : 16 * first] if first else b""
         h.store(namespace, keys[16 * first : 16 * min(first + 500, blocks)], parent)

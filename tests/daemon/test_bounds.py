@@ -13,7 +13,7 @@ import pytest
 import zmq
 from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, counted, fill, finish
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.index.index import Index
@@ -37,11 +37,11 @@ def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.Monke
     unlinked = counted(monkeypatch, Index, "_unlink")
     h.cache.flush_dram([small.number], b"")
     unlinked()
-    assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.NONE]
+    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
     assert 0 < unlinked() <= ROOM_STEPS
     assert small.table.unlinking
     finish(h)
-    assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.FRAME]
+    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
 
 
 def test_a_store_into_what_was_flushed_finds_room_at_once() -> None:
@@ -49,7 +49,7 @@ def test_a_store_into_what_was_flushed_finds_room_at_once() -> None:
     namespace = h.space()
     fill(h, namespace, 1, BLOCKS)
     h.cache.flush_dram([namespace.number], b"")
-    h.store(namespace, chain(2, 500))
+    h.store(namespace, chain_of(2, 500))
     finish(h)
 
 
@@ -59,7 +59,7 @@ def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: p
     fill(h, small, 1, BLOCKS)
     evicted = 0
     for _ in range(20):
-        states = h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states
+        states = h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states
         gone = h.cache.counters.evicted_blocks - evicted
         evicted += gone
         assert gone <= ROOM_STEPS
@@ -114,13 +114,13 @@ def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest
     fill(h, small, 1, BLOCKS)
     h.cache.space.tails.give_up()
     looked = counted(monkeypatch, Space, "_look_slice")
-    assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.NONE]
+    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
     assert looked() == 1, "a part, in the store"
     assert h.cache.counters.regions_drained == 0
     finish(h)
     assert looked() >= BLOCKS // 512 - 1
     assert h.cache.counters.regions_drained == 1
-    assert h.cache.reserve(h.owner, large, b"", chain(2, 1), 10).states == [BlockState.FRAME]
+    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
 
 
 def test_notes_on_deadlines_are_swept_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from cache_rig import FRAME_BYTES, CacheRig, fill, in_slices
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.index.check import ENTRIES
 from tiercache.daemon.index.index import FREE
@@ -38,7 +38,10 @@ class Busy(CacheRig):
         self.now_s += 0.01
         rng, cache, reads = self.rng, self.cache, self.cache.reads
         for _ in range(3):
-            namespace, keys = rng.choice([*self.spaces, self.large]), chain(rng.randrange(4, 250), rng.randrange(1, 40))
+            namespace, keys = (
+                rng.choice([*self.spaces, self.large]),
+                chain_of(rng.randrange(4, 250), rng.randrange(1, 40)),
+            )
             match rng.randrange(8):
                 case 0 | 1 | 2:
                     got = cache.reserve(self.owner, namespace, b"", keys, 10)
@@ -124,7 +127,7 @@ def _free_and_owned(h: Busy) -> None:
 
 
 def _written_and_owned(h: Busy) -> None:
-    got = h.cache.reserve(h.owner, h.spaces[0], b"", chain(255, 1), 100)
+    got = h.cache.reserve(h.owner, h.spaces[0], b"", chain_of(255, 1), 100)
     [block] = h.cache.writes.leases[got.lease_id].blocks.values()
     block.frame = h.cache.space.index.frame[_deep(h)]
 
@@ -174,7 +177,7 @@ def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
         found = h.cache.match(h.owner, [h.spaces[0]], h.long[: KEY_BYTES * h.rng.randrange(1, 300)], 5)
         assert found.lease is not None
         h.cache.reads.release(h.owner, found.lease.lease_id)
-        h.store(h.spaces[2], chain(h.rng.randrange(4, 250), 3))
+        h.store(h.spaces[2], chain_of(h.rng.randrange(4, 250), 3))
 
     findings, _ = in_slices(h.cache.check(), read)
     assert [finding for finding in findings if text in finding], findings

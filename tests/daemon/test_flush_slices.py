@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cache_rig import CacheRig, finish
-from chains import chain
+from chains import chain_of
 from raw_client import Client, block_of, new_chain
 from waiting import wait_until
 
@@ -42,9 +42,9 @@ def test_many_namespaces_are_flushed_in_slices() -> None:
     h, below = CacheRig(regions=1), Below()
     spaces = [h.space(rank=rank, layers=layers) for rank in range(8) for layers in range(1, 20)][:MANY]
     for place in (0, FLUSHED_AT_ONCE, MANY - 1):
-        h.store(spaces[place], chain(place + 1, 2))
+        h.store(spaces[place], chain_of(place + 1, 2))
     steps, parts = h.cache.flush(spaces, b"", below), list[int]()
-    late = chain(99, 1)
+    late = chain_of(99, 1)
     while True:
         try:
             next(steps)
@@ -66,7 +66,7 @@ def test_many_namespaces_are_flushed_in_slices() -> None:
 def test_a_key_of_many_namespaces_is_flushed_in_smaller_slices() -> None:
     h, below = CacheRig(regions=1), Below()
     spaces = [h.space(rank=rank) for rank in range(2 * KEYS_FLUSHED_AT_ONCE + 1)]
-    keys = chain(1, 2)
+    keys = chain_of(1, 2)
     h.store(spaces[-1], keys)
     steps = h.cache.flush(spaces, keys[:KEY_BYTES], below)
     next(steps)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from chains import chain_of
 
 from tiercache.daemon import prefetch as ahead
 from tiercache.daemon.ground.slices import Slices, Steps
@@ -44,40 +45,36 @@ class Rig:
         return self.out
 
 
-def chain(number: int, blocks: int = 1) -> bytes:
-    return b"".join(bytes([number, block]).ljust(16, b"\0") for block in range(blocks))
-
-
 def test_a_chain_sets_out_a_tenth_of_the_time_before_and_once() -> None:
     rig = Rig()
-    rig.say(chain(1, 3), return_in_s=100.0)
+    rig.say(chain_of(1, 3), return_in_s=100.0)
     assert rig.at(1089.0) == []
     assert rig.ahead.plans == 1
-    assert rig.at(1090.0) == [chain(1, 3)]
-    assert rig.at(1100.0) == [chain(1, 3)]
+    assert rig.at(1090.0) == [chain_of(1, 3)]
+    assert rig.at(1100.0) == [chain_of(1, 3)]
     assert (rig.ahead.plans, rig.ahead.blocks) == (0, 3)
 
 
 def test_a_short_time_has_a_second_of_lead() -> None:
     rig = Rig()
-    rig.say(chain(1), return_in_s=LEAD_S + 1.0)
+    rig.say(chain_of(1), return_in_s=LEAD_S + 1.0)
     assert rig.at(1000.9) == []
-    assert rig.at(1001.0) == [chain(1)]
+    assert rig.at(1001.0) == [chain_of(1)]
 
 
 def test_what_is_said_anew_counts() -> None:
     rig = Rig()
-    rig.say(chain(1), return_in_s=100.0)
-    rig.say(chain(2), return_in_s=100.0)
-    rig.say(chain(1), return_in_s=200.0)
-    rig.say(chain(2), done=True)
+    rig.say(chain_of(1), return_in_s=100.0)
+    rig.say(chain_of(2), return_in_s=100.0)
+    rig.say(chain_of(1), return_in_s=200.0)
+    rig.say(chain_of(2), done=True)
     assert rig.at(1150.0) == []
-    assert rig.at(1180.0) == [chain(1)]
+    assert rig.at(1180.0) == [chain_of(1)]
 
 
 def test_nobody_is_awaited_for_ever() -> None:
     rig = Rig()
-    rig.say(chain(1), return_in_s=10.0)
+    rig.say(chain_of(1), return_in_s=10.0)
     assert rig.at(1100.0) == [], "the daemon was busy elsewhere, and who was to be back is late"
     assert rig.ahead.plans == 0
 
@@ -85,7 +82,7 @@ def test_nobody_is_awaited_for_ever() -> None:
 def test_a_few_are_on_their_way_at_a_time() -> None:
     rig = Rig()
     for number in range(AT_ONCE + 3):
-        rig.say(chain(number), return_in_s=10.0)
+        rig.say(chain_of(number), return_in_s=10.0)
     rig.growing = dict.fromkeys(range(AT_ONCE))
     assert rig.at(1009.0) == [], "others are under way already"
     rig.growing = {}
@@ -97,13 +94,13 @@ def test_plans_are_bounded_in_number_and_length(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ahead, "MAX_PLANS", 4)
     rig = Rig()
     for number in range(20):
-        rig.say(chain(number), return_in_s=100.0)
+        rig.say(chain_of(number), return_in_s=100.0)
         assert rig.ahead.plans <= 4
     for _ in range(100):
-        rig.say(chain(19), return_in_s=100.0)
+        rig.say(chain_of(19), return_in_s=100.0)
     assert len(rig.ahead._due) <= 2 * 4 + 4 + 1
     monkeypatch.setattr(ahead, "MAX_PLAN_BYTES", 16 * 10)
     for number in range(20, 40):
-        rig.say(chain(number, 4), return_in_s=100.0)
+        rig.say(chain_of(number, 4), return_in_s=100.0)
     assert rig.ahead.plans == 2, "the youngest, and the keys of those that were dropped are not counted any more"
-    assert rig.at(1095.0) == [chain(38, 4), chain(39, 4)]
+    assert rig.at(1095.0) == [chain_of(38, 4), chain_of(39, 4)]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from raw_client import (
     DROPPED,
-    ROOT,
     VISIBLE,
     Client,
     block_of,
@@ -100,7 +99,7 @@ def test_frames_of_a_closed_session_wait_for_the_end_of_its_process(client: Clie
         [sys.executable, "-c", _WRITER, str(run_dir)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "daemon")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert writer.stdout is not None
     try:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon
@@ -110,7 +111,7 @@ def hardened() -> Iterator[Daemon]:
 @pytest.fixture
 def bystander(hardened: Daemon) -> Iterator[Peer]:
     """Another client, with a block, that must not notice anything."""
-    spec, keys = spec_of(rank=7), chain("bystander", 4)
+    spec, keys = spec_of(rank=7), chain_of("bystander", 4)
     with Peer(hardened.run_dir, name="bystander") as peer:
         peer.store(spec, keys)
         refused = peer.stats()["counters"]["requests_failed"]

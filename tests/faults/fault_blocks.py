@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from chains import key_of
+
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -23,20 +25,6 @@ def spec_of(block_bytes: int = 4096, rank: int = 0) -> NamespaceSpec:
     )
 
 
-def chain(seed: object, blocks: int, after: bytes = b"") -> bytes:
-    """Packed keys of a chain: block i of seed s is the same in every process. `after` is a prefix of keys."""
-    keys, last = [], after[-KEY_BYTES:]
-    for number in range(blocks):
-        last = hashlib.blake2b(last + f"{seed}/{number}".encode(), digest_size=KEY_BYTES).digest()
-        keys.append(last)
-    return after + b"".join(keys)
-
-
-def key_at(keys: bytes, number: int) -> bytes:
-    """Key `number` of packed keys."""
-    return keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-
-
 def content(key: bytes, spec: NamespaceSpec) -> bytes:
     """The bytes of one block; each line of 64 names its key and namespace, so a mixture shows."""
     line = hashlib.blake2b(key + spec.fingerprint().encode(), digest_size=LINE_BYTES).digest()
@@ -47,6 +35,6 @@ def whose(data: bytes, keys: bytes, specs: list[NamespaceSpec]) -> str:
     """For messages: which of these blocks the first line of `data` belongs to."""
     for spec in specs:
         for number in range(len(keys) // KEY_BYTES):
-            if content(key_at(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
+            if content(key_of(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
                 return f"block {number} of rank {spec.tp_rank}"
     return "nobody known"

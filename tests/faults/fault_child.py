@@ -20,7 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fault_blocks import chain, content, key_at, spec_of
+from chains import chain_of, key_of
+from fault_blocks import content, spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 
@@ -43,7 +44,7 @@ class PeerChild:
         self.frames: list[int] = []
 
     def reserve(self, seed: object, blocks: int, ttl_ms: int = 30_000) -> dict[str, Any]:
-        self.keys = chain(seed, blocks)
+        self.keys = chain_of(seed, blocks)
         reserved = self.peer.reserve(self.spec, self.keys, ttl_ms=ttl_ms)
         self.lease = reserved.lease
         states = list(reserved.states)
@@ -53,7 +54,7 @@ class PeerChild:
 
     def fill(self, first: int, count: int) -> int:
         for index, frame in list(zip(self.indices, self.frames, strict=True))[first : first + count]:
-            self.peer.write(frame, content(key_at(self.keys, index), self.spec))
+            self.peer.write(frame, content(key_of(self.keys, index), self.spec))
         return count
 
     def scribble(self) -> int:
@@ -92,7 +93,7 @@ class PeerChild:
         return pid
 
     def hold(self, seed: object, blocks: int, ttl_ms: int) -> dict[str, Any]:
-        self.keys = chain(seed, blocks)
+        self.keys = chain_of(seed, blocks)
         matched = self.peer.match(self.spec, self.keys, ttl_ms=ttl_ms, resolve=m.MAX_RESOLVE)
         self.lease = matched.lease
         self.frames = list(m.unpack_frames(matched.frames[0])) if matched.lease else []
@@ -102,7 +103,7 @@ class PeerChild:
         return bool(self.peer.ask(m.Release, lease=self.lease).good)
 
     def store(self, seed: object, blocks: int) -> int:
-        return len(self.peer.store(self.spec, chain(seed, blocks)))
+        return len(self.peer.store(self.spec, chain_of(seed, blocks)))
 
     def ping_pong(self, seconds: float, peers: int) -> int:
         """Several sessions, each with a few pings under way; every one must be answered."""
@@ -138,10 +139,10 @@ class EngineChild:
         self.engine = Engine(run_dir, spec_of(block_bytes, rank), blocks, **settings)
 
     def store(self, seed: object, blocks: int) -> list[int]:
-        return list(self.engine.store(chain(seed, blocks)))
+        return list(self.engine.store(chain_of(seed, blocks)))
 
     def load(self, seed: object, blocks: int) -> int:
-        return self.engine.load(chain(seed, blocks))
+        return self.engine.load(chain_of(seed, blocks))
 
     def more_files(self) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.most_files, self.most_files))
@@ -157,11 +158,11 @@ class EngineChild:
         return sum("memfd:tiercache" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     def hold(self, seed: object, blocks: int) -> int:
-        self.match = self.engine.connector.match(chain(seed, blocks))
+        self.match = self.engine.connector.match(chain_of(seed, blocks))
         return self.match.blocks
 
     def load_held(self, seed: object) -> int:
-        return self.engine.load_match(self.match, chain(seed, self.match.blocks))
+        return self.engine.load_match(self.match, chain_of(seed, self.match.blocks))
 
     def churn(self, seed: int, seconds: float, chains: int, longest: int, flush: bool) -> dict[str, int]:
         """Store, load, pin and flush at random, with every good block verified."""
@@ -171,7 +172,7 @@ class EngineChild:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             totals["rounds"] += 1
-            keys = chain(f"churn {dice.randrange(chains)}", dice.randint(1, longest))
+            keys = chain_of(f"churn {dice.randrange(chains)}", dice.randint(1, longest))
             draw = dice.random()
             if draw < 0.45:
                 totals["stored"] += engine.store(keys).stored
@@ -186,7 +187,7 @@ class EngineChild:
             elif draw < 0.98:
                 connector.release(connector.match(keys))
             elif flush:
-                engine.try_flush(key=b"" if draw > 0.995 else key_at(keys, 0))
+                engine.try_flush(key=b"" if draw > 0.995 else key_of(keys, 0))
         return totals
 
 

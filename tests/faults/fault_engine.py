@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fault_blocks import content, key_at, whose
+from chains import key_of
+from fault_blocks import content, whose
 
 import tiercache
 from tiercache.connector.loads import Match
@@ -31,7 +32,7 @@ class Engine:
         """Put the right bytes of keys `first..` into pool blocks 0.."""
         count = len(keys) // KEY_BYTES - first
         for number in range(count):
-            self.pool[number] = np.frombuffer(content(key_at(keys, first + number), self.spec), np.uint8)
+            self.pool[number] = np.frombuffer(content(key_of(keys, first + number), self.spec), np.uint8)
         return list(range(count))
 
     def store(self, keys: bytes, first: int = 0) -> StoreResult:
@@ -42,7 +43,7 @@ class Engine:
         """That the first `good` pool blocks hold what was stored under the keys."""
         for number in range(good):
             got = self.pool[number].tobytes()
-            right = got == content(key_at(keys, number), self.spec)
+            right = got == content(key_of(keys, number), self.spec)
             assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, [self.spec])}"
         return good
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 import zmq
-from fault_blocks import content, key_at
+from chains import key_of
+from fault_blocks import content
 
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.copies.arena import Region
@@ -186,14 +187,14 @@ class Peer:
     def reserve(self, spec: NamespaceSpec, keys: bytes, *, first: int = 0, ttl_ms: int = 30_000) -> Any:
         """Reserve keys `first..` of a chain."""
         rest = keys[first * 16 :]
-        parent = key_at(keys, first - 1) if first else b""
+        parent = key_of(keys, first - 1) if first else b""
         return self.ask(m.Reserve, namespace=self.register(spec), parent=parent, keys=rest, ttl_ms=ttl_ms)
 
     def fill(self, spec: NamespaceSpec, keys: bytes, reserved: Any, first: int = 0) -> list[int]:
         """Write the right bytes into all frames of a reservation; the indices that have one."""
         indices = [index for index, state in enumerate(reserved.states) if state == m.BlockState.FRAME]
         for index, frame in zip(indices, m.unpack_frames(reserved.frames), strict=True):
-            self.write(frame, content(key_at(keys, first + index), spec))
+            self.write(frame, content(key_of(keys, first + index), spec))
         return indices
 
     def commit(self, lease: int, indices: list[int]) -> list[int]:
@@ -232,7 +233,7 @@ class Peer:
         if not self.ask(m.Release, lease=matched.lease).good:
             return 0
         for number, got in enumerate(data):
-            assert got == content(key_at(keys, number), spec), f"block {number} of {len(data)} is wrong"
+            assert got == content(key_of(keys, number), spec), f"block {number} of {len(data)} is wrong"
         return len(data)
 
     # --- ends ------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_processes import Child, Daemon, wait_until
 
@@ -70,8 +71,8 @@ def test_clients_at_random_while_the_daemon_dies_again_and_again(
     totals = results()
     assert all(total["stored"] > 0 and total["good"] > 0 for total in totals), totals
     engine = engine_of(daemon, spec_of(64 << 10))
-    assert engine.store(chain("after", 20)).dropped == 0
-    assert engine.load(chain("after", 20)) == 20
+    assert engine.store(chain_of("after", 20)).dropped == 0
+    assert engine.load(chain_of("after", 20)) == 20
     check(daemon)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_blocks import chain, content, key_at, spec_of
+from chains import chain_of, key_of
+from fault_blocks import content, spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Daemon, wait_until
@@ -66,7 +67,7 @@ def gated(daemon: Daemon, engine_of: Callable[..., Engine]) -> tuple[Engine, Gat
 
 def stored(daemon: Daemon, connect: Callable[..., Peer], seed: str) -> bytes:
     """A chain that somebody else has stored."""
-    keys = chain(seed, BLOCKS)
+    keys = chain_of(seed, BLOCKS)
     connect(daemon).store(SPEC, keys)
     return keys
 
@@ -133,7 +134,7 @@ def test_38_blocks_are_not_good_before_the_daemon_says_so(
     assert gate.half_way.wait(5)
     daemon.stop()
     gate.open.set()
-    last = content(key_at(keys, BLOCKS - 1), SPEC)
+    last = content(key_of(keys, BLOCKS - 1), SPEC)
     wait_until(lambda: engine.pool[BLOCKS - 1].tobytes() == last, "the last byte has arrived")
     assert transfer.result(5) == 0, "without the daemon's word it is a miss"
     daemon.go_on()
@@ -152,13 +153,13 @@ def test_38_a_lease_lost_in_mid_copy_is_a_miss(
     assert gate.half_way.wait(5)
     if why == "flush":
         other = connect(daemon)
-        other.ask(m.Flush, tier="all", namespaces=[], key=key_at(keys, 2))
+        other.ask(m.Flush, tier="all", namespaces=[], key=key_of(keys, 2))
         for number in range(3):
-            other.store(SPEC, chain(f"new owner {number}", 256))
+            other.store(SPEC, chain_of(f"new owner {number}", 256))
     elif why == "expiry":
         wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease is over")
         for number in range(3):
-            connect(daemon).store(SPEC, chain(f"new owner {number}", 256))
+            connect(daemon).store(SPEC, chain_of(f"new owner {number}", 256))
     else:
         daemon.kill()
         if why == "restart":
@@ -172,7 +173,7 @@ def test_37_a_store_owns_its_blocks_until_it_is_done(
 ) -> None:
     """The engine may change the blocks the moment `done()` is true, and not before."""
     engine, gate = gated
-    keys = chain("store", BLOCKS)
+    keys = chain_of("store", BLOCKS)
     transfer = engine.connector.store_async(keys, engine.write(keys))
     assert gate.half_way.wait(5)
     other = connect(daemon)
@@ -189,7 +190,7 @@ def test_37_a_cancelled_store_publishes_only_what_it_copied(
     daemon: Daemon, gated: tuple[Engine, Gate], connect: Callable[..., Peer]
 ) -> None:
     engine, gate = gated
-    keys = chain("store", BLOCKS)
+    keys = chain_of("store", BLOCKS)
     transfer = engine.connector.store_async(keys, engine.write(keys))
     assert gate.half_way.wait(5)
     transfer.cancel()
@@ -209,7 +210,7 @@ def test_37_a_store_overtaken_in_mid_copy(
     daemon: Daemon, gated: tuple[Engine, Gate], connect: Callable[..., Peer], why: str
 ) -> None:
     engine, gate = gated
-    keys = chain("overtaken", BLOCKS)
+    keys = chain_of("overtaken", BLOCKS)
     transfer = engine.connector.store_async(keys, engine.write(keys))
     assert gate.half_way.wait(5)
     if why == "flush":

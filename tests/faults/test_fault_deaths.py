@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_processes import Child, Daemon, wait_until
 from fault_relay import HELD, Relay, at_once
@@ -57,7 +58,7 @@ def comes_back(engine: Engine, keys: bytes) -> None:
 def test_15_30_a_killed_daemon_is_a_miss_and_its_restart_a_hit(
     daemon: Daemon, engine_of: Callable[..., Engine]
 ) -> None:
-    engine, keys = engine_of(daemon, SPEC), chain("before", 20)
+    engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     for _ in range(3):
         engine.store(keys)
         assert engine.load(keys) == 20
@@ -74,7 +75,7 @@ def test_15_30_a_killed_daemon_is_a_miss_and_its_restart_a_hit(
 def test_15_a_daemon_that_hangs_is_a_miss_and_wakes_with_its_blocks(
     daemon: Daemon, engine_of: Callable[..., Engine]
 ) -> None:
-    engine, keys = engine_of(daemon, SPEC), chain("before", 20)
+    engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     daemon.stop()
     misses(engine, keys)
@@ -85,7 +86,7 @@ def test_15_a_daemon_that_hangs_is_a_miss_and_wakes_with_its_blocks(
 
 
 def test_15_a_daemon_that_hangs_and_then_dies(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
-    engine, keys = engine_of(daemon, SPEC), chain("before", 20)
+    engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     daemon.stop()
     misses(engine, keys)
@@ -94,7 +95,7 @@ def test_15_a_daemon_that_hangs_and_then_dies(daemon: Daemon, engine_of: Callabl
 
 
 def test_15_the_daemon_dies_between_match_and_load(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
-    engine, keys = engine_of(daemon, SPEC), chain("before", 20)
+    engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     match = engine.connector.match(keys)
     assert match.blocks == 20
@@ -105,7 +106,7 @@ def test_15_the_daemon_dies_between_match_and_load(daemon: Daemon, engine_of: Ca
 
 def test_15_the_daemon_hangs_between_match_and_load(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
     """The bytes can be copied, and still nobody says that they are good."""
-    engine, keys = engine_of(daemon, SPEC), chain("before", 20)
+    engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     match = engine.connector.match(keys)
     daemon.stop()
@@ -119,7 +120,7 @@ def test_15_the_daemon_hangs_between_match_and_load(daemon: Daemon, engine_of: C
 def test_15_an_engine_starts_without_its_cache(engine_of: Callable[..., Engine], closing: ExitStack) -> None:
     daemon = Daemon("--arena", "16MiB", "--region", "4MiB")
     closing.callback(daemon.close)
-    keys = chain("early", 8)
+    keys = chain_of("early", 8)
     engine = engine_of(daemon.run_dir, SPEC, required=False)
     misses(engine, keys)
     daemon.start()
@@ -128,7 +129,7 @@ def test_15_an_engine_starts_without_its_cache(engine_of: Callable[..., Engine],
 
 def test_30_an_idle_client_is_not_forgotten(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
     """Restarted twice without one call of the engine in between."""
-    engine, keys = engine_of(daemon, SPEC), chain("idle", 8)
+    engine, keys = engine_of(daemon, SPEC), chain_of("idle", 8)
     for _ in range(2):
         downs = engine.connector.counters["times_down"]
         daemon.kill()
@@ -140,7 +141,7 @@ def test_30_an_idle_client_is_not_forgotten(daemon: Daemon, engine_of: Callable[
 
 def test_30_a_client_outlives_a_daemon_of_another_shape(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
     """Other regions, another arena: nothing of the old life is taken for the new one."""
-    engine, other, keys = engine_of(daemon, SPEC), engine_of(daemon, spec_of(8192, rank=1)), chain("shape", 20)
+    engine, other, keys = engine_of(daemon, SPEC), engine_of(daemon, spec_of(8192, rank=1)), chain_of("shape", 20)
     engine.store(keys)
     daemon.kill()
     daemon.flags = ("--arena", "6MiB", "--region", "2MiB")
@@ -176,7 +177,7 @@ def test_46_the_memory_goes_though_a_match_is_held(daemon: Daemon, start_child: 
 def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """Every answer takes one deadline and a half: one of them is paid, and then the cache is away, steadily."""
     engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.2)
-    keys = chain("late", 4)
+    keys = chain_of("late", 4)
     engine.store(keys)
     before = engine.connector.counters
     relay.delays = lambda request: [0.3]
@@ -201,7 +202,7 @@ def test_46_a_daemon_that_runs_a_moment_now_and_then_does_not_flap(
 ) -> None:
     """Good pings get through while it runs; each time that they prove wrong the next try is later."""
     engine = engine_of(daemon, SPEC, request_timeout_s=0.1)
-    keys = chain("now and then", 4)
+    keys = chain_of("now and then", 4)
     engine.store(keys)
     ups = engine.connector.counters["times_up"]
     good = 0
@@ -223,7 +224,7 @@ def test_46_a_daemon_that_runs_a_moment_now_and_then_does_not_flap(
 def test_8_a_late_answer_is_not_the_next_ones(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """Calls that time out, and whose answers come while others are asked."""
     engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.15)
-    chains = [chain(f"late {number}", number + 1) for number in range(4)]
+    chains = [chain_of(f"late {number}", number + 1) for number in range(4)]
     for keys in chains:
         assert engine.store(keys).dropped == 0
     for number, keys in enumerate(chains):
@@ -243,7 +244,7 @@ def test_8_a_call_after_a_timeout_gets_its_own_answer(
     """Below the connector: the same session asks on, and answers come in the wrong order, or twice."""
     engine = engine_of(relay.run_dir, SPEC)
     session = engine.connector.client.session()
-    keys = [chain(f"k{number}", number + 1) for number in range(10)]
+    keys = [chain_of(f"k{number}", number + 1) for number in range(10)]
     for chained in keys:
         engine.store(chained)
     number = session.namespace_id(SPEC)
@@ -265,14 +266,14 @@ def test_8_a_call_after_a_timeout_gets_its_own_answer(
 def test_8_a_grant_that_comes_too_late_is_given_back(
     relay: Relay, daemon: Daemon, engine_of: Callable[..., Engine]
 ) -> None:
-    engine, keys = engine_of(relay.run_dir, SPEC, request_timeout_s=0.15), chain("granted", 4)
+    engine, keys = engine_of(relay.run_dir, SPEC, request_timeout_s=0.15), chain_of("granted", 4)
     engine.store(keys)
     relay.delays = lambda request: [HELD] if isinstance(request, m.Match | m.Reserve) else [0.0]
     assert engine.load(keys) == 0
     relay.let_go()
     wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease of the late match is given back", GIVEN_BACK_S)
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
-    assert engine.store(chain("other", 4)).stored == 0
+    assert engine.store(chain_of("other", 4)).stored == 0
     relay.let_go()
     wait_until(lambda: daemon.stats()["leases"]["write"] == 0, "the late reservation is given back", GIVEN_BACK_S)
     wait_until(lambda: daemon.stats()["leases"]["quarantined"] == 0, "and its frames with it", GIVEN_BACK_S)
@@ -289,7 +290,7 @@ def test_23_a_reply_that_never_comes_is_a_miss(
 ) -> None:
     """Nothing wrong, nothing stuck, and the chain can be stored and found in the end."""
     engine = engine_of(relay.run_dir, SPEC, blocks=128, request_timeout_s=0.15)
-    keys = chain("lost", 100)
+    keys = chain_of("lost", 100)
     engine.store(keys[: 90 * 16])
     relay.delays = lambda request: [] if isinstance(request, lost) else [0.0]
     loaded = engine.load(keys)
@@ -304,7 +305,7 @@ def test_23_a_reply_that_never_comes_is_a_miss(
 def test_33_an_engine_gives_up_on_a_slow_load(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """A load has its own deadline: past it no copy begins, and the rest is a miss."""
     engine = engine_of(relay.run_dir, SPEC, blocks=256, request_timeout_s=2.0, load_timeout_s=0.2)
-    keys = chain("slow", 200)
+    keys = chain_of("slow", 200)
     engine.store(keys)
     match = engine.connector.match(keys)
     relay.delays = lambda request: [0.3] if isinstance(request, m.Resolve) else [0.0]

@@ -13,7 +13,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import zmq
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import RawZmtp, greet
 from fault_peer import Peer
@@ -81,7 +82,7 @@ def test_24_idle_connections_on_the_session_socket(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4000), hard), hard))
     closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-    peer, spec, keys = connect(daemon), spec_of(), chain("idle", 4)
+    peer, spec, keys = connect(daemon), spec_of(), chain_of("idle", 4)
     peer.store(spec, keys)
     before = open_fds(daemon.pid)
     idle = []
@@ -111,7 +112,7 @@ def test_24_idle_connections_on_the_control_socket(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
     daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--max-sessions", "32")
-    peer, spec, keys = connect(daemon), spec_of(), chain("idle", 4)
+    peer, spec, keys = connect(daemon), spec_of(), chain_of("idle", 4)
     peer.store(spec, keys)
     before = open_fds(daemon.pid)
     endpoint = peer.welcome.control.removeprefix("ipc://")
@@ -184,7 +185,7 @@ def test_24_sessions_have_a_limit(
 
 def test_24_leases_have_a_limit(start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]) -> None:
     daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--max-leases-per-session", "5")
-    peer, other, spec, keys = connect(daemon), connect(daemon), spec_of(), chain("many", 2)
+    peer, other, spec, keys = connect(daemon), connect(daemon), spec_of(), chain_of("many", 2)
     peer.store(spec, keys)
     leases = [peer.match(spec, keys, ttl_ms=9000).lease for _ in range(5)]
     reply = peer.match(spec, keys, ttl_ms=9000)

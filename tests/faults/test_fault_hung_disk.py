@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_blocks import chain, key_at, spec_of
+from chains import chain_of, key_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_hang import FrozenDisk, Gate, patch
 from fault_processes import Daemon, wait_until
@@ -65,7 +66,7 @@ class Disks:
 
     def new_chain(self) -> bytes:
         self._made += 1
-        return chain(f"hung {self._made}", BLOCKS)
+        return chain_of(f"hung {self._made}", BLOCKS)
 
     def store(self) -> bytes:
         """A new chain, in DRAM."""
@@ -233,7 +234,7 @@ def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate)
     gate.hang()
     flushed = disks.chains[hung].pop()
     with pytest.raises(RequestRefused, match="disk"):  # gone, but not for good
-        disks.engine.connector.flush(key=key_at(flushed, 0))
+        disks.engine.connector.flush(key=key_of(flushed, 0))
     told = f"nvme directory {hung}: its index has waited for the disk for"
     wait_until(lambda: told in disks.health(), "it is told", SOON_S)
     assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_peer import NoAnswer, Peer
 from fault_processes import Daemon
 
@@ -19,7 +20,7 @@ SPEC = spec_of(64 << 10)
 
 def test_28_requests_of_a_former_life_are_refused(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     """A DEALER keeps what was sent to a dead daemon, and brings it to the next one."""
-    old, keys = connect(daemon), chain("former", 3)
+    old, keys = connect(daemon), chain_of("former", 3)
     old.store(SPEC, keys)
     daemon.kill()
     flush = old.post(m.Flush, tier="all", namespaces=[], key=b"", deadline_s=60)
@@ -48,10 +49,10 @@ def test_28_a_session_of_a_former_life_is_unknown(daemon: Daemon, connect: Calla
 
 
 def test_28_leases_of_a_former_life_are_nothing(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    old, keys = connect(daemon), chain("former", 3)
+    old, keys = connect(daemon), chain_of("former", 3)
     old.store(SPEC, keys)
     read = old.match(SPEC, keys, ttl_ms=60_000).lease
-    write = old.reserve(SPEC, chain("more", 2)).lease
+    write = old.reserve(SPEC, chain_of("more", 2)).lease
     daemon.restart()
     new = connect(daemon, instance=old.instance)
     new.register(SPEC)
@@ -64,7 +65,7 @@ def test_28_leases_of_a_former_life_are_nothing(daemon: Daemon, connect: Callabl
 def test_7_a_second_daemon_on_the_same_run_dir_is_refused(
     daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
-    peer, keys = connect(daemon), chain("first", 4)
+    peer, keys = connect(daemon), chain_of("first", 4)
     peer.store(SPEC, keys)
     for _ in range(2):
         second = Daemon("--arena", "4MiB", run_dir=daemon.run_dir)
@@ -93,8 +94,8 @@ def test_15_stale_sockets_are_replaced(daemon: Daemon, connect: Callable[..., Pe
     assert all(path.is_socket() for path in paths), "kill -9 leaves them"
     daemon.start()
     peer = connect(daemon)
-    peer.store(SPEC, chain("again", 2))
-    assert peer.load(SPEC, chain("again", 2)) == 2
+    peer.store(SPEC, chain_of("again", 2))
+    assert peer.load(SPEC, chain_of("again", 2)) == 2
     peer.close()
     assert daemon.terminate() == 0
     assert not any(path.exists() for path in paths), "SIGTERM takes them away"
@@ -102,8 +103,8 @@ def test_15_stale_sockets_are_replaced(daemon: Daemon, connect: Callable[..., Pe
 
 def test_15_a_terminated_daemon_says_good_bye(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     peer = connect(daemon)
-    peer.store(SPEC, chain("bye", 2))
-    peer.reserve(SPEC, chain("open", 2))
+    peer.store(SPEC, chain_of("bye", 2))
+    peer.reserve(SPEC, chain_of("open", 2))
     assert daemon.terminate() == 0
     assert peer.is_over()
     with pytest.raises(NoAnswer):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import DEEP
 from fault_peer import Peer
@@ -42,7 +43,7 @@ def regions_of(peer: Peer, count: int) -> list[tuple[int, int]]:
 def test_29_no_client_can_shrink_or_grow_a_region(
     daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
-    other, keys = connect(daemon), chain("sealed", 8)
+    other, keys = connect(daemon), chain_of("sealed", 8)
     other.store(SPEC, keys)
     for fd, size in regions_of(connect(daemon), 4):
         closing.callback(os.close, fd)
@@ -116,7 +117,7 @@ def test_29_a_client_does_not_use_an_arena_that_it_cannot_trust(
 
     relay.replace_fds = replacements
     engine = engine_of(relay.run_dir, SPEC, required=False)
-    keys = chain("distrust", 6)
+    keys = chain_of("distrust", 6)
     for _ in range(3):
         assert engine.store(keys).stored == 0
         assert engine.load(keys) == 0
@@ -133,11 +134,11 @@ def test_43_more_regions_than_fit_into_a_message(
     before = open_fds(os.getpid())
     peer = connect(daemon)
     for number in range(5):
-        peer.store(spec_of(MIB), chain(f"many {number}", 16))
+        peer.store(spec_of(MIB), chain_of(f"many {number}", 16))
     assert len(peer.regions) == 40
     spec = spec_of(MIB)
     engine = engine_of(daemon, spec)
-    assert sum(engine.load(chain(f"many {number}", 16)) for number in range(5)) == 80
+    assert sum(engine.load(chain_of(f"many {number}", 16)) for number in range(5)) == 80
     wait_until(lambda: open_fds(os.getpid()) < before + 30, "descriptors are closed once they are mapped")
 
 
@@ -206,7 +207,7 @@ def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
 ) -> None:
     """Its own reckoning leaves it enough; here the limit is lowered under it."""
     daemon = start_daemon("--arena", "8MiB", "--region", "4MiB")
-    peer, keys = connect(daemon), chain("files", 8)
+    peer, keys = connect(daemon), chain_of("files", 8)
     assert peer.load(SPEC, keys) == 0  # its connection is made
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (48, 48))
     peer.store(SPEC, keys)
@@ -241,7 +242,7 @@ def test_a_lack_of_memory_is_said_and_survived(
     closing.callback(daemon.close)
     daemon.start(complete=False)
     wait_until(lambda: "make the arena smaller" in daemon.log(), "the log says what to do")
-    engine, keys = engine_of(daemon, SPEC), chain("no room", 8)
+    engine, keys = engine_of(daemon, SPEC), chain_of("no room", 8)
     assert engine.store(keys) == (0, 0, 8, False)
     assert engine.load(keys) == 0
     stats = daemon.stats()
@@ -265,7 +266,7 @@ def test_an_arena_that_fits_in_part_is_used_in_part(
     wait_until(lambda: daemon.stats()["health"]["state"] == "degraded", "the shortage is said")
     regions = daemon.stats()["arena"]["regions"]
     assert 0 < regions < 20
-    engine, keys = engine_of(daemon, spec_of(MIB)), chain("less", 60)
+    engine, keys = engine_of(daemon, spec_of(MIB)), chain_of("less", 60)
     assert engine.store(keys).stored == 60
     assert engine.load(keys) == 60
     regions = daemon.stats()["arena"]["regions"]
@@ -327,7 +328,7 @@ def test_22_a_reply_that_makes_no_sense_is_a_miss(liar: Relay, engine_of: Callab
     """Whichever reply it is: no exception reaches the engine, no wrong byte, and the client comes back."""
     engine = engine_of(liar.run_dir, SPEC, request_timeout_s=0.3)
     for kind in (m.Match, m.Commit, m.Release):
-        keys, other = chain(f"{case} {kind}", 4), chain(f"new {case} {kind}", 4)
+        keys, other = chain_of(f"{case} {kind}", 4), chain_of(f"new {case} {kind}", 4)
         wait_until(lambda k=keys: engine.store(k).present == 4, "the chain is there")
         liar.mangle = lambda request, parts, k=kind: GARBAGE[case](parts[0]) if isinstance(request, k) else parts
         loaded = engine.load(keys)  # verifies what is said to be good

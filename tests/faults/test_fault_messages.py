@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import bad_headers, random_headers
 from fault_peer import NoAnswer, Peer
@@ -158,7 +159,7 @@ def test_22_nothing_outside_a_block_is_read_or_written(
     hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
 ) -> None:
     peer, spec = connect(hardened, map_arena=False), spec_of(5000)
-    keys = chain("edges", 2)
+    keys = chain_of("edges", 2)
     reserved = peer.reserve(spec, keys)
     for index, offset, length in [
         (0, 8190, 10),
@@ -199,7 +200,7 @@ def test_22_nothing_outside_a_block_is_read_or_written(
 def test_22_a_session_cannot_be_guessed_or_borrowed(
     hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
 ) -> None:
-    peer, spec, keys = connect(hardened), spec_of(), chain("private", 3)
+    peer, spec, keys = connect(hardened), spec_of(), chain_of("private", 3)
     peer.store(spec, keys)
     for session in (b"", b"x" * 16, bytes(16), peer.welcome.session[:-1]):
         reply = peer.ask(m.Flush, session=session or b"\0", tier="all", namespaces=[], key=b"")

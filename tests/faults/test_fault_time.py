@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fault_blocks import chain, spec_of
+from chains import chain_of
+from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon, state_of, wait_until
@@ -25,11 +26,11 @@ def asleep(daemon: Daemon, seconds: float) -> None:
 
 
 def test_45_leases_do_not_expire_while_the_daemon_stands_still(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    peer, other, keys = connect(daemon), connect(daemon), chain("still", 4)
+    peer, other, keys = connect(daemon), connect(daemon), chain_of("still", 4)
     peer.store(SPEC, keys)
     read = peer.match(SPEC, keys, ttl_ms=500).lease
-    reserved = peer.reserve(SPEC, chain("being written", 3), ttl_ms=500)
-    indices = peer.fill(SPEC, chain("being written", 3), reserved)
+    reserved = peer.reserve(SPEC, chain_of("being written", 3), ttl_ms=500)
+    indices = peer.fill(SPEC, chain_of("being written", 3), reserved)
     assert other.ask(m.Pin, namespaces=[other.register(SPEC)], keys=keys, ttl_ms=500).blocks == 4
     asleep(daemon, 1.2)
     stats = other.stats()
@@ -37,13 +38,13 @@ def test_45_leases_do_not_expire_while_the_daemon_stands_still(daemon: Daemon, c
     assert stats["pins"]["count"] == 1
     assert peer.ask(m.Release, lease=read).good
     assert peer.commit(reserved.lease, indices) == [m.CommitState.VISIBLE] * 3
-    assert peer.load(SPEC, chain("being written", 3)) == 3
+    assert peer.load(SPEC, chain_of("being written", 3)) == 3
 
 
 def test_45_renewals_in_the_queue_are_read_before_leases_are_judged(
     daemon: Daemon, connect: Callable[..., Peer]
 ) -> None:
-    peer, keys = connect(daemon), chain("queue", 4)
+    peer, keys = connect(daemon), chain_of("queue", 4)
     peer.store(SPEC, keys)
     leases = [peer.match(SPEC, keys, ttl_ms=400).lease for _ in range(20)]
     daemon.stop()
@@ -58,7 +59,7 @@ def test_45_renewals_in_the_queue_are_read_before_leases_are_judged(
 def test_45_requests_whose_callers_have_gone_are_not_worked_through(
     daemon: Daemon, connect: Callable[..., Peer]
 ) -> None:
-    peer, keys = connect(daemon), chain("gone", 4)
+    peer, keys = connect(daemon), chain_of("gone", 4)
     peer.store(SPEC, keys)
     number = peer.register(SPEC)
     daemon.stop()
@@ -80,7 +81,7 @@ def test_45_requests_whose_callers_have_gone_are_not_worked_through(
 
 def test_45_an_engine_keeps_its_match_through_a_standstill(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
     """The client is down for a while and its renewals are lost; the lease is there when it is back."""
-    engine, keys = engine_of(daemon, SPEC), chain("kept", 6)
+    engine, keys = engine_of(daemon, SPEC), chain_of("kept", 6)
     engine.store(keys)
     match = engine.connector.match(keys)
     daemon.stop()
@@ -99,8 +100,8 @@ def test_20_a_stopped_client_does_not_hold_its_leases_for_ever(
     held = child.do("hold", seed="held", blocks=60, ttl_ms=300)
     assert held["blocks"] == 60
     child.stop()
-    assert len(other.store(spec, chain("early", 64))) == 4, "held, while the lease lasts"
-    wait_until(lambda: len(other.store(spec, chain(time.monotonic(), 64))) == 64, "all frames can be had")
+    assert len(other.store(spec, chain_of("early", 64))) == 4, "held, while the lease lasts"
+    wait_until(lambda: len(other.store(spec, chain_of(time.monotonic(), 64))) == 64, "all frames can be had")
     assert daemon.stats()["leases"]["read"] == 0
     child.go_on()
     assert not child.do("release"), "what it copied meanwhile is worth nothing"
@@ -116,7 +117,7 @@ def test_20_a_stopped_engine_does_not_either(
     child.do("store", seed="held", blocks=60)
     assert child.do("hold", seed="held", blocks=60) == 60
     child.stop()
-    wait_until(lambda: engine.store(chain(time.monotonic(), 64)).stored == 64, "all frames can be had")
+    wait_until(lambda: engine.store(chain_of(time.monotonic(), 64)).stored == 64, "all frames can be had")
     child.go_on()
     assert child.do("load_held", seed="held") == 0
     child.do("store", seed="held", blocks=60)
@@ -130,40 +131,40 @@ def test_20_a_dead_client_holds_nothing(
     child.do("store", seed="held", blocks=60)
     child.do("hold", seed="held", blocks=60, ttl_ms=60_000)
     child.kill()
-    wait_until(lambda: len(other.store(spec, chain(time.monotonic(), 64))) == 64, "all frames can be had")
+    wait_until(lambda: len(other.store(spec, chain_of(time.monotonic(), 64))) == 64, "all frames can be had")
 
 
 def test_20_a_lease_lives_as_long_as_it_is_renewed(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    peer, other, keys = connect(daemon), connect(daemon), chain("renewed", 4)
+    peer, other, keys = connect(daemon), connect(daemon), chain_of("renewed", 4)
     peer.store(SPEC, keys)
     lease = peer.match(SPEC, keys, ttl_ms=300).lease
     end_s = time.monotonic() + 1
     while time.monotonic() < end_s:
         assert list(peer.ask(m.Renew, leases=[lease], ttl_ms=300).alive) == [1]
-        other.store(SPEC, chain(time.monotonic(), 300))
+        other.store(SPEC, chain_of(time.monotonic(), 300))
     assert peer.ask(m.Release, lease=lease).good
     assert list(peer.ask(m.Renew, leases=[lease], ttl_ms=300).alive) == [0]
 
 
 def test_21_a_pin_holds_until_its_time_and_not_longer(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    peer, keys, spec = connect(daemon), chain("pinned", 8), spec_of(256 << 10)
+    peer, keys, spec = connect(daemon), chain_of("pinned", 8), spec_of(256 << 10)
     peer.store(spec, keys)
     number = peer.register(spec)
     assert peer.ask(m.Pin, namespaces=[number], keys=keys, ttl_ms=700).blocks == 8
     for _ in range(4):
-        assert len(peer.store(spec, chain(time.monotonic(), 64))) == 56
+        assert len(peer.store(spec, chain_of(time.monotonic(), 64))) == 56
     assert peer.load(spec, keys) == 8
     wait_until(lambda: peer.stats()["pins"]["count"] == 0, "the pin is over")
     assert peer.stats()["pins"]["bytes"] == 0
     for _ in range(2):
-        assert len(peer.store(spec, chain(time.monotonic(), 64))) == 64
+        assert len(peer.store(spec, chain_of(time.monotonic(), 64))) == 64
     for _ in range(3):
         assert peer.length(spec, keys) == 0, "gone is gone"
     assert peer.ask(m.Unpin, namespaces=[number], keys=keys).blocks == 0
 
 
 def test_21_an_expired_lease_is_a_miss_for_good(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    peer, keys = connect(daemon), chain("expired", 4)
+    peer, keys = connect(daemon), chain_of("expired", 4)
     peer.store(SPEC, keys)
     number = peer.register(SPEC)
     lease = peer.match(SPEC, keys, ttl_ms=30).lease
@@ -184,5 +185,5 @@ def test_10_a_reader_whose_session_was_lost_is_never_told_good(
     child.do("hold", seed="read", blocks=4, ttl_ms=60_000)
     child.do("reconnect")
     wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lost session's lease is over")
-    other.store(SPEC, chain("pressure", 256))
+    other.store(SPEC, chain_of("pressure", 256))
     assert not child.do("release")

@@ -12,7 +12,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from fault_blocks import chain, content, key_at, spec_of
+from chains import chain_of, key_of
+from fault_blocks import content, spec_of
 from fault_messages import greet
 from fault_peer import Peer
 from fault_processes import Child, Daemon, state_of, wait_until
@@ -37,7 +38,7 @@ def press(peer: Peer, expect: int) -> tuple[bytes, set[int]]:
     """Store new chains of 16 blocks; each must get exactly the `expect` frames that are not taken."""
     given: set[int] = set()
     for _ in range(3):
-        keys = chain(f"pressure {next(_fresh)}", FRAMES)
+        keys = chain_of(f"pressure {next(_fresh)}", FRAMES)
         frames = peer.store(SPEC, keys)
         assert len(frames) == expect
         given.update(frames)
@@ -47,7 +48,7 @@ def press(peer: Peer, expect: int) -> tuple[bytes, set[int]]:
 
 def all_back(peer: Peer) -> None:
     """Within the deadline all 16 frames can be had again."""
-    wait_until(lambda: len(peer.store(SPEC, chain(f"back {next(_fresh)}", FRAMES))) == FRAMES, "all frames are back")
+    wait_until(lambda: len(peer.store(SPEC, chain_of(f"back {next(_fresh)}", FRAMES))) == FRAMES, "all frames are back")
     stats = peer.stats()
     assert stats["arena"]["quarantined_bytes"] == 0
     assert stats["leases"]["quarantined"] == 0
@@ -73,7 +74,7 @@ def test_9_late_write_after_reconnect_never_lands_in_new_owner(
     assert not given & taken
     child.do("scribble")
     assert other.load(SPEC, keys) == FRAMES - TAKEN, "the late write landed in nobody's block"
-    assert other.length(SPEC, chain("half", TAKEN)) == 0
+    assert other.length(SPEC, chain_of("half", TAKEN)) == 0
     child.do("abort", finished=True)  # the new session of the same instance gives the word
     all_back(other)
 
@@ -95,7 +96,7 @@ def test_9_a_dropped_connection_is_no_end_of_writing(
 
 def test_9_a_commit_after_the_lease_expired_publishes_nothing(small: Daemon, connect: Callable[..., Peer]) -> None:
     writer, other = connect(small), connect(small)
-    keys = chain("late", TAKEN)
+    keys = chain_of("late", TAKEN)
     reserved = writer.reserve(SPEC, keys, ttl_ms=50)
     indices = writer.fill(SPEC, keys, reserved)
     wait_until(lambda: other.stats()["leases"]["quarantined"] == 1, "the lease is over")
@@ -109,7 +110,7 @@ def test_9_a_commit_after_the_lease_expired_publishes_nothing(small: Daemon, con
 
 def test_9_an_abort_without_the_word_keeps_the_frames(small: Daemon, connect: Callable[..., Peer]) -> None:
     writer, other = connect(small), connect(small)
-    reserved = writer.reserve(SPEC, chain("unsure", TAKEN))
+    reserved = writer.reserve(SPEC, chain_of("unsure", TAKEN))
     writer.ask(m.Abort, lease=reserved.lease, finished=False)
     press(other, FRAMES - TAKEN)
     writer.ask(m.Abort, lease=reserved.lease, finished=False)
@@ -120,7 +121,7 @@ def test_9_an_abort_without_the_word_keeps_the_frames(small: Daemon, connect: Ca
 
 def test_9_nobody_else_can_end_the_quarantine(small: Daemon, connect: Callable[..., Peer]) -> None:
     writer, other = connect(small), connect(small)
-    reserved = writer.reserve(SPEC, chain("mine", TAKEN))
+    reserved = writer.reserve(SPEC, chain_of("mine", TAKEN))
     indices = list(range(TAKEN))
     other.ask(m.Abort, lease=reserved.lease, finished=True)
     assert other.commit(reserved.lease, indices) == [m.CommitState.DROPPED] * TAKEN
@@ -135,9 +136,9 @@ def test_12_a_writer_that_dies_half_way_publishes_nothing(
     half_written(child)
     child.kill()
     all_back(other)
-    assert other.length(SPEC, chain("half", TAKEN)) == 0
-    other.store(SPEC, chain("half", TAKEN))
-    assert other.load(SPEC, chain("half", TAKEN)) == TAKEN
+    assert other.length(SPEC, chain_of("half", TAKEN)) == 0
+    other.store(SPEC, chain_of("half", TAKEN))
+    assert other.load(SPEC, chain_of("half", TAKEN)) == TAKEN
 
 
 def test_39_a_forked_child_that_keeps_the_sockets_open(
@@ -153,7 +154,7 @@ def test_39_a_forked_child_that_keeps_the_sockets_open(
     child.kill()
     assert state_of(fork) in ("S", "R"), "the fork lives and holds the session socket"
     all_back(other)
-    assert other.length(SPEC, chain("half", TAKEN)) == 0
+    assert other.length(SPEC, chain_of("half", TAKEN)) == 0
 
 
 def test_39_hanging_up_with_a_fork_is_no_exit(
@@ -199,7 +200,7 @@ def test_39_a_writer_stopped_in_mid_copy(
     child.do("scribble")
     assert child.do("commit") == [m.CommitState.DROPPED] * TAKEN
     assert other.load(SPEC, keys) == FRAMES - TAKEN
-    assert other.length(SPEC, chain("half", TAKEN)) == 0
+    assert other.length(SPEC, chain_of("half", TAKEN)) == 0
     all_back(other)
 
 
@@ -252,10 +253,10 @@ def test_20_a_stopped_writer_cannot_take_the_whole_arena_along(
 def test_9_frames_in_quarantine_keep_their_old_bytes(small: Daemon, connect: Callable[..., Peer]) -> None:
     """What the writer reads back is what it wrote: nobody else has written there meanwhile."""
     writer, other = connect(small), connect(small)
-    keys = chain("mine", TAKEN)
+    keys = chain_of("mine", TAKEN)
     reserved = writer.reserve(SPEC, keys, ttl_ms=50)
     writer.fill(SPEC, keys, reserved)
     wait_until(lambda: other.stats()["leases"]["quarantined"] == 1, "the lease is over")
     press(other, FRAMES - TAKEN)
     for number, frame in enumerate(m.unpack_frames(reserved.frames)):
-        assert writer.read(frame, SPEC.block_bytes) == content(key_at(keys, number), SPEC)
+        assert writer.read(frame, SPEC.block_bytes) == content(key_of(keys, number), SPEC)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, content
 
 import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, chain_of
+from chains import chain_of
+from cluster import Cluster
 from waiting import wait_until
 
 import tiercache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import chain_of, key_of
+from chains import chain_of, key_of
 from direct_case import DirectCluster
 from waiting import wait_until
 

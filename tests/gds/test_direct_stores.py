@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import chain_of, key_of
+from chains import chain_of, key_of
 from direct_case import DirectCluster
 from waiting import wait_until
 
@@ -324,7 +324,8 @@ def writing_child(cluster: DirectCluster, name: str, blocks: int) -> Iterator[su
     """A process with a write under way, and all the others of its store done."""
     script = str(Path(__file__).parent / "writing_child.py")
     command = [sys.executable, script, str(cluster.daemon.address), name, str(blocks)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "it hangs\n"

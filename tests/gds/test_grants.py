@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, Cluster, content
 from waiting import wait_until
 
 import tiercache
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.faults
 OTHER_PROCESS = """
 import sys
 from types import SimpleNamespace
-sys.path.insert(0, "../daemon/tiers/nvme")
 import tiercache
-from cluster import BLOCK_BYTES, chain_of
+from chains import chain_of
+from cluster import BLOCK_BYTES
 from test_grants import Writer, slots
 spec = tiercache.NamespaceSpec(
     engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES
@@ -215,7 +216,8 @@ def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -
     full = same.reserve(chain_of("c", 4))
     assert (full.lease, full.soon) == (0, False), "a process has one limit, whatever instances it names"
     others = [sys.executable, "-c", OTHER_PROCESS, str(cluster.daemon.address)]
-    done = subprocess.run(others, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(others, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["40"], "others have their own"
     writer.abort(first.lease, True)
     assert len(slots(writer.granted(chain_of("d", 50)))) == 40

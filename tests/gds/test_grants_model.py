@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tier_rig import TierRig, content, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import TierRig, content, play
 
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.lower_tier import Granted
@@ -28,7 +29,7 @@ class Game:
         self.rig = rig
         self.dice = random.Random(seed)
         self.namespace = rig.namespace(BLOCK_BYTES)
-        self.chains = [keys_of(str(number), LENGTH) for number in range(CHAINS)]
+        self.chains = [chain_of(str(number), LENGTH) for number in range(CHAINS)]
         self.owners = [Owner(b"b" * 16), Owner(b"c" * 16)]
         self.open: list[tuple[Owner, Granted, bytes, list[int]]] = []  # grants that were not ended
         self.visible = 0

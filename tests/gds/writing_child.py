@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import mmap
 import sys
-from pathlib import Path
 
 import numpy as np
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, content
 from waiting import wait_until
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "daemon" / "tiers" / "nvme"))
-
-from cluster import BLOCK_BYTES, chain_of, content, key_of
 
 import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend

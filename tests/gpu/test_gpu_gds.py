@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chains import chain_of, key_of
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -16,7 +17,7 @@ pytest.importorskip("xxhash")
 
 import torch
 from checksum_cases import LENGTHS, check_kernel, noise, unsigned
-from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, chain_of, content, key_of
+from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, content
 
 import tiercache
 from tiercache.connector.direct.backend import KvikioBackend

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chains import chain_of
 from waiting import wait_until
 
 import tiercache
@@ -61,12 +62,8 @@ def one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Recording]:
     recorded.recorder.close()
 
 
-def chain(name: str, blocks: int) -> bytes:
-    return tiercache.KeyChain(tiercache.root_key(name), 4, range(blocks * 4)).packed()
-
-
 def test_what_was_asked_is_read_again(one: Recording) -> None:
-    a, b = chain("a", 6), chain("b", 3)
+    a, b = chain_of("a", 6), chain_of("b", 3)
     one.look(a[:64], 3, 1)
     one.now_s += 1.5
     one.recorder.stored(one.chain, a[48:64], a[64:96])
@@ -99,7 +96,7 @@ def test_what_was_asked_is_read_again(one: Recording) -> None:
 
 
 def test_readiness_probes_are_no_traffic(one: Recording) -> None:
-    keys = chain("a", 2)
+    keys = chain_of("a", 2)
     one.recorder.stored(one.probe, b"", keys)
     one.look(keys, 2, 0, namespaces=[one.probe])
     one.recorder.forgot([one.probe], b"", "all")
@@ -109,7 +106,7 @@ def test_readiness_probes_are_no_traffic(one: Recording) -> None:
 
 
 def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> None:
-    keys = chain("a", 4)
+    keys = chain_of("a", 4)
     one.look(keys)
     text = json.dumps(one.lines())
     assert "secret-model" not in text
@@ -122,7 +119,7 @@ def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> No
 
 
 def test_a_conversation_is_said_by_what_is_new_in_it(one: Recording) -> None:
-    keys = chain("a", 400)
+    keys = chain_of("a", 400)
     for blocks in range(8, 401, 8):
         one.look(keys[: 16 * (blocks - 4)])
         last = 16 * (blocks - 5)
@@ -133,8 +130,8 @@ def test_a_conversation_is_said_by_what_is_new_in_it(one: Recording) -> None:
 
 
 def test_a_fork_leaves_the_first_conversation_as_it_is(one: Recording) -> None:
-    a, b = chain("a", 8), chain("a", 3) + chain("b", 5)
-    for keys in (a, b, a[:32], a + chain("c", 1), b + chain("d", 1)):
+    a, b = chain_of("a", 8), chain_of("a", 3) + chain_of("b", 5)
+    for keys in (a, b, a[:32], a + chain_of("c", 1), b + chain_of("d", 1)):
         one.look(keys)
     found = one.requests()
     assert found[1].keys[:48] == found[0].keys[:48]
@@ -147,7 +144,7 @@ def test_a_fork_leaves_the_first_conversation_as_it_is(one: Recording) -> None:
 
 def test_more_chains_than_are_remembered(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MAX_CHAINS", 4)
-    chains = [chain(str(number), 3 + number % 5) for number in range(12)]
+    chains = [chain_of(str(number), 3 + number % 5) for number in range(12)]
     for keys in chains * 3:
         one.look(keys)
     found = one.requests()
@@ -156,7 +153,7 @@ def test_more_chains_than_are_remembered(one: Recording, monkeypatch: pytest.Mon
 
 
 def test_a_store_below_a_block_that_nobody_looked_for_is_not_rooted(one: Recording) -> None:
-    keys = chain("a", 5)
+    keys = chain_of("a", 5)
     one.recorder.stored(one.chain, keys[32:48], keys[48:])
     (found,) = one.requests()
     assert (found.kind, found.first, found.blocks, found.rooted) == (Kind.KEEP, 1, 3, False)
@@ -164,8 +161,8 @@ def test_a_store_below_a_block_that_nobody_looked_for_is_not_rooted(one: Recordi
 
 def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MAX_QUEUED_BYTES", 100)
-    one.look(chain("a", 7))
-    one.look(chain("b", 2))
+    one.look(chain_of("a", 7))
+    one.look(chain_of("b", 2))
     one.recorder.close()
     assert one.recorder.stats()["lost_requests"] == 1
     one.lines()
@@ -175,7 +172,7 @@ def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch
 def test_a_replay_is_told_of_lost_requests(tmp_path: Path) -> None:
     one = Recording(tmp_path / "run.jsonl")
     one.recorder.lost = 3
-    one.look(chain("a", 2))
+    one.look(chain_of("a", 2))
     one.recorder.close()
     trace = Trace(one.path, [Recorded()], lambda tokens: 1)
     assert len(list(trace)) == 1
@@ -186,9 +183,9 @@ def test_a_replay_is_told_of_lost_requests(tmp_path: Path) -> None:
 def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
     one = Recording(tmp_path / "run.jsonl", record_max_bytes=1 << 20)
     for number in range(200):
-        one.look(chain(str(number), 512))
+        one.look(chain_of(str(number), 512))
     wait_until(lambda: one.recorder.stats()["ended"])
-    one.look(chain("late", 3))
+    one.look(chain_of("late", 3))
     assert "record_max" in one.recorder.stats()["ended"]
     lines = one.lines()
     assert lines[-1]["o"] == "end"
@@ -202,10 +199,10 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(one: Recording, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(one.recorder._thread, "_say", fail)
-    one.look(chain("a", 3))
+    one.look(chain_of("a", 3))
     wait_until(lambda: one.recorder.stats()["ended"])
     assert "No space left" in one.recorder.stats()["ended"]
-    one.look(chain("a", 3))
+    one.look(chain_of("a", 3))
 
 
 def test_an_earlier_file_is_kept(tmp_path: Path) -> None:

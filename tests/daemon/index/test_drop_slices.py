@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, fill, finish
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -28,15 +28,15 @@ def deep() -> tuple[CacheRig, Namespace, bytes]:
 @pytest.mark.parametrize("slices", [0, 2, 100])
 def test_nothing_is_published_below_what_is_being_unlinked(slices: int) -> None:
     h, namespace, keys = deep()
-    writing = h.cache.reserve(h.owner, namespace, keys[-16:], chain(2, 3), 10)
+    writing = h.cache.reserve(h.owner, namespace, keys[-16:], chain_of(2, 3), 10)
     assert writing.states == [BlockState.FRAME] * 3
     h.cache.flush_dram([namespace.number], keys[:16])
     for _ in range(slices):
         h.cache.work()
     assert bool(namespace.table.unlinking) is (slices < 100)
     assert h.cache.writes.commit(h.owner, writing.lease_id, [0, 1, 2]) == [CommitState.DROPPED] * 3
-    assert h.cache.match(h.owner, [namespace], keys + chain(2, 3), 10).dram == 0
-    assert all(namespace.table.get(chain(2, 3)[16 * n : 16 * n + 16]) < 0 for n in range(3))
+    assert h.cache.match(h.owner, [namespace], keys + chain_of(2, 3), 10).dram == 0
+    assert all(namespace.table.get(chain_of(2, 3)[16 * n : 16 * n + 16]) < 0 for n in range(3))
     finish(h)
     assert h.cache.space.allocator.used_bytes == 0
 
@@ -45,7 +45,7 @@ def test_nothing_is_stored_below_what_is_being_unlinked() -> None:
     h, namespace, keys = deep()
     h.cache.flush_dram([namespace.number], keys[:16])
     assert namespace.table.get(keys[-16:]) >= 0
-    got = h.cache.reserve(h.owner, namespace, keys[-16:], chain(2, 3), 10)
+    got = h.cache.reserve(h.owner, namespace, keys[-16:], chain_of(2, 3), 10)
     assert h.cache.writes.commit(h.owner, got.lease_id, [0, 1, 2]) == [CommitState.DROPPED] * 3
     finish(h)
 
@@ -68,7 +68,7 @@ def growing(window_blocks: int) -> tuple[CacheRig, Namespace, bytes, ReadLease]:
     h.cache = CacheAtOnce(lambda: h.now_s, below=Rising())
     for region_id in range(4):
         h.cache.space.allocator.add_region(region_id, 8 * FRAME_BYTES)
-    namespace, keys = h.space(window_blocks=window_blocks), chain(1, 8)
+    namespace, keys = h.space(window_blocks=window_blocks), chain_of(1, 8)
     h.store(namespace, keys[:64])
     lease = h.cache.match(h.owner, [namespace], keys, 10, promote=True).lease
     assert lease is not None
@@ -96,8 +96,8 @@ def test_a_growing_lease_is_revoked_for_what_has_landed(window_blocks: int, flus
 
 def test_a_growing_lease_stays_when_others_are_flushed() -> None:
     h, namespace, _, lease = growing(8)
-    h.store(namespace, chain(2, 4))
-    h.cache.flush_dram([namespace.number], chain(2, 1))
+    h.store(namespace, chain_of(2, 4))
+    h.cache.flush_dram([namespace.number], chain_of(2, 1))
     assert h.cache.reads.release(h.owner, lease.lease_id)
     finish(h)
 
@@ -140,9 +140,9 @@ def test_the_row_of_a_dropped_block_may_be_anothers_at_once(evict: Callable[[Ind
     leaf = namespace.table.get(keys[-16:])
     assert not index.attached(leaf)
     evict(index, leaf)
-    h.store(namespace, chain(2, 1))
-    assert namespace.table.get(chain(2, 1)) == leaf
-    assert h.cache.match(h.owner, [namespace], chain(2, 1), 0).dram == 1
+    h.store(namespace, chain_of(2, 1))
+    assert namespace.table.get(chain_of(2, 1)) == leaf
+    assert h.cache.match(h.owner, [namespace], chain_of(2, 1), 0).dram == 1
     finish(h)
 
 
@@ -157,20 +157,20 @@ def test_an_evicted_entry_is_no_longer_known_as_attached(evict: Callable[[Index,
     assert index.attached(evicted)
     frame = index.frame[evicted]
     evict(index, evicted)
-    assert index.insert(namespace.table, chain(3, 1), doomed, frame) == evicted
+    assert index.insert(namespace.table, chain_of(3, 1), doomed, frame) == evicted
     assert not index.attached(evicted)
 
 
 def test_no_other_session_holds_a_lease_that_has_lost_a_block() -> None:
     h = CacheRig()
     namespace = h.space()
-    h.store(namespace, chain(1, 3))
-    lease = h.cache.match(h.owner, [namespace], chain(1, 3), 10).lease
+    h.store(namespace, chain_of(1, 3))
+    lease = h.cache.match(h.owner, [namespace], chain_of(1, 3), 10).lease
     assert lease is not None
     worker = type(h.owner)(h.owner.instance)
     assert h.cache.reads.hold(worker, lease.lease_id)
     h.cache.reads.release(worker, lease.lease_id)
-    h.cache.space.index.drop(namespace.table.get(chain(1, 1)))
+    h.cache.space.index.drop(namespace.table.get(chain_of(1, 1)))
     assert not h.cache.reads.hold(worker, lease.lease_id)
     assert h.cache.reads.find(h.owner, lease.lease_id) is None
     finish(h)
@@ -194,7 +194,7 @@ def test_whether_many_are_attached_is_what_each_of_them_says(seed: int) -> None:
         answers.add(index.all_attached(some))
         assert index.all_attached(some) == all(map(index.attached, some))
         tag = chance.randrange(len(spaces))
-        entry = spaces[tag].table.get(chain(tag, 500)[16 * chance.randrange(500) :][:16])
+        entry = spaces[tag].table.get(chain_of(tag, 500)[16 * chance.randrange(500) :][:16])
         if chance.random() < 0.1:
             index.drop_table(spaces[tag].table)
         elif entry != NO_ENTRY:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chains import chain_of
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -60,11 +61,6 @@ class Learning:
         """So much is stored."""
         self.turnover.comes(blocks, stored=True)
         self.turnover.came()
-
-
-def chain(name: object, blocks: int) -> bytes:
-    """Keys of a chain of its own."""
-    return b"".join(hashlib.blake2b(f"{name} {at}".encode(), digest_size=KEY_BYTES).digest() for at in range(blocks))
 
 
 def ask(time_s: float, keys: bytes) -> Request:
@@ -145,7 +141,7 @@ def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one(mon
     monkeypatch.setattr(predicting, "FIRST_RETURNS", 0)
     learning = Learning()
     for number in range(400):
-        learning.ask(chain(number, 10))
+        learning.ask(chain_of(number, 10))
     predictor = learning.predictor
     assert predictor.version > 0
     context = chain_class(0, 10, 10)
@@ -157,12 +153,12 @@ def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
     learning = Learning()
     before = learning.predictor.worth
     for number in range(predicting.FIRST_RETURNS + 2):
-        learning.ask(chain(number, 64))
+        learning.ask(chain_of(number, 64))
         assert learning.predictor.worth is before
         if number > 1:
-            learning.ask(chain(number - 2, 64), 64)
+            learning.ask(chain_of(number - 2, 64), 64)
     for number in range(8):  # an estimate is made in parts, one with each prompt
-        learning.ask(chain(f"more {number}", 64))
+        learning.ask(chain_of(f"more {number}", 64))
     assert learning.predictor.version > 0
 
 
@@ -175,17 +171,17 @@ def test_chains_that_only_just_fit_until_they_come_back_are_found(seed: int, pro
     engine.declare(1, SPEC)
     for number in range(60):
         now_s += 0.05 * (2 + chance.random())
-        engine.play(ask(now_s, chain(number, prompt)))
+        engine.play(ask(now_s, chain_of(number, prompt)))
         now_s += 0.05 * (1 + chance.random())
         if number >= 6:
-            assert engine.play(ask(now_s, chain(number - 2, prompt))).dram == prompt, number
+            assert engine.play(ask(now_s, chain_of(number - 2, prompt))).dram == prompt, number
 
 
 def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:
     learning = Learning()
     for lap in range(20):
         for document in range(20):
-            learning.ask(chain(document, 8), 8 if lap else 0)
+            learning.ask(chain_of(document, 8), 8 if lap else 0)
             learning.go_on(50)
     worth = learning.predictor.worth[chain_class(9, 0, 8)]
     assert worth[age_bucket(0.6)] > 1.5 * worth[0], "each comes back after one turnover"
@@ -196,10 +192,10 @@ def test_the_time_from_store_to_load_is_learnt() -> None:
     """Stored without a look-up, loaded when a tenth more has been stored, and never again."""
     learning = Learning()
     for number in range(100):
-        learning.predictor.stored(b"", [chain(number, 1)])
+        learning.predictor.stored(b"", [chain_of(number, 1)])
         learning.go_on(10)
         if number >= 10:
-            keys = chain(number - 10, 1)
+            keys = chain_of(number - 10, 1)
             learning.predictor.asked(keys, 1, 1)
     for _ in learning.predictor._refresh():
         pass
@@ -213,8 +209,8 @@ def test_what_goes_on_is_told_from_what_does_not() -> None:
     chats = dict.fromkeys(range(30), 4)
     for lap in range(8):
         for number in chats:
-            learning.ask(chain(f"chat {number}", chats[number]), chats[number] - 1 if lap else 0)
-            learning.ask(chain(f"once {lap} {number}", 40))
+            learning.ask(chain_of(f"chat {number}", chats[number]), chats[number] - 1 if lap else 0)
+            learning.ask(chain_of(f"once {lap} {number}", 40))
             chats[number] += 1
     later, once = chain_class(4, 1, 11), chain_class(0, 40, 40)
     assert learning.predictor.worth[later, 0] > 5 * learning.predictor.worth[once, 0]
@@ -222,12 +218,12 @@ def test_what_goes_on_is_told_from_what_does_not() -> None:
 
 def test_the_same_request_again_is_one_until_something_is_stored() -> None:
     learning = Learning()
-    learning.ask(chain("a", 5))
+    learning.ask(chain_of("a", 5))
     for _ in range(4):  # each worker of an engine asks
-        learning.predictor.asked(chain("a", 5), 5, 5)
+        learning.predictor.asked(chain_of("a", 5), 5, 5)
     assert learning.predictor._used.sum() == 5
     learning.go_on(1)
-    learning.predictor.asked(chain("a", 5), 5, 5)
+    learning.predictor.asked(chain_of("a", 5), 5, 5)
     assert learning.predictor._used.sum() == 10
 
 
@@ -235,7 +231,7 @@ def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
     learning = Learning()
     for number in range(400):
-        learning.ask(chain(number, 20))
+        learning.ask(chain_of(number, 20))
         assert learning.predictor.sampled[0] <= 500
     blocks, share = learning.predictor.sampled
     assert blocks > 100
@@ -262,7 +258,7 @@ def test_keys_that_are_no_hashes_are_sampled_as_others(order: Any, monkeypatch: 
 def test_no_request_can_fill_the_sample_or_take_long() -> None:
     """What is asked for and not here is no part of it; of a long prompt no more than a few hundred blocks are."""
     learning = Learning()
-    learning.ask(chain("own", 50))
+    learning.ask(chain_of("own", 50))
     for number in range(3):
         evil = b"".join(bytes(8) + at.to_bytes(8, "little") for at in range(number << 16, (number + 1) << 16))
         learning.predictor.asked(evil, 0, 0)
@@ -286,11 +282,11 @@ def test_a_sample_of_what_is_long_gone_makes_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
     learning = Learning()
     for number in range(100):
-        learning.ask(chain(number, 20))
+        learning.ask(chain_of(number, 20))
     few = learning.predictor.sampled[1]
     for number in range(200, 800):
         learning.go_on(int(predicting.HORIZON) * ROOM // 20)
-        learning.ask(chain(number, 20))
+        learning.ask(chain_of(number, 20))
     assert learning.predictor.sampled[1] > few
 
 
@@ -318,7 +314,7 @@ def test_half_of_a_full_sample_goes_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
 
 def loop(documents: int, blocks: int, laps: int) -> list[Request]:
     return [
-        ask(5.0 * (lap * documents + number), chain(number, blocks))
+        ask(5.0 * (lap * documents + number), chain_of(number, blocks))
         for lap in range(laps)
         for number in range(documents)
     ]
@@ -346,7 +342,7 @@ def test_headroom_is_kept_free_and_decided_alike(dram: int, nvme: int, headroom:
         for number in range(150):
             chat = chance.randrange(8)
             length[chat] = min(28, length[chat] + chance.randint(0, 3))
-            request = ask(number, chain(chat, length[chat]))
+            request = ask(number, chain_of(chat, length[chat]))
             assert fast.play(request) == exact.play(request)
             assert fast.resident(1) == exact.resident(1)
             assert len(exact.resident(1)[0]) <= dram - headroom
@@ -357,10 +353,10 @@ def test_what_is_used_in_dram_stays_on_nvme() -> None:
     """A hit in DRAM is a use of the copy below: it is still there when DRAM has lost its own."""
     for policy in ("lru", "hazard"):
         exact = Simulation(sizes(30, 60, policy=policy), {1: SPEC})
-        wanted = chain("wanted", 10)
+        wanted = chain_of("wanted", 10)
         for number in range(40):
             exact.play(ask(2.0 * number, wanted))
-            exact.play(ask(2.0 * number + 1, chain(f"other {number}", 10)))
+            exact.play(ask(2.0 * number + 1, chain_of(f"other {number}", 10)))
         _, nvme = exact.resident(1)
         assert all(wanted[at : at + KEY_BYTES] in nvme for at in range(0, len(wanted), KEY_BYTES))
 

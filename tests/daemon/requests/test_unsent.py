@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from chains import chain
+from chains import chain_of
 from desk_rig import desk_of
 from tenant_cache import make_cache, open_for, store
 
@@ -161,7 +161,7 @@ def test_small_answers_on_many_connections_are_limited(monkeypatch: pytest.Monke
 
 def test_a_block_is_not_read_for_who_has_too_much_waiting() -> None:
     cache = make_cache(4)
-    namespace, keys = open_for(cache, ""), chain("a", 1)
+    namespace, keys = open_for(cache, ""), chain_of("a", 1)
     assert store(cache, namespace, keys) == 1
     desk, session = desk_of("")
     desk.cache = cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from chains import chain
+from chains import chain_of
 from desk_rig import desk_of
 from tenant_cache import make_cache, open_for, store
 
@@ -24,7 +24,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.cache = make_cache(4)
-        self.namespace, self.keys = open_for(self.cache, ""), chain("a", 2)
+        self.namespace, self.keys = open_for(self.cache, ""), chain_of("a", 2)
         assert store(self.cache, self.namespace, self.keys) == 2
         desk, self.session = desk_of("")
         desk.cache, self.answers = self.cache, list[Answer]()
@@ -91,8 +91,8 @@ def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.
 def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) -> None:
     """A flush leaves it for a later slice; meanwhile the same blocks are stored again, in other frames."""
     cache = make_cache(32)
-    namespace, keys = open_for(cache, ""), chain("a", 4)
-    other, other_keys = open_for(cache, "t"), chain("b", 1)
+    namespace, keys = open_for(cache, ""), chain_of("a", 4)
+    other, other_keys = open_for(cache, "t"), chain_of("b", 1)
     session = desk_of("")[1]
     owner, reads = session.owner, cache.reads
     lease = reads._grant([namespace], keys, 0, [], 60.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_at_once import CacheAtOnce
-from chains import chain
+from chains import chain_of
 from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
@@ -22,7 +22,7 @@ REGION = 16 * FRAME
 def test_a_tenant_at_its_quota_evicts_its_own_oldest() -> None:
     cache = make_cache(64, a=8)
     a, b = open_for(cache, "a"), open_for(cache, "b")
-    old, new, other = chain("old", 6), chain("new", 6), chain("other", 20)
+    old, new, other = chain_of("old", 6), chain_of("new", 6), chain_of("other", 20)
     assert store(cache, b, other) == 20
     assert store(cache, a, old) == 6
     assert store(cache, a, new) == 6
@@ -36,54 +36,56 @@ def test_a_tenant_at_its_quota_evicts_its_own_oldest() -> None:
 def test_what_does_not_fit_is_refused_like_by_a_full_arena() -> None:
     cache = make_cache(64, a=8)
     a = open_for(cache, "a")
-    assert store(cache, a, chain("long", 12)) == 8
+    assert store(cache, a, chain_of("long", 12)) == 8
     assert cache.counters.refused_by_quota_blocks == 4
-    assert found(cache, a, chain("long", 12)) == 8
+    assert found(cache, a, chain_of("long", 12)) == 8
 
 
 def test_blocks_being_stored_count() -> None:
     cache = make_cache(64, a=8)
     a = open_for(cache, "a")
-    assert store(cache, a, chain("first", 5), commit=False) == 5
-    assert store(cache, a, chain("second", 5)) == 3
+    assert store(cache, a, chain_of("first", 5), commit=False) == 5
+    assert store(cache, a, chain_of("second", 5)) == 3
     assert cache.space.used_bytes("a") == 8 * FRAME
 
 
 def test_all_namespaces_of_a_tenant_share_its_quota() -> None:
     cache = make_cache(64, a=8)
     one, two = open_for(cache, "a", engine="1"), open_for(cache, "a", engine="2")
-    assert store(cache, one, chain("x", 6)) == 6
-    assert store(cache, two, chain("x", 6)) == 6
-    assert (found(cache, one, chain("x", 6)), found(cache, two, chain("x", 6))) == (2, 6)
+    assert store(cache, one, chain_of("x", 6)) == 6
+    assert store(cache, two, chain_of("x", 6)) == 6
+    assert (found(cache, one, chain_of("x", 6)), found(cache, two, chain_of("x", 6))) == (2, 6)
 
 
 def test_a_full_arena_takes_the_oldest_whoever_has_it() -> None:
     cache = make_cache(16, a=12)
     a, b = open_for(cache, "a"), open_for(cache, "")
-    assert store(cache, a, chain("a", 8)) == 8
-    assert store(cache, b, chain("b", 8)) == 8
-    assert store(cache, b, chain("b2", 4)) == 4
-    assert (found(cache, a, chain("a", 8)), found(cache, b, chain("b", 8))) == (4, 8)
+    assert store(cache, a, chain_of("a", 8)) == 8
+    assert store(cache, b, chain_of("b", 8)) == 8
+    assert store(cache, b, chain_of("b2", 4)) == 4
+    assert (found(cache, a, chain_of("a", 8)), found(cache, b, chain_of("b", 8))) == (4, 8)
     # And below its quota a tenant takes from others what is older than its own.
-    assert found(cache, a, chain("a", 8)) == 4
-    assert store(cache, a, chain("a2", 6)) == 6
-    assert found(cache, a, chain("a2", 6)) == 6
-    assert (found(cache, b, chain("b2", 4)), found(cache, b, chain("b", 8))) == (4, 2), "b2 was stored just before"
+    assert found(cache, a, chain_of("a", 8)) == 4
+    assert store(cache, a, chain_of("a2", 6)) == 6
+    assert found(cache, a, chain_of("a2", 6)) == 6
+    assert (found(cache, b, chain_of("b2", 4)), found(cache, b, chain_of("b", 8))) == (4, 2), (
+        "b2 was stored just before"
+    )
 
 
 def test_the_star_is_for_all_others_and_nobody_is_limited_without_a_name() -> None:
     cache = make_cache(64, a=8, **{"*": 4})
-    assert store(cache, open_for(cache, "a"), chain("x", 20)) == 8
-    assert store(cache, open_for(cache, "z"), chain("x", 20)) == 4
-    assert store(cache, open_for(cache, ""), chain("x", 20)) == 20
+    assert store(cache, open_for(cache, "a"), chain_of("x", 20)) == 8
+    assert store(cache, open_for(cache, "z"), chain_of("x", 20)) == 4
+    assert store(cache, open_for(cache, ""), chain_of("x", 20)) == 20
 
 
 def test_a_namespace_has_a_quota_of_its_own_beside_its_tenants() -> None:
     spec = NamespaceSpec(engine="own", layout="x", dtype="uint8", block_size=1, block_bytes=FRAME).of_tenant("a")
     cache = make_cache(64, a=8, **{f"ns:{spec.fingerprint()[:8]}": 5})
     other, own = open_for(cache, "a"), cache.space.open_namespace(spec)
-    assert store(cache, own, chain("x", 20)) == 5
-    assert store(cache, other, chain("x", 20)) == 8
+    assert store(cache, own, chain_of("x", 20)) == 5
+    assert store(cache, other, chain_of("x", 20)) == 8
     assert cache.space.used_bytes("a") == 8 * FRAME
     assert cache.space.quotas.refused == {own.account: 15, "a": 12}
 
@@ -144,38 +146,38 @@ def test_a_frame_counts_until_nobody_reads_it() -> None:
     """A block that was evicted while it was being sent is gone, and its frame is not there for others yet."""
     cache = make_cache(64, a=8)
     a = open_for(cache, "a")
-    assert store(cache, a, chain("sent", 8)) == 8
+    assert store(cache, a, chain_of("sent", 8)) == 8
     frames = cache.space.index.frames_in_use()
     for frame in frames:
         cache.space.allocator.hold(frame)
-    assert store(cache, a, chain("more", 8)) == 0
+    assert store(cache, a, chain_of("more", 8)) == 0
     assert cache.space.used_bytes("a") == 8 * FRAME
     assert cache.counters.evicted_blocks == 8  # no more than were needed
     for frame in frames[:3]:
         cache.space.allocator.unhold(frame)
-    assert store(cache, a, chain("more", 8)) == 3
+    assert store(cache, a, chain_of("more", 8)) == 3
     for frame in frames[3:]:
         cache.space.allocator.unhold(frame)
-    assert store(cache, a, chain("more", 8)) == 8
+    assert store(cache, a, chain_of("more", 8)) == 8
 
 
 def test_frames_in_quarantine_count() -> None:
     cache = make_cache(64, a=8)
     a, writer = open_for(cache, "a"), Owner(b"w" * 16)
-    cache.reserve(writer, a, b"", chain("lost", 5), 60.0)
+    cache.reserve(writer, a, b"", chain_of("lost", 5), 60.0)
     cache.session_lost(writer)
-    assert store(cache, a, chain("next", 8)) == 3
+    assert store(cache, a, chain_of("next", 8)) == 3
     assert cache.space.used_bytes("a") == 8 * FRAME
     cache.process_gone(writer)
-    assert store(cache, a, chain("next", 8)) == 8
+    assert store(cache, a, chain_of("next", 8)) == 8
 
 
 def test_flushed_blocks_count_until_their_frames_are_free() -> None:
     cache = make_cache(64, a=8)
     a, reader = open_for(cache, "a"), Owner(b"r" * 16)
-    assert store(cache, a, chain("read", 8)) == 8
-    assert cache.match(reader, [a], chain("read", 8), 60.0).lease is not None
-    cache.space.index.drop(a.table.get(chain("read", 8)[:16]))
+    assert store(cache, a, chain_of("read", 8)) == 8
+    assert cache.match(reader, [a], chain_of("read", 8), 60.0).lease is not None
+    cache.space.index.drop(a.table.get(chain_of("read", 8)[:16]))
     assert cache.space.used_bytes("a") == 8 * FRAME
     while cache.work():
         pass  # the lease ends
@@ -187,8 +189,8 @@ def squat(cache: CacheAtOnce, tenant: str, regions: int) -> tuple[Owner, list[Na
     owner, its = Owner(b"s" * 16), []
     for number in range(regions):
         its.append(open_for(cache, tenant, FRAME * (number + 1)))
-        assert store(cache, its[-1], chain("tiny", 1)) == 1
-        assert cache.match(owner, [its[-1]], chain("tiny", 1), 60.0).lease is not None
+        assert store(cache, its[-1], chain_of("tiny", 1)) == 1
+        assert cache.match(owner, [its[-1]], chain_of("tiny", 1), 60.0).lease is not None
     return owner, its
 
 
@@ -211,12 +213,12 @@ def test_small_blocks_in_every_region_do_not_take_the_arena() -> None:
     owner, its = squat(cache, "s", 4)
     a = open_for(cache, "a", 16 * FRAME)
     for number in range(8):  # a region is back when it is asked for the next time
-        store(cache, a, chain(f"a{number}", 1))
+        store(cache, a, chain_of(f"a{number}", 1))
         settle(cache)
     assert cache.space.used_bytes("a") == 48 * FRAME
     assert len(owner.reads) == 1  # one region it has in any case
     # And the rest that it wants it cannot have by driving others out.
-    assert store(cache, its[1], chain("again", 1)) + store(cache, its[2], chain("again", 1)) < 2
+    assert store(cache, its[1], chain_of("again", 1)) + store(cache, its[2], chain_of("again", 1)) < 2
     settle(cache)
     assert cache.space.used_bytes("a") == 48 * FRAME
 
@@ -224,29 +226,29 @@ def test_small_blocks_in_every_region_do_not_take_the_arena() -> None:
 def test_a_region_that_is_kept_by_stores_and_pins_comes_back_too() -> None:
     cache = regions(3, s=12, a=60)
     remote, pinned = Owner(b"r" * 16, mapped=False), open_for(cache, "s", 2 * FRAME)
-    assert cache.reserve(remote, open_for(cache, "s"), b"", chain("open", 1), 60.0).frames
-    assert store(cache, pinned, chain("pinned", 1)) == 1
-    assert finish(cache.reads.pin([pinned], chain("pinned", 1), 1000.0)) == 1
-    below = chain("parent", 2)
+    assert cache.reserve(remote, open_for(cache, "s"), b"", chain_of("open", 1), 60.0).frames
+    assert store(cache, pinned, chain_of("pinned", 1)) == 1
+    assert finish(cache.reads.pin([pinned], chain_of("pinned", 1), 1000.0)) == 1
+    below = chain_of("parent", 2)
     parent = open_for(cache, "s", 3 * FRAME)
     assert store(cache, parent, below[:16]) == 1
     assert cache.reserve(remote, parent, below[:16], below[16:], 60.0).frames
     a = open_for(cache, "a", 16 * FRAME)
     for number in range(2):
-        store(cache, a, chain(f"a{number}", 1))
+        store(cache, a, chain_of(f"a{number}", 1))
         settle(cache)
-        assert store(cache, a, chain(f"a{number}", 1)) == 1
+        assert store(cache, a, chain_of(f"a{number}", 1)) == 1
     settle(cache)
 
 
 def test_what_a_mapped_client_writes_to_is_never_given_to_others() -> None:
     cache = regions(2, s=1, a=60)
     writer = Owner(b"w" * 16)
-    frames = cache.reserve(writer, open_for(cache, "s"), b"", chain("open", 1), 60.0).frames
-    assert store(cache, open_for(cache, "s", 2 * FRAME), chain("x", 1)) == 0  # its quota is used up
+    frames = cache.reserve(writer, open_for(cache, "s"), b"", chain_of("open", 1), 60.0).frames
+    assert store(cache, open_for(cache, "s", 2 * FRAME), chain_of("x", 1)) == 0  # its quota is used up
     a = open_for(cache, "a", 16 * FRAME)
     for number in range(3):
-        store(cache, a, chain(f"a{number}", 1))
+        store(cache, a, chain_of(f"a{number}", 1))
         settle(cache)
     assert not set(frames) & set(cache.space.index.frames_in_use())
 
@@ -254,7 +256,7 @@ def test_what_a_mapped_client_writes_to_is_never_given_to_others() -> None:
 def test_nobody_gives_back_what_its_quota_allows() -> None:
     cache = regions(3, s=48, a=48)
     owner, _ = squat(cache, "s", 3)
-    store(cache, open_for(cache, "a", 16 * FRAME), chain("a", 1))
+    store(cache, open_for(cache, "a", 16 * FRAME), chain_of("a", 1))
     settle(cache)
     assert len(owner.reads) == 3
 
@@ -263,7 +265,7 @@ def test_who_takes_too_much_makes_nobody_give_back() -> None:
     cache = regions(4, s=12, t=12)
     squat(cache, "s", 2)
     for number in (4, 5):
-        assert store(cache, open_for(cache, "t", FRAME * number), chain("tiny", 1)) == 1
+        assert store(cache, open_for(cache, "t", FRAME * number), chain_of("tiny", 1)) == 1
     shares, wanted = cache.space.shares, cache.space.allocator.size_class(8 * FRAME)
     assert shares.to_give_back(wanted, cache.space.quotas.numbers["t"]) is None
     assert shares.to_give_back(wanted, 0) is not None
@@ -282,6 +284,6 @@ def test_an_account_whose_quota_was_taken_away_may_take_what_it_wants() -> None:
 def test_one_request_takes_back_one_region() -> None:
     cache = regions(4, s=12)
     squat(cache, "s", 4)
-    store(cache, open_for(cache, "", 16 * FRAME), chain("a", 4))
+    store(cache, open_for(cache, "", 16 * FRAME), chain_of("a", 4))
     settle(cache)
     assert cache.counters.regions_drained == 1

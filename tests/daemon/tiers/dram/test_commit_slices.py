@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, Kept, finish
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
@@ -18,7 +18,7 @@ from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState, EventRun
 
 VISIBLE, DROPPED = [CommitState.VISIBLE] * MAX_RESERVE, [CommitState.DROPPED] * MAX_RESERVE
-KEYS = chain(1, MAX_RESERVE)
+KEYS = chain_of(1, MAX_RESERVE)
 TOKENS = 4096  # four blocks make a batch
 
 
@@ -65,7 +65,7 @@ def test_a_commit_publishes_a_part_at_a_time_and_is_answered_when_all_is_visible
 def test_a_commit_below_one_in_progress_waits_for_it() -> None:
     h = wide()
     namespace, _, first = slow(h)
-    below = chain(2, 3)
+    below = chain_of(2, 3)
     lease = h.cache.reserve(h.owner, namespace, KEYS[-16:], below, 10).lease_id
     second = h.cache.writes.commit_in_slices(h.owner, lease, range(3))
     assert end_of(h, second) == [CommitState.VISIBLE] * 3
@@ -76,9 +76,9 @@ def test_a_commit_below_one_in_progress_waits_for_it() -> None:
 def test_a_commit_below_a_block_that_is_being_written_is_answered_at_once() -> None:
     h = wide()
     namespace, _, steps = slow(h)
-    other = chain(2, 1)
+    other = chain_of(2, 1)
     h.cache.reserve(h.owner, namespace, b"", other, 10)
-    lease = h.cache.reserve(h.owner, namespace, other, chain(3, 1), 10).lease_id
+    lease = h.cache.reserve(h.owner, namespace, other, chain_of(3, 1), 10).lease_id
     assert finished(h.cache.writes.commit_in_slices(h.owner, lease, [0])) == [CommitState.HELD]
     assert end_of(h, steps) == VISIBLE
 
@@ -133,7 +133,7 @@ class Told(CacheRig):
         """Store a chain of as many blocks as there can be in one request, up to the answer to its commit."""
         names: list[int | bytes] = [tag * MAX_RESERVE + place for place in range(MAX_RESERVE)]
         named = NamedBlocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
-        got = self.cache.reserve(self.owner, namespace, b"", chain(tag, MAX_RESERVE), 10, named)
+        got = self.cache.reserve(self.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10, named)
         assert set(got.states) == {BlockState.FRAME}
         return self.cache.writes.commit_in_slices(self.owner, got.lease_id, range(MAX_RESERVE))
 
@@ -153,7 +153,7 @@ def test_a_commit_publishes_no_events_and_waits_while_they_are_behind() -> None:
     second = h.commit(namespace, 2)
     next(second)
     assert not h.kept.published, "only what was put off publishes them"
-    assert not h.cache.match(h.owner, [namespace], chain(2, 1), 0).dram
+    assert not h.cache.match(h.owner, [namespace], chain_of(2, 1), 0).dram
     assert end_of(h, second) == end_of(h, first) == VISIBLE
     assert h.names() == [*range(MAX_RESERVE, 3 * MAX_RESERVE)]
     finish(h)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, Kept, fill, finish
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.events import events as events_module
 from tiercache.daemon.events.events import Events, NamedBlocks
@@ -24,7 +24,7 @@ MANY = 5 * ENDED_AT_ONCE
 
 def test_many_read_leases_of_a_session_end_in_slices() -> None:
     h = CacheRig()
-    namespace, keys = h.space(), chain(1, 1)
+    namespace, keys = h.space(), chain_of(1, 1)
     h.store(namespace, keys)
     for _ in range(MANY):
         assert h.cache.match(h.owner, [namespace], keys, 10).lease is not None
@@ -42,7 +42,7 @@ def test_many_read_leases_of_a_session_end_in_slices() -> None:
 
 def test_a_lease_that_another_session_holds_outlives_the_slices() -> None:
     h = CacheRig()
-    namespace, keys, same = h.space(), chain(1, 1), Owner(h.owner.instance)
+    namespace, keys, same = h.space(), chain_of(1, 1), Owner(h.owner.instance)
     h.store(namespace, keys)
     leases = [h.cache.match(h.owner, [namespace], keys, 10).lease for _ in range(MANY)]
     h.cache.session_lost(h.owner)
@@ -59,7 +59,7 @@ def test_the_exit_of_a_process_waits_for_what_its_session_has_left() -> None:
     h = CacheRig(region_bytes=2 * MANY * FRAME_BYTES)
     namespace = h.space()
     for tag in range(40):
-        h.cache.reserve(h.owner, namespace, b"", chain(tag % 250, 1 + tag // 250), 10)
+        h.cache.reserve(h.owner, namespace, b"", chain_of(tag % 250, 1 + tag // 250), 10)
     h.cache.session_lost(h.owner)
     h.cache.process_gone(h.owner)
     while h.cache.work():
@@ -79,7 +79,7 @@ def test_nothing_is_published_in_a_region_that_is_emptied_in_slices(monkeypatch:
     open_leases = []
     for tag in range(1, 13):
         owner = dice.choice((remote, mapped))
-        keys, got = chain(tag, 6), None
+        keys, got = chain_of(tag, 6), None
         got = h.cache.reserve(owner, namespace, b"", keys, 100)
         for block in h.cache.writes.leases[got.lease_id].blocks.values():
             block.written = FRAME_BYTES

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, fill, finish, in_slices
-from chains import chain
+from chains import chain_of
 from raw_client import Client, block_of, new_chain
 
+from tiercache.daemon import inspection
 from tiercache.daemon.ground.slices import LOOKUPS, PINS, Slices, Steps
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.inspection import chain_of, pins_of
+from tiercache.daemon.inspection import pins_of
 from tiercache.daemon.requests.admin import AdminRequests
 from tiercache.daemon.tiers.dram.reads import MAX_TOGETHER, PINS_LISTED
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -60,7 +61,7 @@ def test_a_long_list_of_which_nothing_is_here_takes_slices(monkeypatch: pytest.M
     h = CacheRig()
     spaces = [h.space(rank=rank, window_blocks=window) for rank in range(3)]
     for rank, namespace in enumerate(spaces):
-        h.store(namespace, chain(10 + rank, 1))
+        h.store(namespace, chain_of(10 + rank, 1))
     looked = counted_lookups(monkeypatch)
     most = 0
 
@@ -68,7 +69,7 @@ def test_a_long_list_of_which_nothing_is_here_takes_slices(monkeypatch: pytest.M
         nonlocal most
         most = max(most, looked())
 
-    found, slices = in_slices(h.cache.reads.match(h.owner, spaces, chain(1, 20_000), 10), look)
+    found, slices = in_slices(h.cache.reads.match(h.owner, spaces, chain_of(1, 20_000), 10), look)
     assert (found.dram, found.lease) == (0, None)
     assert slices > 20_000 // window // LOOKUPS
     assert most <= LOOKUPS
@@ -79,7 +80,7 @@ def test_an_empty_window_beside_a_full_one_is_found_out_in_one_pass(monkeypatch:
     h = CacheRig(region_bytes=1000 * FRAME_BYTES)
     full, empty = h.space(window_blocks=900), h.space(rank=1, window_blocks=1)
     keys = fill(h, full, 1, 900)
-    h.store(empty, chain(2, 1))
+    h.store(empty, chain_of(2, 1))
     looked = counted_lookups(monkeypatch)
     assert h.cache.match(h.owner, [full, empty], keys, 0).dram == 0
     assert looked() <= 2 * 900
@@ -141,7 +142,7 @@ def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> N
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_match_of_very_many_chains_searches_before_it_uses_them(lost: bool) -> None:
-    h, keys = CacheRig(regions=40), chain(1, 4)
+    h, keys = CacheRig(regions=40), chain_of(1, 4)
     namespaces = [h.space(layers=number) for number in range(1, MAX_TOGETHER + 2)]
     for namespace in namespaces:
         h.store(namespace, keys)
@@ -168,7 +169,7 @@ def test_a_lookup_that_is_given_up_leaves_no_pin(after: int) -> None:
     finish(h)
     assert not h.cache.reads.leases
     assert not list(h.cache.reads.loose_pins())
-    h.store(namespace, chain(2, 200))  # room is made of what nobody holds
+    h.store(namespace, chain_of(2, 200))  # room is made of what nobody holds
 
 
 def test_a_pin_of_a_long_chain_looks_at_it_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +233,7 @@ def test_the_chain_of_a_block_is_walked_in_slices(lost: str) -> None:
             finish(h)
             fill(h, namespace, 2, 5000)  # its entries are other blocks' now
 
-    found, slices = in_slices(chain_of(h.cache, [namespace], keys[-KEY_BYTES:]), lose)
+    found, slices = in_slices(inspection.chain_of(h.cache, [namespace], keys[-KEY_BYTES:]), lose)
     whole = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
     assert found == (whole if lost in ("nothing", "the end") else [])
     assert slices > 2
@@ -246,7 +247,7 @@ def test_what_others_pin_between_two_slices_counts(same: bool) -> None:
     spaces = [h.space(rank=rank, window_blocks=WINDOW) for rank in range(2)]
     for namespace in spaces:
         fill(h, namespace, 1, WINDOW)
-    keys, other = chain(1, WINDOW), spaces[0] if same else spaces[1]
+    keys, other = chain_of(1, WINDOW), spaces[0] if same else spaces[1]
     steps = h.cache.reads.pin([spaces[0]], keys, 10)
     next(steps)
     assert h.cache.pin([other], keys, 20) == WINDOW
@@ -263,10 +264,10 @@ def test_pins_are_listed_in_slices_without_those_that_end_meanwhile() -> None:
     h = CacheRig(region_bytes=2000 * FRAME_BYTES)
     namespace = h.space()
     for number in range(600):
-        key = chain(1, number + 1)[-KEY_BYTES:]
+        key = chain_of(1, number + 1)[-KEY_BYTES:]
         h.store(namespace, key)
         assert h.cache.pin([namespace], key, ttl_s=1000 - number) == 1
-    ended = chain(1, 11)[-KEY_BYTES:]
+    ended = chain_of(1, 11)[-KEY_BYTES:]
 
     def end() -> None:
         h.cache.reads.unpin([namespace], ended)
@@ -344,13 +345,13 @@ def test_lists_that_are_far_too_long_are_not_built(client: Client) -> None:
 def test_a_flush_of_many_namespaces_leaves_the_empty_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     h = CacheRig(regions=1)
     spaces = [h.space(rank=rank, layers=layers) for rank in range(8) for layers in range(1, 20)]
-    h.store(spaces[5], chain(1, 2))
-    writing = h.cache.reserve(h.owner, spaces[9], b"", chain(2, 1), 10)
+    h.store(spaces[5], chain_of(1, 2))
+    writing = h.cache.reserve(h.owner, spaces[9], b"", chain_of(2, 1), 10)
     dropped = counted(monkeypatch, Index, "drop_table")
     assert h.cache.flush_dram([namespace.number for namespace in spaces], b"")[0] == 2
     assert dropped() == 1  # what was pending in the other one was dropped by itself
     assert [int(state) for state in h.cache.writes.commit(h.owner, writing.lease_id, [0])] == [2]
-    assert h.cache.match(h.owner, [spaces[5]], chain(1, 2), 0).dram == 0
+    assert h.cache.match(h.owner, [spaces[5]], chain_of(1, 2), 0).dram == 0
     finish(h)
 
 
@@ -407,8 +408,8 @@ def test_matches_and_pins_of_what_is_not_here_leave_nothing_behind(window: int) 
     h = CacheRig()
     namespace = h.space(window_blocks=window)
     for _ in range(5):
-        assert h.cache.match(h.owner, [namespace], chain(1, 8), 10).lease is None
-        assert h.cache.pin([namespace], chain(1, 8), 10) == 0
+        assert h.cache.match(h.owner, [namespace], chain_of(1, 8), 10).lease is None
+        assert h.cache.pin([namespace], chain_of(1, 8), 10) == 0
     assert h.cache.reads._taken == {}
 
 
@@ -445,7 +446,7 @@ def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr("tiercache.daemon.tiers.dram.reads.PINS_LISTED", 60)
     monkeypatch.setattr("tiercache.daemon.tiers.dram.reads.PINS", 4)
     h = CacheRig(regions=8, pin_share=1000.0)
-    namespace, keys = h.space(), chain(1, 60)
+    namespace, keys = h.space(), chain_of(1, 60)
     h.store(namespace, keys)
     pinned = h.cache.space.pinned_regions = Pinned()
     for blocks in (60, 59, 58, 57):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, finish
-from chains import chain
+from chains import chain_of
 
 from tiercache.daemon.tiers import quarantine
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -23,11 +23,11 @@ def waiting(fan: int = 1) -> tuple[CacheRig, Namespace, bytes, list[int]]:
     """A chain of which all is complete but its beginning; with `fan` above 1 as many chains below that."""
     h = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES)
     namespace, leases = h.space(), list[int]()
-    first = chain(1, MAX_RESERVE)
+    first = chain_of(1, MAX_RESERVE)
     leases.append(h.cache.reserve(h.owner, namespace, b"", first, 10).lease_id)
     keys = first
     for tag in range(2, 2 + fan):
-        parent, its = first[-16:], chain(tag, BLOCKS // fan)
+        parent, its = first[-16:], chain_of(tag, BLOCKS // fan)
         keys += its
         for at in range(0, len(its), 16 * MAX_RESERVE):
             part = its[at : at + 16 * MAX_RESERVE]
@@ -88,8 +88,8 @@ def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
     assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.DROPPED}
     finish(h)
     assert h.cache.space.allocator.used_bytes == 0
-    h.store(namespace, chain(1, 3))
-    assert h.cache.match(h.owner, [namespace], chain(1, 3), 0).dram == 3
+    h.store(namespace, chain_of(1, 3))
+    assert h.cache.match(h.owner, [namespace], chain_of(1, 3), 0).dram == 3
 
 
 def test_a_flush_drops_what_is_about_to_be_published() -> None:
@@ -107,7 +107,7 @@ def test_what_is_stored_below_a_block_that_is_to_be_dropped_is_dropped_too() -> 
     h, namespace, keys, (lease,) = waiting()
     h.cache.writes.abort(h.owner, lease, finished=True)
     assert (namespace.number, keys[-16:]) in h.cache.writes.pending.by_key
-    late = h.cache.reserve(h.owner, namespace, keys[-16:], chain(9, 3), 10)
+    late = h.cache.reserve(h.owner, namespace, keys[-16:], chain_of(9, 3), 10)
     assert late.states == [BlockState.FRAME] * 3
     states = h.cache.writes.commit(h.owner, late.lease_id, range(3))
     assert CommitState.VISIBLE not in states
@@ -121,7 +121,7 @@ def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
     h, leases = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES), 12
     namespace = h.space()
     for tag in range(leases):
-        h.cache.reserve(h.owner, namespace, b"", chain(tag, MAX_RESERVE), 10)
+        h.cache.reserve(h.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10)
     dropped, given_back = counted(monkeypatch, PendingBlocks, "drop"), counted(monkeypatch, Writes, "_give_back")
     h.cache.session_lost(h.owner)
     assert 0 < worked(h, dropped) < BLOCKS_AT_ONCE + MAX_RESERVE
@@ -136,8 +136,8 @@ def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch)
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, other = h.space(), Owner(b"b" * 16)
     for tag in range(50):
-        h.cache.reserve(h.owner, namespace, b"", chain(tag, 2), 10)
-    kept = h.cache.reserve(other, namespace, b"", chain(99, 1), 10)
+        h.cache.reserve(h.owner, namespace, b"", chain_of(tag, 2), 10)
+    kept = h.cache.reserve(other, namespace, b"", chain_of(99, 1), 10)
     given_up = counted(monkeypatch, Writes, "give_up")
     h.cache.session_lost(h.owner)
     assert h.cache.has_quarantine(h.owner)
@@ -156,10 +156,10 @@ def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
-    h.store(namespace, chain(1, 1))
-    reads = [h.cache.match(h.owner, [namespace], chain(1, 1), 5).lease for _ in range(1500)]
+    h.store(namespace, chain_of(1, 1))
+    reads = [h.cache.match(h.owner, [namespace], chain_of(1, 1), 5).lease for _ in range(1500)]
     for tag in range(2, 22):
-        h.cache.reserve(h.owner, namespace, b"", chain(tag, 1), 5)
+        h.cache.reserve(h.owner, namespace, b"", chain_of(tag, 1), 5)
     h.now_s = 6
     counts = []
     while h.cache.reads.leases or h.cache.writes.leases:
@@ -179,7 +179,7 @@ def test_leases_that_others_end_between_two_slices_keep_nothing_back(
     monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, same = h.space(), Owner(h.owner.instance)
-    leases = [h.cache.reserve(h.owner, namespace, b"", chain(tag, 1), 10).lease_id for tag in range(30)]
+    leases = [h.cache.reserve(h.owner, namespace, b"", chain_of(tag, 1), 10).lease_id for tag in range(30)]
     (h.cache.process_gone if gone else h.cache.session_lost)(h.owner)
     states = [h.cache.writes.commit(same, lease, [0])[0] for lease in leases[::2]]
     assert CommitState.VISIBLE in states
@@ -195,7 +195,7 @@ def test_flushes_remember_no_more_than_what_is_pending() -> None:
     h, _, keys, _ = waiting()
     other = h.space(rank=1)
     for number in range(20):
-        h.cache.reserve(h.owner, other, b"", chain(number, 1), 10)
+        h.cache.reserve(h.owner, other, b"", chain_of(number, 1), 10)
         h.cache.flush_dram([other.number], b"")
         assert sum(map(len, h.cache.writes.pending._flushed)) <= 1
     assert len(h.cache.writes.pending.by_key) == len(keys) // 16

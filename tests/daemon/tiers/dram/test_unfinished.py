@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_at_once import CacheAtOnce
+from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -33,7 +34,7 @@ class Writers:
     def reserve(self, owner: Owner, blocks: int, parent: bytes = b"", ttl_s: float = 10.0) -> Reservation:
         """Frames for a chain of its own."""
         self._chains += 1
-        return self.cache.reserve(owner, self.namespace, parent, chain(self._chains, blocks), ttl_s)
+        return self.cache.reserve(owner, self.namespace, parent, chain_of(self._chains, blocks), ttl_s)
 
     def frames(self, owner: Owner, blocks: int) -> int:
         """For how many of so many blocks there are frames."""
@@ -52,10 +53,6 @@ class Writers:
 
     def check(self) -> None:
         assert self.cache.check_integrity() == []
-
-
-def chain(tag: int, blocks: int) -> bytes:
-    return b"".join(bytes([tag, number]).ljust(16, b"\0") for number in range(blocks))
 
 
 def party(name: str, session: int = 0, *, mapped: bool = True, internal: bool = False) -> Owner:
@@ -91,7 +88,7 @@ def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> N
     """Nobody can read or evict them: below one block that is never committed they could fill the arena."""
     w = Writers(quarantine_frames=6)
     first, other = party("a", 1), party("a", 2)
-    parent = chain(200, 1)
+    parent = chain_of(200, 1)
     stuck = w.cache.reserve(first, w.namespace, b"", parent, 10.0).lease_id
 
     def hangs_on(blocks: int) -> list[CommitState]:
@@ -110,7 +107,7 @@ def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> N
 
 def test_complete_blocks_are_unfinished_no_more_when_the_one_before_is_given_up() -> None:
     w = Writers(quarantine_frames=6)
-    owner, parent = party("a"), chain(200, 1)
+    owner, parent = party("a"), chain_of(200, 1)
     w.cache.reserve(owner, w.namespace, b"", parent, 10.0)
     got = w.reserve(owner, 5, parent, ttl_s=100.0)
     w.cache.writes.commit(owner, got.lease_id, range(5))
@@ -210,8 +207,8 @@ def test_what_hangs_below_a_block_of_that_region_lets_go_of_it() -> None:
     first = w.reserve(parent, 1)
     w.cache.writes.commit(parent, first.lease_id, [0])
     w.cache.space.tails.give_up()
-    below = w.reserve(writer, 2, parent=chain(1, 1))
-    w.cache.space.index.drop(w.namespace.table.get(chain(1, 1)))
+    below = w.reserve(writer, 2, parent=chain_of(1, 1))
+    w.cache.space.index.drop(w.namespace.table.get(chain_of(1, 1)))
     assert w.cache.space.allocator.used_bytes == 3 * FRAME
     w.cache.writes.take_back(0)
     w.check()

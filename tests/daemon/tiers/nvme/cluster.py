@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from chains import key_of
 from waiting import wait_until
 
 import tiercache
@@ -27,17 +28,6 @@ def content(key: bytes) -> np.ndarray[Any, Any]:
     """What is stored under `key`: bytes that no other key has."""
     seed = np.frombuffer(hashlib.blake2b(key, digest_size=64).digest(), np.uint8)
     return np.tile(seed, BLOCK_BYTES // 64)
-
-
-def chain_of(name: str, blocks: int) -> bytes:
-    """The packed keys of a chain of its own."""
-    chain = tiercache.KeyChain(tiercache.root_key(name), block_size=1)
-    chain.extend(range(blocks))
-    return chain.packed()
-
-
-def key_of(chain: bytes, number: int) -> bytes:
-    return chain[16 * number : 16 * number + 16]
 
 
 def rows_in(directory: Path) -> int:

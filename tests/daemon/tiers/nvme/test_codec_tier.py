@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of
+from chains import chain_of
+from cluster import BLOCK_BYTES, Cluster
 from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, unpack_row

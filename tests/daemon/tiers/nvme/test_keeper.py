@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_rig import TierRig, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.tiers.nvme import flushes, keeper
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
@@ -25,7 +26,7 @@ from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.protocol.messages import CommitState
 
 MIB = 1 << 20
-CHAINS = [keys_of(str(number), 8) for number in range(12)]
+CHAINS = [chain_of(str(number), 8) for number in range(12)]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
         assert await found(again) == [0 if chain in mine else 8 for chain in CHAINS]
         [reason] = again.tier.reasons()
         assert reason.startswith(f"nvme directory {bad} cannot be used: lock: Is a directory: ")
-        new = keys_of("new", 4)
+        new = chain_of("new", 4)
         again.store(again.namespace(), new)
         await again.settled()
         assert again.shelves[0].has(again.namespace(), key_of(new, 3)), "what is new goes to the one that works"
@@ -128,7 +129,7 @@ def test_a_daemon_that_ends_while_it_tells_a_directory_of_flushes_tells_it_all(
         again = await TierRig(tmp_path).open()
         again.namespace()
         for number in range(400):
-            assert not await again.flush(key_of(keys_of(f"other {number}", 1), 0))
+            assert not await again.flush(key_of(chain_of(f"other {number}", 1), 0))
         assert not await again.flush(key_of(CHAINS[0], 0))
         segments.unlink()
         await again.until(lambda: states(again) == ["loading"])
@@ -248,7 +249,7 @@ def test_whatever_stands_for_a_file_costs_blocks_and_nothing_else(
                 place.unlink()
             await rig.until(lambda: states(rig) == ["ok"])
         assert set(await found(rig)) <= {0, 8}
-        space, new = rig.namespace(), keys_of("new", 4)
+        space, new = rig.namespace(), chain_of("new", 4)
         rig.store(space, new)
         await rig.settled()
         rig.forget_dram()
@@ -407,13 +408,13 @@ def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) ->
         gate.clear()
         lease = rig.match([space], CHAINS[0])
         assert lease is not None
-        rig.store(space, keys_of("new", 6))
+        rig.store(space, chain_of("new", 6))
         await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] > 0)
         directory.rename(tmp_path / "elsewhere")
         gate.set()
         await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing)
         assert rig.read(lease, space) in range(9)
-        assert await rig.load(space, keys_of("new", 6)) == 6, "DRAM has them"
+        assert await rig.load(space, chain_of("new", 6)) == 6, "DRAM has them"
         await rig.until(lambda: rig.tier._keepers[0].leaving is None)
         assert rig.tier.stats()["write_in_flight_bytes"] == 0
         rig.check()
@@ -449,7 +450,7 @@ def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> N
         rig = await filled(tmp_path, disks=2)
         shelf = rig.shelves[0]
         shelf.loading = True  # as good as any reason not to write
-        chains = [keys_of(f"new {number}", 4) for number in range(12)]
+        chains = [chain_of(f"new {number}", 4) for number in range(12)]
         for chain in chains:
             rig.store(rig.namespace(), chain)
         waiting = [chain for chain in chains if rig.tier._placement.home(key_of(chain, 0)) is shelf]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tier_rig import TierRig, keys_of, play
+from chains import chain_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module
@@ -50,7 +51,7 @@ async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:
     rig = await TierRig(root).open()
     namespaces = [rig.namespace(rank=rank) for rank in range(RANKS)]
     for namespace in namespaces:
-        rig.store(namespace, keys_of("a", 5))
+        rig.store(namespace, chain_of("a", 5))
     await rig.settled()
     return rig, namespaces
 
@@ -68,13 +69,13 @@ def test_namespaces_without_blocks_are_forgotten(tmp_path: Path, monkeypatch: py
         with pytest.raises(NoRoom, match="restart the daemon to forget the empty ones"):
             rig.namespace(rank=RANKS)
         first, second = rig.namespace(rank=0), rig.namespace(rank=1)
-        assert await rig.load(first, keys_of("a", 5)) == 5
-        rig.store(second, keys_of("b", 3))  # one that was forgotten just now is made anew
+        assert await rig.load(first, chain_of("a", 5)) == 5
+        rig.store(second, chain_of("b", 3))  # one that was forgotten just now is made anew
         await rig.settled()
         await rig.crash()
         rig = await TierRig(tmp_path).open()
         new = rig.namespace(rank=RANKS)
-        rig.store(new, keys_of("a", 2))
+        rig.store(new, chain_of("a", 2))
         await rig.settled()
         await rig.close()
         state = read_state(rig.dirs[0])
@@ -82,7 +83,7 @@ def test_namespaces_without_blocks_are_forgotten(tmp_path: Path, monkeypatch: py
         assert state.tombstones == []
         rig = await TierRig(tmp_path).open()
         for rank, name, blocks in ((0, "a", 5), (1, "a", 0), (1, "b", 3), (RANKS, "a", 2)):
-            assert await rig.load(rig.namespace(rank=rank), keys_of(name, 5)) == blocks
+            assert await rig.load(rig.namespace(rank=rank), chain_of(name, 5)) == blocks
         rig.check()
         await rig.close()
 
@@ -103,7 +104,7 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
         monkeypatch.setattr(space_module, "MAX_NAMESPACES", RANKS)
         assert len(read_state(rig.dirs[0]).namespaces) == 1
         rig = await TierRig(tmp_path).open()
-        found = [await rig.load(rig.namespace(rank=rank), keys_of("a", 5)) for rank in range(RANKS)]
+        found = [await rig.load(rig.namespace(rank=rank), chain_of("a", 5)) for rank in range(RANKS)]
         assert sorted(found) == [0, 0, 0, 5]
         rig.check()
         await rig.close()
@@ -116,15 +117,15 @@ def test_a_flush_notes_nothing_of_namespaces_that_a_disk_knows_nothing_of(tmp_pa
         rig, namespaces = await _filled(tmp_path)
         others = [rig.namespace(block_bytes=8192, rank=rank) for rank in range(RANKS)]
         answers: list[tuple[int, bool]] = []
-        for key in (b"", keys_of("a", 1)):
+        for key in (b"", chain_of("a", 1)):
             rig.tier.flush(others, key, lambda blocks, durable: answers.append((blocks, durable)))
         assert answers == [(0, True)] * 2
         assert not any(rig.shelves[0].registry.knows(one) for one in others)
-        rig.store(others[0], keys_of("a", 2))
+        rig.store(others[0], chain_of("a", 2))
         await rig.settled()
         assert await rig.flush()
         rig.check()
-        assert await rig.load(others[0], keys_of("a", 2)) == 0
+        assert await rig.load(others[0], chain_of("a", 2)) == 0
         await rig.close()
         state = read_state(rig.dirs[0])
         assert len(state.namespaces) == len(namespaces) + 1
@@ -138,10 +139,10 @@ def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path) -> N
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         window = rig.namespace(window_blocks=4)
-        rig.store(window, keys_of("first", 1))
+        rig.store(window, chain_of("first", 1))
         await rig.settled()  # there are slots now
         rig.tier.limit_work(0)
-        rig.store(window, keys_of("a", 5))
+        rig.store(window, chain_of("a", 5))
         begun = [(rig.tier._writes.pump(), 5 - rig.tier._writes.queued) for _ in range(6)]
         assert begun == [(True, 1), (True, 2), (True, 3), (True, 4), (True, 5), (False, 5)]
         await rig.settled()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tier_rig import TierRig, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.index.chain_ends import TAIL_S
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -62,7 +63,7 @@ class Writers:
 def test_the_end_of_a_direct_store_waits_for_what_follows(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=16 << 20, segment_bytes=2 << 20).open()
-        writers, (a, b) = Writers(rig), (keys_of("a", 6), keys_of("b", 4))
+        writers, (a, b) = Writers(rig), (chain_of("a", 6), chain_of("b", 4))
         assert await writers.store(writers.one, a[: 3 * KEY_BYTES]) == 3
         assert await writers.store(writers.other, b) == 4
         assert len(list(writers.slots.tails)) == 2
@@ -87,7 +88,7 @@ def test_the_end_of_a_direct_store_waits_for_what_follows(tmp_path: Path) -> Non
 def test_an_end_gives_way_where_nothing_else_is_left_and_at_a_flush(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=16 << 20, segment_bytes=2 << 20).open()
-        writers, a = Writers(rig), keys_of("a", 6)
+        writers, a = Writers(rig), chain_of("a", 6)
         assert await writers.store(writers.one, a) == 6
         policies = writers.slots._of_size(writers.namespace.size_class.frame_bytes)
         assert writers.slots._evict_one(policies) >= 0
@@ -108,7 +109,7 @@ def test_ends_below_many_keys_that_are_flushed_are_looked_for_once(tmp_path: Pat
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=16 << 20, segment_bytes=2 << 20).open()
-        writers, chains, walks = Writers(rig), [keys_of(name, 2) for name in "abc"], list[int]()
+        writers, chains, walks = Writers(rig), [chain_of(name, 2) for name in "abc"], list[int]()
         for keys in chains:
             assert await writers.store(writers.one, keys) == 2
         tails, let_go = writers.slots.tails, writers.slots.tails.let_go_detached

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, Cluster, content
 from waiting import wait_until
 
 import tiercache

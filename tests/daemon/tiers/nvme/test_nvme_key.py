@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tier_rig import TierRig, keys_of, play
+from chains import chain_of
+from tier_rig import TierRig, play
 
 pytest.importorskip("cryptography")
 
@@ -37,7 +38,7 @@ async def one_life(root: Path, key: Path | None, chain: bytes, wanted: int, drop
 
 def test_what_another_key_has_written_is_dropped_at_the_start(tmp_path: Path) -> None:
     async def scenario() -> None:
-        chain, first, second = keys_of("a", 20), key_file(tmp_path / "1", "a"), key_file(tmp_path / "2", "b")
+        chain, first, second = chain_of("a", 20), key_file(tmp_path / "1", "a"), key_file(tmp_path / "2", "b")
         await one_life(tmp_path, first, chain, 0, 0)
         await one_life(tmp_path, first, chain, 20, 0)
         await one_life(tmp_path, second, chain, 0, 20)
@@ -52,7 +53,7 @@ def test_what_another_key_has_written_is_dropped_at_the_start(tmp_path: Path) ->
 
 def test_a_directory_that_did_not_note_its_key_is_tried_and_its_blocks_are_counted_apart(tmp_path: Path) -> None:
     async def scenario() -> None:
-        chain, first, second = keys_of("a", 8), key_file(tmp_path / "1", "a"), key_file(tmp_path / "2", "b")
+        chain, first, second = chain_of("a", 8), key_file(tmp_path / "1", "a"), key_file(tmp_path / "2", "b")
         await one_life(tmp_path, first, chain, 0, 0)
         with closing(sqlite3.connect(tmp_path / "nvme0" / "index.db", isolation_level=None)) as db:
             db.execute("DELETE FROM meta WHERE key LIKE 'key_%'")
@@ -79,7 +80,7 @@ def test_a_directory_that_did_not_note_its_key_is_tried_and_its_blocks_are_count
 
 def test_a_block_of_another_key_that_is_asked_for_is_a_miss(tmp_path: Path) -> None:
     async def scenario() -> None:
-        chain, first, second = keys_of("a", 8), key_file(tmp_path / "1", "a"), key_file(tmp_path / "2", "b")
+        chain, first, second = chain_of("a", 8), key_file(tmp_path / "1", "a"), key_file(tmp_path / "2", "b")
         await one_life(tmp_path, first, chain, 0, 0)
         with closing(sqlite3.connect(tmp_path / "nvme0" / "index.db", isolation_level=None)) as db:
             db.execute("DELETE FROM meta WHERE key LIKE 'key_%'")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from catalog_bench import fill
-from cluster import Cluster, chain_of, key_of
+from chains import chain_of, key_of
+from cluster import Cluster
 from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.rows import unpack_row

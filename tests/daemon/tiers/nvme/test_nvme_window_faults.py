@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
+from tier_rig import BLOCK_BYTES, TierRig, play
 from window_rig import WINDOW, check_closed, spaces_of, spread
 
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, pack_row, unpack_row
@@ -25,7 +26,7 @@ def test_the_nth_write_of_windows_fails(tmp_path: Path, name: str) -> None:
         found = []
         for number in range(6):
             rig = await TierRig(tmp_path / str(number), arena_regions=16).open()
-            disk, spaces, chain = rig.disks[rig.dirs[0]], spaces_of(rig), keys_of("a", 20)
+            disk, spaces, chain = rig.disks[rig.dirs[0]], spaces_of(rig), chain_of("a", 20)
             disk.hook = fail(name, number)
             for first in range(0, 20, 5):
                 for space in spaces:
@@ -48,7 +49,7 @@ def test_the_nth_write_of_windows_fails(tmp_path: Path, name: str) -> None:
 def test_the_nth_read_of_windows_fails(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 20)
+        spaces, chain = spaces_of(rig), chain_of("a", 20)
         await spread(rig, spaces[1], chain)
         rig.store(spaces[0], chain)
         await rig.settled()
@@ -74,7 +75,7 @@ def test_the_nth_read_of_windows_fails(tmp_path: Path) -> None:
 def test_a_bad_block_of_a_window_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 12)
+        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
         rig.store(window, chain)
         await rig.settled()
         stored = rig.shelves[0].find(window, key_of(chain, 7))
@@ -111,7 +112,7 @@ def _segment(rig: TierRig) -> Path:
 def test_repair_takes_single_blocks_out_of_windows(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 10)
+        spaces, chain = spaces_of(rig), chain_of("a", 10)
         rig.store(spaces[1], chain)
         await rig.settled()
         await rig.close()
@@ -131,7 +132,7 @@ def test_repair_takes_single_blocks_out_of_windows(tmp_path: Path) -> None:
 def test_a_row_that_makes_a_chain_of_a_window_is_no_row(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        chain = keys_of("a", 5)
+        chain = chain_of("a", 5)
         rig.store(rig.namespace(window_blocks=WINDOW), chain)
         await rig.settled()
         await rig.close()
@@ -164,11 +165,11 @@ def test_a_row_that_makes_a_chain_of_a_window_is_no_row(tmp_path: Path) -> None:
 def test_nothing_flushed_of_a_window_comes_back(tmp_path: Path, moment: str, by_key: bool) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        window, chain = rig.namespace(window_blocks=40), keys_of("a", 60)
+        window, chain = rig.namespace(window_blocks=40), chain_of("a", 60)
         # Block 50 alone, so that the longest cut is at 50; or all.
         key, most = (key_of(chain, 50), 50) if by_key else (b"", 0)
         disk = rig.disks[rig.dirs[0]]
-        rig.store(window, keys_of("other", 3))
+        rig.store(window, chain_of("other", 3))
         await rig.settled()
         rig.store(window, chain)
         lease = None
@@ -219,7 +220,7 @@ def test_what_is_being_unlinked_is_not_read(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        window, chain = rig.cache.space.open_namespace(_large_window(rig)), keys_of("a", 500)
+        window, chain = rig.cache.space.open_namespace(_large_window(rig)), chain_of("a", 500)
         rig.store(window, chain)
         await rig.settled()
         rig.forget_dram()
@@ -247,7 +248,7 @@ def _large_window(rig: TierRig) -> NamespaceSpec:
 def test_a_flushed_block_of_a_window_can_be_stored_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 6)
+        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 6)
         for number in range(12):
             rig.store(window, chain)
             await rig.settled()

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import TierRig, key_of, keys_of, play
+from tier_rig import TierRig, play
 from window_rig import check_closed
 
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -85,7 +86,7 @@ async def _act(rig: TierRig, spaces: list[Namespace], model: Model, rng: random.
 
 async def _lives(root: Path, seed: int, lives: int, steps: int) -> int:
     rng = random.Random(seed)
-    model = Model([keys_of(str(number), rng.randrange(3, 30)) for number in range(8)])
+    model = Model([chain_of(str(number), rng.randrange(3, 30)) for number in range(8)])
     windows = rng.randrange(1, 12), rng.randrange(1, 5)
     back = 0
     for _ in range(lives):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import BLOCK_BYTES, TierRig, play
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
 from tiercache.daemon.index.index import Table
@@ -36,7 +37,7 @@ def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_window_comes_back_after_a_crash_and_nothing_before_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        chain = keys_of("a", 12)
+        chain = chain_of("a", 12)
         rig.store(rig.namespace(window_blocks=WINDOW), chain)
         await rig.settled()
         rig.check()
@@ -61,12 +62,12 @@ def test_a_window_comes_back_after_a_crash_and_nothing_before_it(tmp_path: Path)
 def test_a_chain_and_a_window_come_up_together(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        spaces, chain = spaces_of(rig), chain_of("a", 12)
         for space in spaces:
             rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
-        assert rig.cache.peek(spaces, chain + keys_of("b", 1)) == (0, 12)
+        assert rig.cache.peek(spaces, chain + chain_of("b", 1)) == (0, 12)
         assert await rig.load_all(spaces, chain) == 12
         assert rig.tier.stats()["promoted_blocks"] == 12 + WINDOW
         rig.check()
@@ -88,7 +89,7 @@ def test_one_window_in_both_tiers(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 8)
+        spaces, chain = spaces_of(rig), chain_of("a", 8)
         chains, window = spaces
         for space in spaces:
             rig.store(space, chain)
@@ -114,7 +115,7 @@ def test_one_window_in_both_tiers(tmp_path: Path) -> None:
 def test_leases_of_overlapping_windows_share_their_reads(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 40)
+        spaces, chain = spaces_of(rig), chain_of("a", 40)
         for space in spaces:
             rig.store(space, chain)
         await rig.settled()
@@ -141,7 +142,7 @@ def test_leases_of_overlapping_windows_share_their_reads(tmp_path: Path) -> None
 def test_a_lease_that_grows_hands_out_each_namespace_as_it_comes(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        spaces, chain = spaces_of(rig), chain_of("a", 12)
         chains, window = spaces
         for space in spaces:
             rig.store(space, chain)
@@ -171,7 +172,7 @@ def test_a_lease_that_grows_hands_out_each_namespace_as_it_comes(tmp_path: Path)
 def test_where_the_rest_does_not_come_the_cut_of_dram_is_still_there(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        spaces, chain = spaces_of(rig), chain_of("a", 12)
         for space in spaces:
             rig.store(space, chain)
         await rig.settled()
@@ -210,7 +211,7 @@ def test_where_the_rest_does_not_come_the_cut_of_dram_is_still_there(tmp_path: P
 def test_a_window_larger_than_dram_is_a_miss(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        chain = keys_of("a", 60)
+        chain = chain_of("a", 60)
         rig.store(rig.namespace(window_blocks=50), chain)
         await rig.settled()
         await rig.close()
@@ -229,7 +230,7 @@ def test_a_window_larger_than_dram_is_a_miss(tmp_path: Path) -> None:
 def test_prefetches_bring_windows_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        spaces, chain = spaces_of(rig), chain_of("a", 12)
         for space in spaces:
             rig.store(space, chain)
         await rig.settled()
@@ -250,7 +251,7 @@ def test_prefetches_bring_windows_up(tmp_path: Path) -> None:
 def test_what_the_budget_skips_is_written_when_asked_for_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_write_budget_bytes=1 << 40).open()
-        spaces, chain, budget = spaces_of(rig), keys_of("a", 12), rig.tier._budget
+        spaces, chain, budget = spaces_of(rig), chain_of("a", 12), rig.tier._budget
         budget._level = budget._rate = 0.0
         for space in spaces:
             rig.store(space, chain)
@@ -274,7 +275,7 @@ def test_what_the_budget_skips_is_written_when_asked_for_again(tmp_path: Path) -
 def test_old_blocks_of_windows_make_room_for_new_ones(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, arena_regions=1, nvme_bytes=16 << 20).open()  # 7 segments of 32 slots
-        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 400)
+        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 400)
         for first in range(0, 400, 8):
             rig.store(window, chain[: 16 * (first + 8)], first=first)
             await rig.settled()
@@ -289,7 +290,7 @@ def test_old_blocks_of_windows_make_room_for_new_ones(tmp_path: Path) -> None:
         for number in range(30):
             rig.forget_dram()
             assert await rig.load(window, kept) == len(kept) // 16
-            rig.store(window, keys_of(f"other {number}", 8))
+            rig.store(window, chain_of(f"other {number}", 8))
             await rig.settled()
         rig.check()
         await rig.close()
@@ -317,8 +318,8 @@ def test_a_namespace_for_dram_only_stays_there(tmp_path: Path) -> None:
             for window in (0, 1)
         ]
         for space in spaces:
-            rig.store(space, keys_of("a", 5))
-            assert await rig.load(space, keys_of("a", 5)) == 5
+            rig.store(space, chain_of("a", 5))
+            assert await rig.load(space, chain_of("a", 5)) == 5
         await rig.settled()
         assert await rig.close(grace_s=30) == 0
         rig = await TierRig(tmp_path).open()
@@ -336,7 +337,7 @@ def test_a_window_lives_where_its_chain_does(tmp_path: Path) -> None:
         rig = await TierRig(tmp_path, disks=3, arena_regions=16).open()
         chains, window = spaces_of(rig)
         alone = rig.namespace(rank=1, window_blocks=WINDOW)
-        names = [keys_of(str(number), 10) for number in range(8)]
+        names = [chain_of(str(number), 10) for number in range(8)]
         for chain in names:
             rig.store(chains, chain[: 16 * 6])
             rig.store(window, chain[: 16 * 6], first=4)  # the first ones had left the window already
@@ -344,7 +345,7 @@ def test_a_window_lives_where_its_chain_does(tmp_path: Path) -> None:
             rig.store(window, chain, first=6)  # a turn later, the window first
             rig.store(chains, chain, first=6)
         await rig.settled()
-        lonely = [keys_of(f"alone {number}", 10) for number in range(12)]
+        lonely = [chain_of(f"alone {number}", 10) for number in range(12)]
         for first in range(0, 10, 2):
             for chain in lonely:
                 rig.store(alone, chain[: 16 * (first + 2)], first=first)
@@ -363,7 +364,7 @@ def test_a_window_lives_where_its_chain_does(tmp_path: Path) -> None:
         rig = await TierRig(tmp_path, disks=3, arena_regions=16).open()
         chains, window = spaces_of(rig)
         for number, chain in enumerate(names):
-            longer = keys_of(str(number), 14)
+            longer = chain_of(str(number), 14)
             rig.store(window, longer, first=10)
             await rig.settled()
             assert set(homes(rig, window, longer)[4:]) == set(homes(rig, chains, chain))
@@ -376,7 +377,7 @@ def test_a_window_over_several_directories_is_right_or_a_miss(tmp_path: Path, mo
     async def scenario() -> None:
         monkeypatch.setattr(shelves, "OFFLINE_AGE_S", 0.3)
         rig = await TierRig(tmp_path, disks=3).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 13)
+        spaces, chain = spaces_of(rig), chain_of("a", 13)
         chains, window = spaces
         await spread(rig, window, chain)
         rig.store(chains, chain)
@@ -418,7 +419,7 @@ def test_a_window_over_several_directories_is_right_or_a_miss(tmp_path: Path, mo
 def test_a_lost_directory_costs_the_windows_that_it_had(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2, arena_regions=16).open()
-        window, names = rig.namespace(window_blocks=WINDOW), [keys_of(str(number), 6) for number in range(12)]
+        window, names = rig.namespace(window_blocks=WINDOW), [chain_of(str(number), 6) for number in range(12)]
         for chain in names:
             rig.store(window, chain)
         await rig.settled()
@@ -439,7 +440,7 @@ def test_a_window_waits_for_the_rows_that_tell_where_it_is(tmp_path: Path) -> No
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2, arena_regions=16).open()
-        window, names = rig.namespace(window_blocks=WINDOW), [keys_of(str(number), 6) for number in range(8)]
+        window, names = rig.namespace(window_blocks=WINDOW), [chain_of(str(number), 6) for number in range(8)]
         for chain in names:
             rig.store(window, chain)
         await rig.settled()
@@ -485,7 +486,7 @@ def test_windows_are_placed_without_a_look_at_every_namespace(tmp_path: Path, mo
             spec = msgspec.structs.replace(rig.namespace().spec, layers=layers)
             for shelf in rig.shelves:
                 shelf.table(space.open_namespace(spec))
-        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 40)
+        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 40)
         rig.store(window, chain)
         monkeypatch.setattr(Table, "get", get)
         rig.tier.work()

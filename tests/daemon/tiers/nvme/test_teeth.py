@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from catalog_bench import Bench
+from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import TierRig, key_of, keys_of, play
+from tier_rig import TierRig, play
 
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram import reads
@@ -52,7 +53,7 @@ def test_a_promotion_holds_its_slots_until_the_kernel_is_done(tmp_path: Path) ->
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=16 << 20, arena_regions=16).open()
-        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 12)
+        [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 12)
         rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
@@ -66,7 +67,7 @@ def test_a_promotion_holds_its_slots_until_the_kernel_is_done(tmp_path: Path) ->
         assert set(read) <= shelf.allocator._holders.keys(), "each is held, whatever becomes of its entry"
         assert await rig.flush()
         await rig.committed()
-        others = [keys_of(f"other {number}", 24) for number in range(10)]
+        others = [chain_of(f"other {number}", 24) for number in range(10)]
         for other in others:  # more than there are slots: every free one is taken
             rig.store(space, other)
         for _ in range(50):
@@ -88,7 +89,7 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 2)
+        [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 2)
         gate, writes = rig.disks[rig.dirs[0]].gate, rig.tier._writes
         done, late = writes._done, list[Any]()
 
@@ -129,7 +130,7 @@ def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(tmp_path: P
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        [shelf], space, chain, other = rig.shelves, rig.namespace(), keys_of("a", 2), keys_of("b", 1)
+        [shelf], space, chain, other = rig.shelves, rig.namespace(), chain_of("a", 2), chain_of("b", 1)
         writes = rig.tier._writes
         done, late = writes._done, dict[bytes, Any]()
         writes._done = lambda write, op: late.__setitem__(write.key, (write, op))  # type: ignore[method-assign]
@@ -161,7 +162,7 @@ def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(tmp_path: P
 def test_frames_that_a_hung_disk_may_still_write_to_are_nobody_elses(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 4)
+        [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 4)
         rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
@@ -189,7 +190,7 @@ def test_a_block_that_has_come_another_way_meanwhile_is_there_once(tmp_path: Pat
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 1)
+        [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 1)
         writes, late = rig.tier._writes, list[Any]()
         done = writes._done
         writes._done = lambda write, op: late.append((write, op))  # type: ignore[method-assign]
@@ -214,7 +215,7 @@ def test_a_block_with_other_bytes_than_were_written_is_forgotten(tmp_path: Path)
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        [shelf], space, chain = rig.shelves, rig.namespace(), keys_of("a", 4)
+        [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 4)
         rig.store(space, chain)
         await rig.settled()
         stored = shelf.find(space, key_of(chain, 2))
@@ -239,8 +240,8 @@ def test_a_row_that_was_refused_is_asked_for_again(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 20)
-        rig.store(space, keys_of("first", 1))
+        space, chain = rig.namespace(), chain_of("a", 20)
+        rig.store(space, chain_of("first", 1))
         await rig.settled()
         catalog = rig.shelves[0].catalog
         commit, full = catalog._commit, threading.Event()
@@ -286,10 +287,10 @@ def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monk
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         [shelf], space = rig.shelves, rig.namespace()
-        rig.store(space, keys_of("a", 20))
+        rig.store(space, chain_of("a", 20))
         await rig.settled()
         monkeypatch.setattr(catalog, "MAX_PENDING", 0)
-        shelf.drop(space, key_of(keys_of("a", 20), 0))
+        shelf.drop(space, key_of(chain_of("a", 20), 0))
         for _ in range(3):
             assert not shelf.work()
         assert (len(shelf.slots._leaving), shelf.catalog.pending) == (0, 0)
@@ -310,7 +311,7 @@ def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: p
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        disk, space, chains = rig.disks[rig.dirs[0]], rig.namespace(), [keys_of(name, 1) for name in "abc"]
+        disk, space, chains = rig.disks[rig.dirs[0]], rig.namespace(), [chain_of(name, 1) for name in "abc"]
         for chain in chains:
             rig.store(space, chain)
         await rig.settled()
@@ -337,7 +338,7 @@ def test_so_many_prefetches_are_under_way_at_a_time(tmp_path: Path, monkeypatch:
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chains = rig.namespace(), [keys_of(name, 4) for name in "abc"]
+        space, chains = rig.namespace(), [chain_of(name, 4) for name in "abc"]
         for chain in chains:
             rig.store(space, chain)
         await rig.settled()

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, key_of
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, Cluster
 from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows

@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from chains import chain_of, key_of
 from disk_troubles import hang
-from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
+from tier_rig import BLOCK_BYTES, TierRig, play
 
 from tiercache.daemon.tiers.nvme import flushes
 
@@ -19,7 +20,7 @@ def test_grace_is_used_for_what_is_dirty(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_write_budget_bytes=1 << 40).open()
-        space, chains = rig.namespace(), [keys_of(str(number), 30) for number in range(5)]
+        space, chains = rig.namespace(), [chain_of(str(number), 30) for number in range(5)]
         rig.tier._budget._level = 0  # nothing is admitted
         for chain in chains[:3]:
             rig.store(space, chain)
@@ -29,10 +30,10 @@ def test_grace_is_used_for_what_is_dirty(tmp_path: Path) -> None:
         for chain in chains[3:]:
             rig.store(space, chain)
         gate = rig.disks[rig.dirs[0]].gate
-        rig.store(space, keys_of("first", 1))
+        rig.store(space, chain_of("first", 1))
         await rig.settled()
         gate.clear()
-        rig.store(space, keys_of("second", 3))
+        rig.store(space, chain_of("second", 3))
         rig.tier._writes.pump()
         assert rig.tier._writes.in_flight_bytes == 3 * BLOCK_BYTES
         asyncio.get_running_loop().call_later(0.1, gate.set)
@@ -49,7 +50,7 @@ def test_grace_is_used_for_what_is_dirty(tmp_path: Path) -> None:
 def test_no_grace_loses_blocks_and_nothing_else(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 200)
+        space, chain = rig.namespace(), chain_of("a", 200)
         rig.store(space, chain)
         await rig.close(grace_s=0)
         again = await TierRig(tmp_path).open()
@@ -68,11 +69,11 @@ def test_no_grace_loses_blocks_and_nothing_else(tmp_path: Path) -> None:
 def test_nothing_flushed_comes_back(tmp_path: Path, moment: str, by_key: bool) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 60)
+        space, chain = rig.namespace(), chain_of("a", 60)
         key = key_of(chain, 10) if by_key else b""
         most = 10 if by_key else 0
         disk = rig.disks[rig.dirs[0]]
-        rig.store(space, keys_of("other", 3))
+        rig.store(space, chain_of("other", 3))
         await rig.settled()
         rig.store(space, chain)
         lease = None
@@ -116,7 +117,7 @@ def test_nothing_flushed_comes_back(tmp_path: Path, moment: str, by_key: bool) -
 def test_a_flush_before_the_directories_are_open_counts(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2).open()
-        space, chains = rig.namespace(), [keys_of(str(number), 5) for number in range(8)]
+        space, chains = rig.namespace(), [chain_of(str(number), 5) for number in range(8)]
         for chain in chains:
             rig.store(space, chain)
         await rig.settled()
@@ -142,7 +143,7 @@ def test_a_flush_that_a_disk_does_not_note_is_answered(tmp_path: Path, monkeypat
     async def scenario() -> None:
         monkeypatch.setattr(flushes, "FLUSH_S", 0.2)
         rig = await TierRig(tmp_path).open()
-        rig.store(rig.namespace(), keys_of("a", 2))
+        rig.store(rig.namespace(), chain_of("a", 2))
         await rig.settled()
         gate = hang(rig.shelves[0].catalog)
         assert not await rig.flush()
@@ -160,7 +161,7 @@ def test_flushes_by_key_leave_nothing_behind(tmp_path: Path) -> None:
         rig = await TierRig(tmp_path).open()
         space = rig.namespace()
         for number in range(20):
-            chain = keys_of(str(number % 3), 6)
+            chain = chain_of(str(number % 3), 6)
             rig.store(space, chain)
             await rig.settled()
             assert await rig.flush(key_of(chain, number % 6))

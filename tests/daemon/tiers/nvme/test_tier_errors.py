@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import BLOCK_BYTES, TierRig, key_of, keys_of, play
+from tier_rig import BLOCK_BYTES, TierRig, play
 
 from tiercache.daemon.tiers.nvme import shelf, tier
 
@@ -21,7 +22,7 @@ def test_the_nth_write_fails(tmp_path: Path, code: int) -> None:
         for number in range(12):
             root = tmp_path / str(number)
             rig = await TierRig(root).open()
-            disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), keys_of("a", 30)
+            disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), chain_of("a", 30)
             disk.hook = fail("pwritev", number, code)
             rig.store(space, chain)
             await rig.settled()
@@ -38,7 +39,7 @@ def test_the_nth_write_fails(tmp_path: Path, code: int) -> None:
 def test_the_nth_read_fails(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), keys_of("a", 30)
+        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), chain_of("a", 30)
         rig.store(space, chain)
         await rig.settled()
         disk.calls.clear()
@@ -60,7 +61,7 @@ def test_the_nth_read_fails(tmp_path: Path) -> None:
 def test_short_reads_and_writes_are_completed(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), keys_of("a", 20)
+        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), chain_of("a", 20)
         disk.hook = lambda name, size: max(4096, size // 3) if name != "fallocate" else None
         rig.store(space, chain)
         await rig.settled()
@@ -77,7 +78,7 @@ def test_a_block_that_cannot_be_read_twice_is_forgotten(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), keys_of("a", 10)
+        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), chain_of("a", 10)
         rig.store(space, chain)
         await rig.settled()
         stored = rig.shelves[0].find(space, key_of(chain, 5))
@@ -100,7 +101,7 @@ def test_a_bad_place_on_the_disk_does_not_stop_writing(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         disk, space = rig.disks[rig.dirs[0]], rig.namespace()
-        rig.store(space, keys_of("a", 1))
+        rig.store(space, chain_of("a", 1))
         await rig.settled()
         bad = {3 * BLOCK_BYTES}
 
@@ -112,7 +113,7 @@ def test_a_bad_place_on_the_disk_does_not_stop_writing(tmp_path: Path) -> None:
         disk.hook = hook
         health = rig.shelves[0].health
         for round_ in range(8):
-            rig.store(space, keys_of(str(round_), 1))
+            rig.store(space, chain_of(str(round_), 1))
             await rig.settled()
             health.off_until_s = 0.0  # the pause is over
         assert rig.tier.stats()["write_failed_blocks"] == 1
@@ -132,7 +133,7 @@ def test_a_disk_that_cannot_write_stops_no_other(tmp_path: Path) -> None:
         space = rig.namespace()
         broken, well = rig.shelves
         broken.loading = True  # as good as any reason
-        chains = [keys_of(str(number), 8) for number in range(16)]
+        chains = [chain_of(str(number), 8) for number in range(16)]
         for chain in chains:
             rig.store(space, chain)
         on_broken = [chain for chain in chains if rig.tier._placement.home(key_of(chain, 0)) is broken]
@@ -154,7 +155,7 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(shelf, "OFFLINE_AGE_S", 0.3)
         rig = await TierRig(tmp_path, disks=2, arena_regions=16).open()
         space = rig.namespace()
-        chains = [keys_of(str(number), 12) for number in range(12)]
+        chains = [chain_of(str(number), 12) for number in range(12)]
         for chain in chains:
             rig.store(space, chain)
         await rig.settled()
@@ -179,7 +180,7 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         # What it was reading can be stored again, and is not written to where it hangs.
         rig.store(space, on_hung[0])
         assert await rig.load(space, on_hung[0]) == 12
-        new = [keys_of(f"new {number}", 4) for number in range(6)]
+        new = [chain_of(f"new {number}", 4) for number in range(6)]
         for chain in new:
             rig.store(space, chain)
         await rig.until(lambda: all(rig.shelves[1].has(space, key_of(chain, 3)) for chain in new))
@@ -202,7 +203,7 @@ def test_the_end_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         space = rig.namespace()
         gate = rig.disks[rig.dirs[0]].gate
         gate.clear()
-        for chain in (keys_of(str(number), 12) for number in range(16)):  # the disk that hangs has some
+        for chain in (chain_of(str(number), 12) for number in range(16)):  # the disk that hangs has some
             rig.store(space, chain)
         assert await rig.tier.close(0.3) > 0
         gate.set()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from tier_rig import TierRig, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.events.events import Events, Named, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
@@ -101,7 +102,7 @@ def test_a_follower_has_the_daemons_sets(tmp_path: Path, seed: int) -> None:
 
     def some_chain() -> bytes:
         root, branch, tail = f"{rng.randrange(4)}", f"{rng.randrange(3)}", f"{rng.randrange(3)}"
-        chain = keys_of(root, 4) + keys_of(root + branch, 3) + keys_of(root + branch + tail, 8)
+        chain = chain_of(root, 4) + chain_of(root + branch, 3) + chain_of(root + branch + tail, 8)
         return chain[: KEY_BYTES * rng.randrange(1, 16)] if rng.random() < 0.2 else chain
 
     async def scenario() -> None:
@@ -138,7 +139,7 @@ def test_the_blocks_of_a_directory_that_goes_have_left(tmp_path: Path, monkeypat
         with follower() as follows:
             rig = await TierRig(tmp_path, disks=2, events=follows.events).open()
             for number in range(12):
-                chain = keys_of(str(number), 4)
+                chain = chain_of(str(number), 4)
                 rig.store(rig.namespace(), chain, named=names_of(chain))
             await rig.settled()
             rig.dirs[0].rename(tmp_path / "elsewhere")
@@ -160,7 +161,7 @@ def test_a_block_is_stored_anew_in_each_tier_that_it_comes_to(tmp_path: Path) ->
     async def scenario() -> None:
         with follower() as follows:
             rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace, chain = rig.namespace(), keys_of("tiers", 3)
+            namespace, chain = rig.namespace(), chain_of("tiers", 3)
             rig.store(namespace, chain, named=names_of(chain))
             assert both(rig, follows) == ([0, 1, 2], [])
             await rig.settled()
@@ -180,7 +181,7 @@ def test_of_an_earlier_life_nothing_is_said(tmp_path: Path) -> None:
     """Tokens are not on the disk. What is stored below such a block has its parent's hash all the same."""
 
     async def scenario() -> None:
-        chain, first = keys_of("lives", 4), TierRig(tmp_path)
+        chain, first = chain_of("lives", 4), TierRig(tmp_path)
         await first.open()
         first.store(first.namespace(), chain[: 2 * KEY_BYTES])
         await first.settled()
@@ -211,7 +212,7 @@ def test_a_name_stays_until_its_last_block_has_left(tmp_path: Path) -> None:
         with follower() as follows:
             rig = await TierRig(tmp_path, events=follows.events).open()
             namespaces: list[Namespace] = [rig.namespace(rank=rank) for rank in range(2)]
-            old, new = keys_of("epoch 1", 2), keys_of("epoch 2", 2)
+            old, new = chain_of("epoch 1", 2), chain_of("epoch 2", 2)
             for namespace, chain in zip(namespaces, (old, new), strict=True):
                 rig.store(namespace, chain, named=names_of(old))
             await rig.settled()
@@ -233,7 +234,7 @@ def test_what_a_client_writes_past_dram_is_in_storage_alone(tmp_path: Path) -> N
     async def scenario() -> None:
         with follower() as follows:
             rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace, chain, grants = rig.namespace(), keys_of("past", 4), rig.tier.grants
+            namespace, chain, grants = rig.namespace(), chain_of("past", 4), rig.tier.grants
             assert grants is not None
             leases = []
             # The second run begins with a block that is there.

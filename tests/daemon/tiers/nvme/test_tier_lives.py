@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import TierRig, key_of, keys_of, play
+from tier_rig import TierRig, play
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme import recovery
@@ -70,7 +71,7 @@ async def _act(rig: TierRig, space: Namespace, model: Model, rng: random.Random)
 
 async def _lives(root: Path, seed: int, lives: int, steps: int) -> int:
     rng = random.Random(seed)
-    model = Model([keys_of(str(number), rng.randrange(3, 40)) for number in range(10)])
+    model = Model([chain_of(str(number), rng.randrange(3, 40)) for number in range(10)])
     back = 0
     for life in range(lives):
         rig = TierRig(root, disks=2, arena_regions=2, nvme_bytes=32 << 20)
@@ -116,11 +117,11 @@ def test_a_flush_while_rows_load_is_later_than_all_of_them(tmp_path: Path) -> No
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 12)
+        space, chain = rig.namespace(), chain_of("a", 12)
         for number in range(6):
-            rig.store(space, keys_of("other", 6))
+            rig.store(space, chain_of("other", 6))
             await rig.settled()
-            assert await rig.flush(key_of(keys_of("other", 6), number % 3))
+            assert await rig.flush(key_of(chain_of("other", 6), number % 3))
         rig.store(space, chain)
         await rig.settled()
         await rig.until(lambda: not rig.shelves[0].registry.tombstones)
@@ -144,7 +145,7 @@ def test_a_flush_while_rows_load_is_later_than_all_of_them(tmp_path: Path) -> No
 def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), keys_of("a", 20)
+        disk, space, chain = rig.disks[rig.dirs[0]], rig.namespace(), chain_of("a", 20)
         rig.store(space, chain)
         await rig.settled()
         one = rig.shelves[0]
@@ -158,7 +159,7 @@ def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
         disk.hook = read_only
         one.catalog._commit = lambda db, batch: "attempt to write a readonly database"  # type: ignore[method-assign]
         for number in range(3):
-            rig.store(space, keys_of(str(number), 10))
+            rig.store(space, chain_of(str(number), 10))
             for _ in range(50):
                 rig.cache.work()
                 await asyncio.sleep(0.001)
@@ -191,7 +192,7 @@ def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, fo
         blocks = 4 * recovery.ROWS_AT_ONCE
         sizes: dict[str, int] = {"arena_regions": 8, "segment_bytes": 16 << 20}
         rig = await TierRig(tmp_path, **sizes).open()
-        space, chain = rig.namespace(4096), keys_of("a", blocks)
+        space, chain = rig.namespace(4096), chain_of("a", blocks)
         if form == "star":
             for number in range(1, blocks):
                 rig.store(space, chain[:16] + key_of(chain, number))
@@ -233,7 +234,7 @@ def test_a_chain_that_was_flushed_and_stored_again_keeps_no_old_tail(tmp_path: P
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 300)
+        space, chain = rig.namespace(), chain_of("a", 300)
         rig.store(space, chain)
         await rig.settled()
         flushed = await rig.flush(key_of(chain, 5))
@@ -257,7 +258,7 @@ def test_write_amplification_counts_blocks_and_database(tmp_path: Path, monkeypa
         assert rig.tier.stats()["write_amplification"] is None, "of an idle daemon there is none"
         monkeypatch.setattr("tiercache.daemon.tiers.nvme.tier.LEAST_AMPLIFIED_BYTES", 1)
         assert rig.tier.stats()["write_amplification"] is None
-        rig.store(rig.namespace(), keys_of("a", 40))
+        rig.store(rig.namespace(), chain_of("a", 40))
         await rig.settled()
         stats = rig.tier.stats()
         [directory] = stats["directories"]

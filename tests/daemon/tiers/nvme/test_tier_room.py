@@ -7,8 +7,9 @@ import errno
 from pathlib import Path
 
 import pytest
+from chains import chain_of
 from disk_troubles import hang
-from tier_rig import BLOCK_BYTES, TierRig, keys_of, play
+from tier_rig import BLOCK_BYTES, TierRig, play
 
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.nvme import slots
@@ -27,7 +28,7 @@ def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytes
             return None
 
         disk.hook = no_room
-        rig.store(space, keys_of("a", 5))
+        rig.store(space, chain_of("a", 5))
         await rig.until(lambda: bool(rig.tier.reasons()))
         disk.hook = lambda name, size: None
         rig.shelves[0].health.off_until_s = 0.0
@@ -35,7 +36,7 @@ def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytes
         assert rig.tier.stats()["blocks"] == 5, "what waited is written when there is room"
         disk.hook = no_room
         for number in range(6):
-            rig.store(space, keys_of(str(number), 20))
+            rig.store(space, chain_of(str(number), 20))
             await rig.settled()
         assert 24 <= rig.tier.stats()["blocks"] <= 32, "one segment's worth, the youngest"
         assert any("no further segment" in reason for reason in rig.tier.reasons())
@@ -43,7 +44,7 @@ def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytes
         rig.check()
         disk.hook = lambda name, size: None
         for number in range(6):
-            rig.store(space, keys_of(f"later {number}", 20))
+            rig.store(space, chain_of(f"later {number}", 20))
             await rig.settled()
         assert rig.tier.stats()["blocks"] > 32
         assert rig.tier.reasons() == []
@@ -58,7 +59,7 @@ def test_a_full_disk_gives_up_no_more_than_it_needs(tmp_path: Path) -> None:
         rig = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()  # 7 segments of 32 slots
         space = rig.namespace()
         for number in range(20):
-            rig.store(space, keys_of(str(number), 20))
+            rig.store(space, chain_of(str(number), 20))
             await rig.settled()
         slots = 7 * 32
         assert rig.tier.stats()["blocks"] >= slots - 64 - 20
@@ -66,7 +67,7 @@ def test_a_full_disk_gives_up_no_more_than_it_needs(tmp_path: Path) -> None:
         # A catalog that does not answer must not cost the whole directory.
         one = rig.shelves[0]
         before, gate = rig.tier.stats()["blocks"], hang(one.catalog)
-        rig.store(space, keys_of("more", 60))
+        rig.store(space, chain_of("more", 60))
         for _ in range(500):
             rig.cache.work()
         assert rig.tier.stats()["blocks"] >= before - 128
@@ -83,13 +84,13 @@ def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> N
         rig = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()
         space = rig.namespace()
         for number in range(15):
-            rig.store(space, keys_of(str(number), 20))
+            rig.store(space, chain_of(str(number), 20))
             await rig.settled()
         one = rig.shelves[0]
         before = rig.tier.stats()["blocks"]
         commit = one.catalog._commit
         one.catalog._commit = lambda db, batch: "database or disk is full"  # type: ignore[method-assign]
-        rig.store(space, keys_of("more", 40))
+        rig.store(space, chain_of("more", 40))
         await rig.until(lambda: bool(one.catalog.error))
         for _ in range(300):
             rig.cache.work()
@@ -111,19 +112,19 @@ def test_another_size_gets_a_segment_of_a_full_disk(tmp_path: Path) -> None:
         rig = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()
         small, large = rig.namespace(), rig.namespace(4 * BLOCK_BYTES, rank=1)
         for number in range(15):
-            rig.store(small, keys_of(str(number), 20))
+            rig.store(small, chain_of(str(number), 20))
             await rig.settled()
-        rig.store(large, keys_of("large", 6))
+        rig.store(large, chain_of("large", 6))
         await rig.settled()
         assert rig.shelves[0].index.tables[large.number].blocks == 6
         rig.check()
         rig.forget_dram()
-        assert await rig.load(large, keys_of("large", 6)) == 6
+        assert await rig.load(large, chain_of("large", 6)) == 6
         assert rig.shelves[0].index.tables[small.number].blocks > 20, "one segment was emptied, not all"
         rig.check()
         await rig.close()
         again = await TierRig(tmp_path, arena_regions=16, nvme_bytes=16 << 20).open()
-        assert await again.load(again.namespace(4 * BLOCK_BYTES, rank=1), keys_of("large", 6)) == 6
+        assert await again.load(again.namespace(4 * BLOCK_BYTES, rank=1), chain_of("large", 6)) == 6
         again.check()
         await again.close()
 
@@ -136,8 +137,8 @@ def test_a_block_that_no_segment_holds_stops_nobody(tmp_path: Path) -> None:
         one = rig.shelves[0]
         one.directory.segment_bytes = 1 << 20  # as a directory from a life with another setting has it
         large, small = rig.namespace(2 << 20, rank=1), rig.namespace()
-        rig.store(large, keys_of("large", 2))
-        rig.store(small, keys_of("small", 5))
+        rig.store(large, chain_of("large", 2))
+        rig.store(small, chain_of("small", 5))
         await rig.settled()
         assert rig.tier.stats()["blocks"] == 5
         assert rig.tier.stats()["skipped_too_large"] >= 1
@@ -150,7 +151,7 @@ def test_a_block_that_no_segment_holds_stops_nobody(tmp_path: Path) -> None:
 def test_a_cap_below_one_segment_gets_smaller_segments(tmp_path: Path, nvme_bytes: int) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=nvme_bytes, segment_bytes=1 << 30).open()
-        space, chain = rig.namespace(), keys_of("a", 10)
+        space, chain = rig.namespace(), chain_of("a", 10)
         rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
@@ -169,7 +170,7 @@ def test_a_smaller_cap_takes_segments_away_when_that_is_allowed(
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=64 << 20).open()
         space = rig.namespace()
-        chains = [keys_of(str(number), 20) for number in range(20)]
+        chains = [chain_of(str(number), 20) for number in range(20)]
         for chain in chains:
             rig.store(space, chain)
             await rig.settled()
@@ -184,9 +185,9 @@ def test_a_smaller_cap_takes_segments_away_when_that_is_allowed(
         assert (directory["kept_bytes"] == 0) is may_shrink
         told = "with 176 blocks: they are kept. To delete them: --nvme-shrink yes" in caplog.text
         assert told is not may_shrink
-        again.store(space, keys_of("more", 20))
+        again.store(space, chain_of("more", 20))
         await again.settled()
-        assert await again.load(space, keys_of("more", 20)) == 20, "in the segments that there are"
+        assert await again.load(space, chain_of("more", 20)) == 20, "in the segments that there are"
         await again.settled()
         again.check()
         await again.close()
@@ -200,7 +201,7 @@ def test_the_file_of_another_at_the_name_of_the_next_segment_stops_nothing(tmp_p
         [shelf], space = rig.shelves, rig.namespace()
         strange = rig.dirs[0] / "segments" / segment_name(1)
         strange.write_bytes(b"somebody else's")
-        rig.store(space, keys_of("a", 5))
+        rig.store(space, chain_of("a", 5))
         await rig.until(lambda: bool(shelf.health.reason))
         shelf.health.off_until_s = 0.0
         await rig.settled()
@@ -220,7 +221,7 @@ def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(
         monkeypatch.setattr(slots, "ASIDE_S", aside_s)
         rig = await TierRig(tmp_path).open()
         [shelf], space = rig.shelves, rig.namespace()
-        rig.store(space, keys_of("a", 1))
+        rig.store(space, chain_of("a", 1))
         await rig.settled()
         used_bytes = shelf.allocator.used_bytes
         slot = shelf.slots.take(shelf.slot_bytes(space), NO_ENTRY)

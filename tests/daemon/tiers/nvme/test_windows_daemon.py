@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, Cluster, content
 from waiting import wait_until
 
 import tiercache

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_at_once import CacheAtOnce
+from chains import key_of
 from disk_rig import ObedientDisk
 
 from tiercache.config.daemon_config import DaemonConfig
@@ -28,19 +29,6 @@ from tiercache.protocol.namespaces import NamespaceSpec
 BLOCK_BYTES = 64 << 10
 REGION_BYTES = 2 << 20
 DEADLINE_S = 60.0
-
-
-def keys_of(name: str, blocks: int) -> bytes:
-    """The packed keys of a chain of its own."""
-    parts, before = [], name.encode()
-    for number in range(blocks):
-        before = hashlib.blake2b(before + number.to_bytes(4, "little"), digest_size=KEY_BYTES).digest()
-        parts.append(before)
-    return b"".join(parts)
-
-
-def key_of(chain: bytes, number: int) -> bytes:
-    return chain[KEY_BYTES * number : KEY_BYTES * (number + 1)]
 
 
 def content(key: bytes, length: int) -> bytes:

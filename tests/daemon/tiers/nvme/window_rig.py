@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
-from tier_rig import TierRig, key_of
+from chains import key_of
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory

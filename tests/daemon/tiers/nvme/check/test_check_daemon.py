@@ -13,7 +13,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of
+from chains import chain_of
+from cluster import BLOCK_BYTES, Cluster
 from waiting import wait_until
 
 from tiercache.cli.main import main

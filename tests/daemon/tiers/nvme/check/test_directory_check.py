@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of
+from chains import chain_of
+from cluster import BLOCK_BYTES, Cluster
 
 from tiercache.daemon.tiers.nvme.catalog.database import row_checksum as _checksum
 from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row

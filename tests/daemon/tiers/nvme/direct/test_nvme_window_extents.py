@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tier_rig import TierRig, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import TierRig, play
 from window_rig import WINDOW, spaces_of, spread
 
 from tiercache.daemon.ground.slices import finish
@@ -31,7 +32,7 @@ def _extents(rig: TierRig, spaces: list[Namespace], chain: bytes) -> tuple[ReadL
 def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        spaces, chain = spaces_of(rig), chain_of("a", 12)
         for space in spaces:
             space.direct = True
             rig.store(space, chain)
@@ -63,7 +64,7 @@ def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
 def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2).open()
-        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 12)
+        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
         window.direct = True
         await spread(rig, window, chain)
         rig.forget_dram()
@@ -87,7 +88,7 @@ def test_windows_that_are_too_wide_together_come_up_instead(
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = [rig.namespace(rank=rank, window_blocks=3) for rank in range(2)], keys_of("a", 12)
+        spaces, chain = [rig.namespace(rank=rank, window_blocks=3) for rank in range(2)], chain_of("a", 12)
         for space in spaces:
             rig.store(space, chain)
         await rig.settled()
@@ -107,7 +108,7 @@ def test_windows_that_are_too_wide_together_come_up_instead(
 def test_what_is_held_comes_up_when_somebody_asks_for_frames(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), keys_of("a", 12)
+        spaces, chain = spaces_of(rig), chain_of("a", 12)
         for space in spaces:
             rig.store(space, chain)
         await rig.settled()
@@ -128,7 +129,7 @@ def test_what_is_held_comes_up_when_somebody_asks_for_frames(tmp_path: Path) -> 
 def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        window, chain = rig.namespace(window_blocks=WINDOW), keys_of("a", 12)
+        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
         rig.store(window, chain)
         await rig.settled()
         rig.forget_dram()

@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 
 import pytest
-from cluster import BLOCK_BYTES, Cluster, chain_of, content, key_of
+from chains import chain_of, key_of
+from cluster import BLOCK_BYTES, Cluster, content
 
 import tiercache
 from tiercache.config.daemon_config import DaemonConfig

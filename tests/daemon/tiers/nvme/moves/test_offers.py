@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tier_rig import TierRig, keys_of, play
+from chains import chain_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import USED, Touch
@@ -38,7 +39,7 @@ async def _stored(root: Path) -> tuple[TierRig, list[Namespace]]:
     rig = await TierRig(root).open()
     spaces = [rig.namespace(4096 * size, rank=rank) for size in range(1, 6) for rank in range(8)][:MANY]
     for space in spaces:
-        rig.store(space, keys_of("a", 3))
+        rig.store(space, chain_of("a", 3))
     await rig.settled()
     return rig, spaces
 
@@ -49,7 +50,7 @@ def test_chains_of_many_namespaces_are_looked_for_in_slices(tmp_path: Path, monk
         rig.tier.flush(spaces, b"", lambda blocks, durable: None)
         await rig.until(lambda: not rig.tier.unlinking)
         looks = Looks(monkeypatch)
-        assert rig.cache.match(rig.owner, spaces, keys_of("a", 3), 0).dram == 3
+        assert rig.cache.match(rig.owner, spaces, chain_of("a", 3), 0).dram == 3
         slices = [looks.take()]
         while not rig.tier._offers.idle:
             rig.tier.work()
@@ -70,13 +71,13 @@ def test_each_chain_has_a_slice_of_its_own_while_others_are_unlinked(
 
     async def scenario() -> None:
         rig, spaces = await _stored(tmp_path)
-        rig.store(spaces[-1], keys_of("b", 300))
+        rig.store(spaces[-1], chain_of("b", 300))
         await rig.settled()
         looks = Looks(monkeypatch)
         rig.tier.flush(spaces[-1:], b"", lambda blocks, durable: None)
         assert rig.tier.unlinking
         looks.take()
-        assert rig.cache.match(rig.owner, spaces[:4], keys_of("a", 3), 0).dram == 3
+        assert rig.cache.match(rig.owner, spaces[:4], chain_of("a", 3), 0).dram == 3
         assert looks.take() == 1
         rig.tier.work()
         assert looks.take() == 1
@@ -96,7 +97,7 @@ def test_policies_learn_from_the_first_slice_and_are_told_of_every_use(
         rig, spaces = await _stored(tmp_path)
         touches, asked = list[Touch](), Touch(by_client=True, counts=True, request_class=7)
         monkeypatch.setattr(Index, "touch", lambda index, entry, how: touches.append(how))
-        rig.tier.matched(spaces, keys_of("a", 3), 3, 3, asked)
+        rig.tier.matched(spaces, chain_of("a", 3), 3, 3, asked)
         while not rig.tier._offers.idle:
             rig.tier.work()
         assert touches == [asked] * CHAINS_AT_ONCE + [USED] * (MANY - CHAINS_AT_ONCE)
@@ -109,7 +110,7 @@ def test_policies_learn_from_the_first_slice_and_are_told_of_every_use(
 def test_no_more_keys_wait_to_be_looked_for_than_there_is_room_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig, spaces = await _stored(tmp_path)
-        keys = keys_of("a", 3) + keys_of("b", 60_000)
+        keys = chain_of("a", 3) + chain_of("b", 60_000)
         for _ in range(3 * MAX_BYTES // len(keys)):
             rig.cache.match(rig.owner, spaces, keys, 0)
         assert 0 < rig.tier._offers._bytes <= MAX_BYTES
@@ -124,7 +125,7 @@ def test_windows_have_their_turn_while_chains_wait(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         window, offers, looked = rig.namespace(window_blocks=4), rig.tier._offers, list[int]()
-        rig.store(window, keys_of("a", 4))
+        rig.store(window, chain_of("a", 4))
         await rig.settled()
 
         def never_ends() -> Iterator[None]:
@@ -133,7 +134,7 @@ def test_windows_have_their_turn_while_chains_wait(tmp_path: Path) -> None:
                 yield
 
         offers._chains.append((never_ends(), 0))  # type: ignore[arg-type]
-        offers._add_window(window, keys_of("a", 4), 4)
+        offers._add_window(window, chain_of("a", 4), 4)
         offers.work()
         assert (len(looked), len(offers._windows)) == (1, 0)
 

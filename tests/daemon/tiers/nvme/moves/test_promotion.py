@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tier_rig import TierRig, keys_of, play
+from chains import chain_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
 from tiercache.daemon.tiers.nvme.moves import promotion
@@ -18,7 +19,7 @@ def test_a_run_longer_than_the_disks_queue_comes_up_whole(tmp_path: Path) -> Non
     async def scenario() -> None:
         blocks = QUEUE_LIMITS[DiskPriority.PREFETCH] + 1000
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(SMALL_BYTES), keys_of("a", blocks)
+        space, chain = rig.namespace(SMALL_BYTES), chain_of("a", blocks)
         for first in range(0, blocks, 512):
             rig.store(space, chain[: 16 * (first + 512)], first)
         await rig.settled()

@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tier_rig import TierRig, keys_of, play
+from chains import chain_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.queue import MAX_RUN_OPS
 from tiercache.daemon.tiers.nvme.moves.writebehind import SETTLED_AT_ONCE, SETTLED_WITH_EACH
 
 BLOCKS = 400
-CHAIN = keys_of("late", BLOCKS)
+CHAIN = chain_of("late", BLOCKS)
 IN_ONE_GO = MAX_RUN_OPS * (1 + SETTLED_WITH_EACH)
 """The run that came last, and what each of its blocks takes along."""
 

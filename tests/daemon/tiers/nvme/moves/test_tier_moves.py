@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tier_rig import TierRig, key_of, keys_of, play
+from chains import chain_of, key_of
+from tier_rig import TierRig, play
 
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.moves import offers, promotion
@@ -21,7 +22,7 @@ def test_blocks_go_down_and_come_up(tmp_path: Path) -> None:
         chains: list[bytes] = []
         while len(chains) < 8 or any(space.number not in one.index.tables for one in rig.shelves):
             assert len(chains) < 40, "both disks have their share"
-            chains.append(keys_of(str(len(chains)), 10))
+            chains.append(chain_of(str(len(chains)), 10))
             rig.store(space, chains[-1])
             await rig.settled()
         rig.check()
@@ -36,7 +37,7 @@ def test_blocks_go_down_and_come_up(tmp_path: Path) -> None:
 def test_two_leases_of_one_prefix_share_its_reads(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 40)
+        space, chain = rig.namespace(), chain_of("a", 40)
         rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
@@ -53,7 +54,7 @@ def test_two_leases_of_one_prefix_share_its_reads(tmp_path: Path) -> None:
 def test_a_lease_goes_on_when_the_one_that_began_is_released(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 100)
+        space, chain = rig.namespace(), chain_of("a", 100)
         rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
@@ -75,15 +76,15 @@ def test_a_lease_goes_on_when_the_one_that_began_is_released(tmp_path: Path) -> 
 def test_an_arena_smaller_than_a_window_gives_short_loads(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        rig.store(rig.namespace(), keys_of("a", 60))
+        rig.store(rig.namespace(), chain_of("a", 60))
         await rig.settled()
         await rig.close()
         rig = await TierRig(tmp_path, arena_regions=1).open()  # 32 frames
-        space, chain = rig.namespace(), keys_of("a", 60)
+        space, chain = rig.namespace(), chain_of("a", 60)
         for _ in range(3):
             assert 0 < await rig.load(space, chain) <= 32
             rig.check()
-        leases = [rig.match([space], keys_of("a", 60)) for _ in range(4)]
+        leases = [rig.match([space], chain_of("a", 60)) for _ in range(4)]
         await rig.until(lambda: not rig.cache.reads.growing)
         assert all(0 < rig.read(lease, space) <= 32 for lease in leases if lease)
         rig.check()
@@ -95,7 +96,7 @@ def test_an_arena_smaller_than_a_window_gives_short_loads(tmp_path: Path) -> Non
 def test_promotion_amid_stores_evictions_and_drops_of_the_same_chain(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, arena_regions=2).open()  # 64 frames
-        space, chain = rig.namespace(), keys_of("a", 40)
+        space, chain = rig.namespace(), chain_of("a", 40)
         rig.store(space, chain)
         await rig.settled()
         for round_ in range(12):
@@ -105,7 +106,7 @@ def test_promotion_amid_stores_evictions_and_drops_of_the_same_chain(tmp_path: P
             if round_ % 4 == 0:
                 rig.store(space, chain)  # all of them are pending
             elif round_ % 4 == 1:
-                rig.store(space, keys_of(f"other {round_}", 50))
+                rig.store(space, chain_of(f"other {round_}", 50))
             elif round_ % 4 == 2:
                 shelf_ = rig.shelves[0]
                 assert shelf_.has(space, key_of(chain, 20))
@@ -134,7 +135,7 @@ def test_chains_are_found_whatever_the_order_of_the_directories(tmp_path: Path) 
     async def scenario() -> None:
         dirs = [tmp_path / name for name in ("one", "two", "three")]
         rig = await TierRig(tmp_path, dirs=dirs).open()
-        space, chains = rig.namespace(), [keys_of(str(number), 5) for number in range(24)]
+        space, chains = rig.namespace(), [chain_of(str(number), 5) for number in range(24)]
         for chain in chains:
             rig.store(space, chain)
         await rig.settled()
@@ -159,7 +160,7 @@ def test_chains_are_found_whatever_the_order_of_the_directories(tmp_path: Path) 
 def test_a_match_of_many_blocks_offers_some_at_a_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, arena_regions=16, nvme_write_budget_bytes=1 << 40).open()
-        space, chain = rig.namespace(4096), keys_of("a", 3000)
+        space, chain = rig.namespace(4096), chain_of("a", 3000)
         rig.tier._budget._level = 0
         for first in range(0, 3000, 500):
             rig.store(space, chain[: 16 * (first + 500)], first=first)
@@ -181,7 +182,7 @@ def test_a_match_of_many_blocks_offers_some_at_a_time(tmp_path: Path) -> None:
 def test_what_the_budget_skips_orphans_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_write_budget_bytes=100 << 30).open()
-        space, chain = rig.namespace(), keys_of("a", 20)
+        space, chain = rig.namespace(), chain_of("a", 20)
         budget = rig.tier._budget
         rig.store(space, chain[: 16 * 8])
         await rig.settled()
@@ -254,7 +255,7 @@ def test_writing_pauses_longer_after_each_failure() -> None:
 def test_jobs_that_wait_end_when_what_they_wait_for_does(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(), keys_of("a", 10)
+        space, chain = rig.namespace(), chain_of("a", 10)
         rig.store(space, chain)
         await rig.settled()
         rig.forget_dram()
