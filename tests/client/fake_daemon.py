@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from waiting import wait_until as wait_until
 
 from tiercache.copies.arena import Region, create_region
 from tiercache.protocol import messages as m

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_daemon import FakeDaemon, wait_until
+from fake_daemon import FakeDaemon
+from waiting import wait_until
 
 import tiercache
 from tiercache.client.channels import LATE_CHANNEL_S

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_daemon import FakeDaemon, wait_until
+from fake_daemon import FakeDaemon
+from waiting import wait_until
 
 import tiercache
 from tiercache.connector import stores as storing

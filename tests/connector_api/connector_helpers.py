@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-from waiting import wait_until as wait_until
-
 import tiercache
 
 BLOCK_BYTES = 5000  # no multiple of the frame's alignment

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chains import chain_of
-from connector_helpers import BLOCK_BYTES, bytes_of, spec, wait_until
+from connector_helpers import BLOCK_BYTES, bytes_of, spec
+from waiting import wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable

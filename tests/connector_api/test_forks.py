@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import chain_of
-from connector_helpers import BLOCK_BYTES, spec, wait_until
+from connector_helpers import BLOCK_BYTES, spec
+from waiting import wait_until
 
 import tiercache
 from tiercache.connector.jobs import JobQueue, Transfer

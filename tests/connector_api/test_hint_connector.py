@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from chains import chain_of
-from connector_helpers import spec, wait_until
+from connector_helpers import spec
+from waiting import wait_until
 
 import tiercache
 from tiercache.protocol.hints import Hint

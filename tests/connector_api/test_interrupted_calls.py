@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from chains import chain_of
-from connector_helpers import bytes_of, wait_until
+from connector_helpers import bytes_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.client.channel import Channel

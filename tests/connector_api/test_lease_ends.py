@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import chain_of
-from connector_helpers import bytes_of, spec, wait_until
+from connector_helpers import bytes_of, spec
+from waiting import wait_until
 
 import tiercache
 from tiercache.client import channel, keeper

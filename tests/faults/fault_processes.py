@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_peer import Peer
-from waiting import wait_until as wait_until
+from waiting import wait_until
 
 from tiercache.config.daemon_config import session_socket_path
 

@@ -11,7 +11,8 @@ from chains import chain_of, key_of
 from fault_blocks import content, spec_of
 from fault_engine import Engine
 from fault_peer import Peer
-from fault_processes import Child, Daemon, wait_until
+from fault_processes import Child, Daemon
+from waiting import wait_until
 
 from tiercache.protocol import messages as m
 

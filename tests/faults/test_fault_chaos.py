@@ -12,7 +12,8 @@ import pytest
 from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
-from fault_processes import Child, Daemon, wait_until
+from fault_processes import Child, Daemon
+from waiting import wait_until
 
 SETTINGS = {"block_bytes": 64 << 10, "blocks": 32, "request_timeout_s": 0.3}
 TINY = ("--arena", "4MiB", "--region", "2MiB")

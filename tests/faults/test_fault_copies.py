@@ -15,7 +15,8 @@ from chains import chain_of, key_of
 from fault_blocks import content, spec_of
 from fault_engine import Engine
 from fault_peer import Peer
-from fault_processes import Daemon, wait_until
+from fault_processes import Daemon
+from waiting import wait_until
 
 from tiercache.connector import loads as loading
 from tiercache.copies.pool import Addresses, Copier, Limit

@@ -10,8 +10,9 @@ import pytest
 from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
-from fault_processes import Child, Daemon, wait_until
+from fault_processes import Child, Daemon
 from fault_relay import HELD, Relay, at_once
+from waiting import wait_until
 
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, TierCacheError
 from tiercache.protocol import messages as m

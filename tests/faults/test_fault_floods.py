@@ -18,7 +18,8 @@ from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import RawZmtp, greet
 from fault_peer import Peer
-from fault_processes import Child, Daemon, open_fds, rss_bytes, wait_until
+from fault_processes import Child, Daemon, open_fds, rss_bytes
+from waiting import wait_until
 
 from tiercache.client.session import Session, SessionSettings
 from tiercache.config.daemon_config import session_socket_path

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from fault_messages import END, answer_on, greet
 from fault_peer import Peer, hello, open_session_socket
-from fault_processes import Daemon, open_fds, wait_until
+from fault_processes import Daemon, open_fds
+from waiting import wait_until
 
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.protocol import messages as m

@@ -22,7 +22,8 @@ from chains import chain_of, key_of
 from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_hang import FrozenDisk, Gate, patch
-from fault_processes import Daemon, wait_until
+from fault_processes import Daemon
+from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.errors import RequestRefused

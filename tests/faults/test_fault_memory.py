@@ -17,8 +17,9 @@ from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import DEEP
 from fault_peer import Peer
-from fault_processes import Child, Daemon, open_fds, wait_until
+from fault_processes import Child, Daemon, open_fds
 from fault_relay import Relay
+from waiting import wait_until
 
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.copies.arena import Region, create_region

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from fault_processes import Daemon, wait_until
+from fault_processes import Daemon
 from fault_tenants import Site, free_port
+from waiting import wait_until
 
 import tiercache
 from tiercache.client.client import Client

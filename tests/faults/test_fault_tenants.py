@@ -11,8 +11,9 @@ from typing import Any, get_args
 import pytest
 from fault_blocks import spec_of
 from fault_peer import Peer
-from fault_processes import Daemon, wait_until
+from fault_processes import Daemon
 from fault_tenants import Site, Tenant, free_port
+from waiting import wait_until
 
 from tiercache.client.client import Client
 from tiercache.daemon.requests.service import FOR_TENANTS

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from waiting import wait_until as wait_until
+from waiting import wait_until
 
 import tiercache
 from tiercache.protocol.keys import content_id, salted_root

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_helpers import BLOCK, SALT, affinity, card, chain, connect, spec, tokens_of, wait_until
+from http_helpers import BLOCK, SALT, affinity, card, chain, connect, spec, tokens_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main

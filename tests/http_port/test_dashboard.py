@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import uvicorn
 from chromium import Browser, missing
-from http_helpers import TIMEOUT_S, chain, connect, http_alone, request, spec, tokens_of, url_in, wait_until
+from http_helpers import TIMEOUT_S, chain, connect, http_alone, request, spec, tokens_of, url_in
+from waiting import wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable

@@ -9,7 +9,8 @@ from itertools import repeat
 from typing import Any
 
 import pytest
-from http_helpers import chain, connect, request, spec, tokens_of, wait_until
+from http_helpers import chain, connect, request, spec, tokens_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable

@@ -10,8 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from http_helpers import TIMEOUT_S, connect, request, spec, wait_until
+from http_helpers import TIMEOUT_S, connect, request, spec
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 import tiercache
 from tiercache.http.limits import MAX_CONNECTIONS

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_helpers import request, url_in, wait_until
+from http_helpers import request, url_in
+from waiting import wait_until
 
 import tiercache
 from tiercache.config.daemon_config import DaemonConfig

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_helpers import BLOCK, BLOCK_BYTES, chain, connect, request, spec, tokens_of, url_in, wait_until
+from http_helpers import BLOCK, BLOCK_BYTES, chain, connect, request, spec, tokens_of, url_in
 from prometheus_client import ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.ground.counters import Counters

@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from http_helpers import TIMEOUT_S, affinity, connect, request, spec, tokens_of, url_in, wait_until
+from http_helpers import TIMEOUT_S, affinity, connect, request, spec, tokens_of, url_in
+from waiting import wait_until
 
 import tiercache
 from tiercache.ground.extras import install_extra

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import wait_until as wait_until
+from waiting import wait_until
 
 START_TIMEOUT_S = 120.0
 TIMEOUT_S = 60.0

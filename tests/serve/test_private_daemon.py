@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from server_process import wait_until
+from waiting import wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
-from server_process import TIMEOUT_S, ServerProcess, wait_until
+from server_process import TIMEOUT_S, ServerProcess
+from waiting import wait_until
 
 from tiercache.engine import SamplingParams
 from tiercache.serve.failures import ApiError

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from openai import InternalServerError
-from server_process import TIMEOUT_S, ServerProcess, wait_until
+from server_process import TIMEOUT_S, ServerProcess
+from waiting import wait_until
 
 pytestmark = pytest.mark.engine
 # A pool for one sequence of the longest kind and a little more: what others computed does not stay there.

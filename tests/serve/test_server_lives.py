@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from openai import APIError, AuthenticationError, RateLimitError
-from server_process import ServerProcess, wait_until
+from server_process import ServerProcess
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
