@@ -10,6 +10,7 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.index.walks import path_to
+from tiercache.daemon.tiers.dram.pins import ClientPins
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import MAX_INSPECTED, MAX_LISTED_PINS, BlockView, PinView
 
@@ -53,10 +54,9 @@ def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps
     return []
 
 
-def pins_of(cache: Cache) -> Steps[list[PinView]]:
+def pins_of(pins: ClientPins, now_s: float) -> Steps[list[PinView]]:
     """The pins that end first, at most MAX_LISTED_PINS; without those that end meanwhile."""
-    now_s, pins = cache.clock_s(), cache.reads.pins.values()
-    leases = nsmallest(MAX_LISTED_PINS, pins, attrgetter("deadline_s"))
+    leases = nsmallest(MAX_LISTED_PINS, pins.leases.values(), attrgetter("deadline_s"))
     views = []
     for place, lease in enumerate(leases):
         if not place % _PINS_AT_ONCE:

@@ -88,7 +88,7 @@ class Ahead:
         """Prefetch what will be asked for soon. O(1) while there is nothing."""
         now_s = self._clock_s()
         for _ in range(AT_ONCE):
-            if not self._due or self._due[0][0] > now_s or len(self._reads.growing) >= AT_ONCE:
+            if not self._due or self._due[0][0] > now_s or len(self._reads.growing.leases) >= AT_ONCE:
                 return
             name = heapq.heappop(self._due)[1]
             plan = self._plans.get(name)
@@ -103,6 +103,6 @@ class Ahead:
 
     def _room(self, plan: _Plan) -> int:
         """How many blocks of each namespace would stay in DRAM until they are asked for, not be evicted for others."""
-        coming = sum(lease.target - lease.blocks for lease in self._reads.growing.values() if not lease.holders)
+        coming = sum(lease.target - lease.blocks for lease in self._reads.growing.leases.values() if not lease.holders)
         policies = (namespace.table.policy for namespace in plan.namespaces)
         return min(one.hinted.room_for(plan.late_s) for one in policies if isinstance(one, SwitchedPolicy)) - coming

@@ -102,7 +102,7 @@ class Server:
         self.cache.work_ns, self.cache.writes.pending.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
-            self.nvme.attach(self.cache.space, self.cache.reads, self.cache.writes, self.events)
+            self.nvme.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events)
             self.nvme.limit_work(WORK_NS)
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None

@@ -40,6 +40,7 @@ class AdminRequests:
         self._desk = desk
         self._cache = desk.cache  # for what concerns all of it: hints, flushes, checks, inspection
         self._reads = desk.cache.reads
+        self._client_pins = desk.cache.reads.pins
         self._below = desk.cache.below
         self._space = desk.cache.space
         self._events = desk.cache.events
@@ -71,12 +72,12 @@ class AdminRequests:
         ttl_s = min(positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
         namespaces = self._desk.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
-        blocks = yield from self._reads.pin(namespaces, request.keys, ttl_s)
+        blocks = yield from self._client_pins.pin(namespaces, request.keys, ttl_s)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
         check_keys(request.keys, m.MAX_KEYS)
-        blocks = self._reads.unpin(self._desk.namespaces(request.namespaces), request.keys)
+        blocks = self._client_pins.unpin(self._desk.namespaces(request.namespaces), request.keys)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply]:
@@ -225,9 +226,9 @@ class AdminRequests:
         return m.Inspected(request.request_id, self._generation, blocks, len(chain), packed)
 
     def _pins(self, session: Session, request: m.Pins) -> Steps[m.Reply]:
-        views = yield from pins_of(self._cache)
-        reads = self._reads
-        return m.PinList(request.request_id, self._generation, views, len(reads.pins), reads.pin_limit_bytes)
+        pins = self._client_pins
+        views = yield from pins_of(pins, self._cache.clock_s())
+        return m.PinList(request.request_id, self._generation, views, len(pins.leases), pins.limit_bytes)
 
     def _specs(self, session: Session, request: m.Specs) -> m.Reply:
         specs, left_bytes = {}, MAX_LISTED_SPECS_BYTES

@@ -59,7 +59,7 @@ class ReadRequests:
         self._parked_of: Counter[Session] = Counter()
         self._overdue: list[tuple[float, int]] = []  # a heap: deadline and lease of each
         self._due: dict[int, int] = {}  # leases with requests that may be answered, and how many of these to look at
-        self._reads.on_progress = self._progressed
+        self._reads.growing.on_progress = self._progressed
 
     def methods(self) -> dict[type, Method]:
         """The method that answers each kind of request."""
@@ -99,10 +99,10 @@ class ReadRequests:
     def _peek(self, session: Session, request: m.Peek) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._desk.namespaces(request.namespaces)
-        together = yield from self._reads.peek(namespaces, request.keys)
+        together = yield from self._reads.runs.peek(namespaces, request.keys)
         each = []
         for number, namespace in enumerate(namespaces, 1):
-            each.append((yield from self._reads.peek([namespace], request.keys)))
+            each.append((yield from self._reads.runs.peek([namespace], request.keys)))
             if not number % _PEEKS:
                 yield
         return m.Peeked(request.request_id, self._generation, *together, each)
@@ -115,7 +115,7 @@ class ReadRequests:
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         namespace = self._desk.namespace(request.namespace)
-        self._slices.begin(self._reads.bring_up(lease, request.first + request.count))
+        self._slices.begin(self._reads.growing.bring_up(lease, request.first + request.count))
         reply = self._resolved(lease, namespace, request)
         if reply.frames or not reply.more or self._parked_of[session] >= MAX_PARKED:
             return reply

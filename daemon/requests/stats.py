@@ -84,7 +84,7 @@ def build_stats(daemon: Daemon, request: Stats) -> Steps[dict[str, Any]]:
 
 
 def _figures(daemon: Daemon) -> dict[str, Any]:
-    cache, space = daemon.cache, daemon.cache.space
+    cache, space, pins = daemon.cache, daemon.cache.space, daemon.cache.reads.pins
     blocks = sum(table.blocks for table in space.index.tables.values())
     counters = {name: getattr(cache.counters, name) for name in _COUNTERS}  # asdict() takes twenty times as long
     counters["invariant_failures"] = space.index.invariant_failures
@@ -106,7 +106,7 @@ def _figures(daemon: Daemon) -> dict[str, Any]:
         "traffic": cache.observers.traffic.stats(),
         "latency": {name: histogram.snapshot() for name, histogram in sorted(daemon.service.latency.items())},
         "leases": {
-            "read": len(cache.reads.leases) - len(cache.reads.pins),
+            "read": len(cache.reads.leases) - len(pins.leases),
             "write": len(cache.writes.leases),
             "quarantined": len(cache.writes.quarantined),
             "pending_blocks": len(cache.writes.pending.by_key),
@@ -114,7 +114,7 @@ def _figures(daemon: Daemon) -> dict[str, Any]:
         },
         **({} if daemon.events is None else {"kv_events": daemon.events.stats()}),
         **({} if daemon.recorder is None else {"record": daemon.recorder.stats()}),
-        "pins": {"count": len(cache.reads.pins), "bytes": cache.reads.pinned_bytes},
+        "pins": {"count": len(pins.leases), "bytes": pins.bytes},
         "hints": {**space.policies.hints.stats(), "plans": cache.ahead.plans, "ahead_blocks": cache.ahead.blocks},
         **({"quotas": quotas} if (quotas := _quotas(daemon)) else {}),
     }
@@ -223,7 +223,7 @@ def _arena(daemon: Daemon) -> dict[str, Any]:
 
 def _namespaces(daemon: Daemon) -> Steps[list[dict[str, Any]]]:
     cache = daemon.cache
-    pinned, below = cache.reads.pinned_blocks, cache.below.blocks_of
+    pinned, below = cache.reads.pins.blocks, cache.below.blocks_of
     views: list[dict[str, Any]] = []
     for one in list(islice(cache.space.namespaces.values(), MAX_LISTED_NAMESPACES)):
         if len(views) % _NAMESPACES_AT_ONCE == _NAMESPACES_AT_ONCE - 1:

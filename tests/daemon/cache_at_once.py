@@ -24,16 +24,16 @@ class CacheAtOnce(Cache):
         return found
 
     def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
-        """See `Reads.peek`."""
-        return finish(self.reads.peek(namespaces, keys))
+        """See `Runs.peek`."""
+        return finish(self.reads.runs.peek(namespaces, keys))
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """See `Reads.prefetch`."""
         return finish(self.reads.prefetch(owner, namespaces, keys))
 
     def pin(self, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float) -> int:
-        """See `Reads.pin`."""
-        return finish(self.reads.pin(namespaces, keys, ttl_s))
+        """See `ClientPins.pin`."""
+        return finish(self.reads.pins.pin(namespaces, keys, ttl_s))
 
     def reserve(self, owner: Owner, namespace: Namespace, parent: bytes, keys: bytes, *rest: Any) -> Reservation:
         """See `Writes.reserve`."""

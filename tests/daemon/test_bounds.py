@@ -83,7 +83,7 @@ def test_a_flush_looks_at_a_part_of_the_leases_and_revokes_all_that_lost_somethi
     assert attached() <= SLICE
     assert all(lease is not None and not h.cache.reads.release(h.owner, lease.lease_id) for lease in lost[:50])
     assert all(lease is not None and h.cache.reads.release(h.owner, lease.lease_id) for lease in kept[:50])
-    ended = counted(monkeypatch, Reads, "_end")
+    ended = counted(monkeypatch, Reads, "end")
     while h.cache.work():
         assert ended() <= SLICE
     h.check()

@@ -6,7 +6,7 @@ import pytest
 from cache_rig import FRAME_BYTES, CacheRig
 from chains import chain_of
 
-from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.dram import pins
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.protocol.messages import BlockState, CommitState
 
@@ -20,12 +20,12 @@ def test_pins_set_again_and_again_leave_nothing_behind() -> None:
     assert len(h.cache.reads._deadlines) < 2000
     h.now_s += 8 * 86400
     h.cache.expire()
-    assert h.cache.reads.pins == {}
+    assert h.cache.reads.pins.leases == {}
     h.check()
 
 
 def test_there_are_so_many_pins_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "MAX_PINS", 2)
+    monkeypatch.setattr(pins, "MAX_PINS", 2)
     h = CacheRig(pin_share=1.0)
     namespace = h.space()
     for tag in (1, 2, 3):
@@ -137,7 +137,7 @@ def test_a_region_in_which_a_pinned_chain_begins_is_not_drained() -> None:
     for _ in range(10):
         h.cache.reserve(h.owner, large, b"", chain_of(3, 1), 10)
         h.cache.work()
-    assert len(h.cache.reads.pins) == 1
+    assert len(h.cache.reads.pins.leases) == 1
     assert h.cache.match(h.owner, [small], chain_of(1, 12), 0).dram == 12
     h.check()
     h.now_s += 61
@@ -189,10 +189,10 @@ def test_a_growing_lease_is_revoked_for_what_has_landed_for_it(asked: bool) -> N
     lease = h.cache.match(h.owner, [space], keys, 10).lease
     assert lease is not None
     lease.keys = keys
-    for _ in h.cache.reads._rise(lease, 4):
+    for _ in h.cache.reads.growing.rise(lease, 4):
         pass
     h.store(space, keys[32:48], keys[16:32])
-    h.cache.reads.grow(lease)
+    h.cache.reads.growing.grow(lease)
     assert (lease.blocks, lease.target) == (3, 4)
     assert h.cache.check_integrity() == []
     h.cache.space.index.drop(space.table.get(keys[32:48]))

@@ -193,7 +193,7 @@ def test_pins_keep_blocks_until_their_time_is_up() -> None:
     assert h.store(ns, branch(5, 6, 7)) == [BlockState.FRAME, BlockState.FRAME, BlockState.NONE]
     h.now_s += 61
     h.cache.expire()
-    assert h.cache.reads.pinned_bytes == 0
+    assert h.cache.reads.pins.bytes == 0
     assert h.store(ns, branch(8, 8, 8)) == [BlockState.FRAME] * 3
     h.check()
 

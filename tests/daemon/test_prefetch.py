@@ -24,7 +24,7 @@ class Rig:
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.out: list[bytes] = []
-        self.growing: dict[int, Any] = {}
+        self.growing = SimpleNamespace(leases={})
         self.slices = Slices()
         self.ahead = Ahead(cast(Any, self), lambda: self.now_s, self.slices)
 
@@ -83,9 +83,9 @@ def test_a_few_are_on_their_way_at_a_time() -> None:
     rig = Rig()
     for number in range(AT_ONCE + 3):
         rig.say(chain_of(number), return_in_s=10.0)
-    rig.growing = dict.fromkeys(range(AT_ONCE))
+    rig.growing.leases = dict.fromkeys(range(AT_ONCE))
     assert rig.at(1009.0) == [], "others are under way already"
-    rig.growing = {}
+    rig.growing.leases = {}
     assert len(rig.at(1009.0)) == AT_ONCE
     assert len(rig.at(1009.0)) == AT_ONCE + 3
 

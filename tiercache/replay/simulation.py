@@ -118,7 +118,7 @@ class Simulation:
         segment_bytes = sizes.segment_bytes or min(sizes.nvme_bytes, _REGION_BYTES)
         directory = PaperDirectory(sizes.nvme_bytes // segment_bytes, segment_bytes)
         self._queue = PaperQueue()
-        tier.attach(self.cache.space, self.cache.reads, self.cache.writes, None)
+        tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None)
         state = CatalogState(True, [], {}, [], 1)
         shelf = self._shelf = Shelf(
             cast(Any, directory), cast(Any, self._catalog), cast(Any, self._queue), state, self.cache.space

@@ -1,12 +1,14 @@
 """The DRAM tier: blocks in the arena.
 
     space        namespaces, size classes, and room: eviction to make more of it
-    reads        match, resolve, pin: blocks that stay in place under a lease
-      ├ match_ends    where a match may end, over both tiers
-      └ growing       leases that wait for blocks of the tier below
+    reads        match and prefetch: blocks that stay in place under a lease
+      ├ runs            finds what several namespaces have, and pins it (match_ends: where a match may end)
+      ├ read_leases     frames, hold, release; leases expire, or end because they have lost a block
+      ├ growing_leases  those that wait for blocks of the tier below (growing_run: for those of one namespace)
+      └ pins            prefixes that clients pin
     writes       reserve, commit, abort; `tiers/quarantine` keeps frames that a client may still write to
-      ├ pending_blocks    reserved blocks, until they are visible or dropped
-      └ write_lease       a store and its blocks, as data
+      ├ pending_blocks  reserved blocks, until they are visible or dropped
+      └ write_lease     a store and its blocks, as data
     leases       leases and their owners, as data
     region_shares    whole regions that tenants take, and which of them they give back
     check        whether all of it is consistent

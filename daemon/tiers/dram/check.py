@@ -35,7 +35,7 @@ def _holdings(space: Space, reads: Reads, writes: Writes) -> Sequence[Holding]:
     index = space.index
     single = [
         *space.tails,
-        *reads.loose_pins(),
+        *reads.runs.loose_pins(),
         *index.unlinking_entries(),
         *(table.root for table in index.tables.values()),
     ]
@@ -74,12 +74,12 @@ def _check_accounts(space: Space, writes: Writes) -> Steps[list[str]]:
 def _check_pinned_regions(space: Space, reads: Reads) -> Steps[list[str]]:
     """Check the regions that pins of clients keep; skipped while pins come and go all the time."""
     for _ in range(_TRIES):
-        changes, pinned = reads.pin_changes, Counter[int]()
-        for number, lease in enumerate(list(reads.pins.values()), 1):
+        changes, pinned = reads.pins.changes, Counter[int]()
+        for number, lease in enumerate(list(reads.pins.leases.values()), 1):
             pinned.update(lease.pin_regions)
             if not number % _PINS:
                 yield
-                if reads.pin_changes != changes:
+                if reads.pins.changes != changes:
                     break
         else:
             same = pinned == space.pinned_regions

@@ -16,7 +16,7 @@ from tiercache.protocol.messages import Extent
 
 if TYPE_CHECKING:
     from tiercache.daemon.events.events import Named
-    from tiercache.daemon.tiers.dram.growing import GrowingRun
+    from tiercache.daemon.tiers.dram.growing_run import GrowingRun
     from tiercache.daemon.tiers.dram.space import Namespace
 
 _SPARE_NOTES = 1024

@@ -27,8 +27,8 @@ from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.index import Index, Table
 from tiercache.daemon.index.policy import Touch
+from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease
-from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.lower_tier import FlushBelow
@@ -94,7 +94,7 @@ class NvmeTier:
         self._scan: Scan | None = None
         self.grants: Grants | None = None
 
-    def attach(self, space: Space, reads: Reads, writes: Writes, events: Events | None) -> None:
+    def attach(self, space: Space, growing: GrowingLeases, writes: Writes, events: Events | None) -> None:
         """Attach it as the tier below DRAM."""
         self._space, self._events = space, events
         self.fairness = Fairness(space, self._shelves)
@@ -111,7 +111,7 @@ class NvmeTier:
             sealed=self._cipher is not None,
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
-        self._promotion = Promotion(reads, writes, events, self._regions, self._placement)
+        self._promotion = Promotion(growing, writes, events, self._regions, self._placement)
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
             self._placement,

@@ -191,7 +191,7 @@ def test_leases_and_pins_hold_what_is_of_no_use_any_more(h: Hinting) -> None:
     h.store(ns, branch(*[3] * 6))
     assert h.here(ns, branch(1, 1), branch(2, 2)) == [2, 2]
     assert h.cache.reads.release(h.owner, found.lease.lease_id)
-    assert h.cache.reads.unpin([ns], branch(2, 2)) == 2
+    assert h.cache.reads.pins.unpin([ns], branch(2, 2)) == 2
     h.later(0.01)
     assert h.here(ns, branch(1, 1), branch(2, 2)) == [0, 0]
 

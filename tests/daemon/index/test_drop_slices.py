@@ -73,7 +73,7 @@ def growing(window_blocks: int) -> tuple[CacheRig, Namespace, bytes, ReadLease]:
     lease = h.cache.match(h.owner, [namespace], keys, 10, promote=True).lease
     assert lease is not None
     h.store(namespace, keys[64:96], keys[48:64])
-    h.cache.reads.grow(lease)
+    h.cache.reads.growing.grow(lease)
     assert lease.target == 8
     assert not lease.over
     return h, namespace, keys, lease
@@ -89,7 +89,7 @@ def test_a_growing_lease_is_revoked_for_what_has_landed(window_blocks: int, flus
         for number in range(8):
             parent = keys[16 * number - 16 : 16 * number] if number else b""
             h.store(namespace, keys[16 * number : 16 * number + 16], parent)
-        h.cache.reads.grow(lease)
+        h.cache.reads.growing.grow(lease)
     assert not h.cache.reads.release(h.owner, lease.lease_id)
     finish(h)
 

@@ -27,7 +27,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[CacheRig, Namespace, bytes]
 @pytest.mark.parametrize("missing", [0, 1, 700])
 def test_the_walk_up_a_long_chain_takes_slices(beside: tuple[CacheRig, Namespace, bytes], missing: int) -> None:
     h, namespace, keys = beside
-    steps, slices = h.cache.reads.peek([namespace], keys + bytes(range(16)) * missing), 0
+    steps, slices = h.cache.reads.runs.peek([namespace], keys + bytes(range(16)) * missing), 0
     while True:
         try:
             next(steps)
@@ -47,7 +47,7 @@ def test_what_happens_between_two_slices_counts(
     beside: tuple[CacheRig, Namespace, bytes], what: str, after: int
 ) -> None:
     h, namespace, keys = beside
-    steps = h.cache.reads.peek([namespace], keys)
+    steps = h.cache.reads.runs.peek([namespace], keys)
     for _ in range(after):
         next(steps)
     places = {"first": 0, "middle": BLOCKS // 2, "last": BLOCKS - 1}
@@ -76,7 +76,7 @@ def test_what_happens_between_two_slices_counts(
 
 def test_a_walk_that_is_given_up_leaves_no_pin(beside: tuple[CacheRig, Namespace, bytes]) -> None:
     h, namespace, keys = beside
-    steps = h.cache.reads.peek([namespace], keys)
+    steps = h.cache.reads.runs.peek([namespace], keys)
     next(steps)
     assert h.cache.space.index.walked_from
     steps.close()

@@ -34,7 +34,7 @@ class Waiting:
     def lease(self) -> ReadLease:
         lease = self.cache.match(self.session.owner, [self.namespace], self.keys, 60.0).lease
         assert lease is not None
-        lease.target, self.cache.reads.growing[lease.lease_id] = 3, lease
+        lease.target, self.cache.reads.growing.leases[lease.lease_id] = 3, lease
         return lease
 
     def park(self, lease: ReadLease, count: int, until_us: int = 0) -> None:
@@ -87,7 +87,7 @@ def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.
     assert (len(w.answers), *w.left) == (6, 0, {}, {})
 
 
-@pytest.mark.parametrize("then", ["stop_growing", "grow"])
+@pytest.mark.parametrize("then", ["stop", "grow"])
 def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) -> None:
     """A flush leaves it for a later slice; meanwhile the same blocks are stored again, in other frames."""
     cache = make_cache(32)
@@ -95,19 +95,19 @@ def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) 
     other, other_keys = open_for(cache, "t"), chain_of("b", 1)
     session = desk_of("")[1]
     owner, reads = session.owner, cache.reads
-    lease = reads._grant([namespace], keys, 0, [], 60.0)
+    lease = reads.grant([namespace], keys, 0, [], 60.0)
     lease.keys = keys
     lease.holders.add(owner)
     owner.reads[lease.lease_id] = lease
-    finish(reads._rise(lease, 4))
+    finish(reads.growing.rise(lease, 4))
     assert store(cache, namespace, keys[: 2 * KEY_BYTES]) == 2
-    reads.grow(lease)
+    reads.growing.grow(lease)
     assert store(cache, other, other_keys) == 1
     for _ in range(300):  # newer leases are looked at first
         assert cache.match(owner, [other], other_keys, 60.0).lease is not None
     cache.flush_dram([namespace.number], b"")
     assert not lease.over
     assert store(cache, namespace, keys[: 3 * KEY_BYTES]) == 3
-    getattr(reads, then)(lease)
+    getattr(reads.growing, then)(lease)
     assert lease.over
     assert not reads.release(owner, lease.lease_id)

@@ -228,7 +228,7 @@ def test_a_region_that_is_kept_by_stores_and_pins_comes_back_too() -> None:
     remote, pinned = Owner(b"r" * 16, mapped=False), open_for(cache, "s", 2 * FRAME)
     assert cache.reserve(remote, open_for(cache, "s"), b"", chain_of("open", 1), 60.0).frames
     assert store(cache, pinned, chain_of("pinned", 1)) == 1
-    assert finish(cache.reads.pin([pinned], chain_of("pinned", 1), 1000.0)) == 1
+    assert finish(cache.reads.pins.pin([pinned], chain_of("pinned", 1), 1000.0)) == 1
     below = chain_of("parent", 2)
     parent = open_for(cache, "s", 3 * FRAME)
     assert store(cache, parent, below[:16]) == 1

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import PINS, Steps
-from tiercache.daemon.tiers.dram.growing import GrowingRun
+from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
+from tiercache.daemon.tiers.dram.growing_run import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
-from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
@@ -100,7 +100,7 @@ class Promotion:
 
     def __init__(
         self,
-        reads: Reads,
+        growing: GrowingLeases,
         writes: Writes,
         events: Events | None,
         regions: dict[int, Region],
@@ -110,7 +110,7 @@ class Promotion:
         self.promoted_bytes = 0
         self.bad_blocks = 0
         self.failed_reads = 0
-        self._read_leases = reads
+        self._growing = growing
         self._writes = writes
         self._events = events
         self._regions = regions
@@ -150,11 +150,11 @@ class Promotion:
         for run in list(lease.runs):
             if not run.complete:
                 jobs += yield from self._jobs_for(lease, run)
-        if lease.over or lease.lease_id not in self._read_leases.growing:
+        if lease.over or lease.lease_id not in self._growing.leases:
             return
         jobs = [job for job in jobs if not job.shelf.offline]
         if not jobs:  # the blocks are gone
-            self._read_leases.stop_growing(lease)
+            self._growing.stop(lease)
             return
         self._of_lease[lease.lease_id] = len(jobs)
         for job in jobs:
@@ -322,7 +322,7 @@ class Promotion:
             return
         lease = job.lease
         if not lease.over:
-            self._read_leases.grow(lease)
+            self._growing.grow(lease)
             pending = self._writes.pending.by_key
             if any((job.namespace.number, key) in pending for key in job.awaited()):
                 self._waiting.add(job)
@@ -339,7 +339,7 @@ class Promotion:
         if self._of_lease[lease.lease_id] == 0:
             del self._of_lease[lease.lease_id]
             if not lease.over:
-                self._read_leases.stop_growing(lease)
+                self._growing.stop(lease)
 
     def look_again(self) -> None:
         """Check a slice of the jobs that wait for others, if there can be news for them."""
@@ -359,7 +359,7 @@ class Promotion:
 
     def note_published(self) -> None:
         """A block has become visible in DRAM, from any source: some lease may grow by it."""
-        self._landed = self._landed or bool(self._read_leases.growing)
+        self._landed = self._landed or bool(self._growing.leases)
 
     def take_landed(self) -> bool:
         """Let leases grow by the blocks that have arrived, a slice of them; True if any has."""
@@ -367,12 +367,12 @@ class Promotion:
             if not self._landed:
                 return False
             self._landed = False
-            self._to_grow.extend(self._read_leases.growing.values())
+            self._to_grow.extend(self._growing.leases.values())
         until_ns = time.perf_counter_ns() + GROW_NS
         while self._to_grow:
             lease = self._to_grow.popleft()
-            if lease.lease_id in self._read_leases.growing:
-                self._read_leases.grow(lease)
+            if lease.lease_id in self._growing.leases:
+                self._growing.grow(lease)
             if time.perf_counter_ns() >= until_ns:
                 break
         return True

@@ -14,9 +14,9 @@ from tiercache.daemon.events import events as events_module
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.ground.slices import PINS
 from tiercache.daemon.tiers.dram import pending_blocks
-from tiercache.daemon.tiers.dram.growing import GrowingRun
+from tiercache.daemon.tiers.dram.growing_run import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner
-from tiercache.daemon.tiers.dram.reads import ENDED_AT_ONCE
+from tiercache.daemon.tiers.dram.read_leases import ENDED_AT_ONCE
 from tiercache.protocol.messages import KEY_BYTES, EventRun
 
 MANY = 5 * ENDED_AT_ONCE

@@ -18,7 +18,8 @@ from tiercache.daemon.ground.slices import LOOKUPS, PINS, Slices, Steps
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.inspection import pins_of
 from tiercache.daemon.requests.admin import AdminRequests
-from tiercache.daemon.tiers.dram.reads import MAX_TOGETHER, PINS_LISTED
+from tiercache.daemon.tiers.dram.read_leases import PINS_LISTED
+from tiercache.daemon.tiers.dram.runs import MAX_TOGETHER
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES
@@ -137,7 +138,7 @@ def test_what_is_lost_between_two_slices_is_not_held(after: int, what: str) -> N
         assert h.cache.reads.release(h.owner, found.lease.lease_id) is whole
     assert h.cache.space.index.invariant_failures == 0
     finish(h)
-    assert not list(h.cache.reads.loose_pins())
+    assert not list(h.cache.reads.runs.loose_pins())
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -168,7 +169,7 @@ def test_a_lookup_that_is_given_up_leaves_no_pin(after: int) -> None:
     steps.close()
     finish(h)
     assert not h.cache.reads.leases
-    assert not list(h.cache.reads.loose_pins())
+    assert not list(h.cache.reads.runs.loose_pins())
     h.store(namespace, chain_of(2, 200))  # room is made of what nobody holds
 
 
@@ -185,14 +186,14 @@ def test_a_pin_of_a_long_chain_looks_at_it_in_slices(monkeypatch: pytest.MonkeyP
         return frames(self, table, keys, first, count)
 
     monkeypatch.setattr(Index, "run_frames", counting)
-    blocks, slices = in_slices(h.cache.reads.pin([namespace], keys, 10), h.check)
+    blocks, slices = in_slices(h.cache.reads.pins.pin([namespace], keys, 10), h.check)
     assert (blocks, slices) == (9000, -(-9000 // LOOKUPS))
     assert most <= LOOKUPS
     assert h.cache.space.pinned_regions == {0: 1}
-    assert h.cache.reads.pinned_blocks[namespace.number] == 9000
-    assert h.cache.reads.unpin([namespace], keys) == 9000
+    assert h.cache.reads.pins.blocks[namespace.number] == 9000
+    assert h.cache.reads.pins.unpin([namespace], keys) == 9000
     assert not +h.cache.space.pinned_regions
-    assert not +h.cache.reads.pinned_blocks
+    assert not +h.cache.reads.pins.blocks
     h.check()
 
 
@@ -201,15 +202,15 @@ def test_a_pin_that_ends_while_it_is_made_keeps_no_region(after: int) -> None:
     h = CacheRig(region_bytes=10_000 * FRAME_BYTES, pin_share=1.0)
     namespace = h.space()
     keys = fill(h, namespace, 1, 9000)
-    steps = h.cache.reads.pin([namespace], keys, 10)
+    steps = h.cache.reads.pins.pin([namespace], keys, 10)
     for _ in range(after + 1):
         next(steps)
     assert h.cache.pin([namespace], keys, 20) == 9000  # instead of the first one
     in_slices(steps, h.check)
-    assert len(h.cache.reads.pins) == 1
-    assert h.cache.reads.pinned_bytes == 9000 * FRAME_BYTES
-    assert h.cache.reads.unpin([namespace], keys) == 9000
-    assert (len(h.cache.reads.leases), h.cache.reads.pinned_bytes) == (0, 0)
+    assert len(h.cache.reads.pins.leases) == 1
+    assert h.cache.reads.pins.bytes == 9000 * FRAME_BYTES
+    assert h.cache.reads.pins.unpin([namespace], keys) == 9000
+    assert (len(h.cache.reads.leases), h.cache.reads.pins.bytes) == (0, 0)
     h.check()
 
 
@@ -248,16 +249,16 @@ def test_what_others_pin_between_two_slices_counts(same: bool) -> None:
     for namespace in spaces:
         fill(h, namespace, 1, WINDOW)
     keys, other = chain_of(1, WINDOW), spaces[0] if same else spaces[1]
-    steps = h.cache.reads.pin([spaces[0]], keys, 10)
+    steps = h.cache.reads.pins.pin([spaces[0]], keys, 10)
     next(steps)
     assert h.cache.pin([other], keys, 20) == WINDOW
     assert in_slices(steps, h.check)[0] == (WINDOW if same else 0)
-    assert len(h.cache.reads.pins) == len(h.cache.reads.leases) == 1
-    assert h.cache.reads.pinned_bytes == WINDOW * FRAME_BYTES
+    assert len(h.cache.reads.pins.leases) == len(h.cache.reads.leases) == 1
+    assert h.cache.reads.pins.bytes == WINDOW * FRAME_BYTES
     finish(h)
-    assert not list(h.cache.reads.loose_pins())
-    assert h.cache.reads.unpin([other], keys) == WINDOW
-    assert h.cache.reads.pinned_bytes == 0
+    assert not list(h.cache.reads.runs.loose_pins())
+    assert h.cache.reads.pins.unpin([other], keys) == WINDOW
+    assert h.cache.reads.pins.bytes == 0
 
 
 def test_pins_are_listed_in_slices_without_those_that_end_meanwhile() -> None:
@@ -270,9 +271,9 @@ def test_pins_are_listed_in_slices_without_those_that_end_meanwhile() -> None:
     ended = chain_of(1, 11)[-KEY_BYTES:]
 
     def end() -> None:
-        h.cache.reads.unpin([namespace], ended)
+        h.cache.reads.pins.unpin([namespace], ended)
 
-    views, slices = in_slices(pins_of(h.cache), end)
+    views, slices = in_slices(pins_of(h.cache.reads.pins, h.now_s), end)
     assert slices > 2
     assert [view.left_ms for view in views] == sorted(view.left_ms for view in views)
     assert len(views) == 599
@@ -368,7 +369,7 @@ def test_a_pin_that_is_lost_while_its_regions_are_listed_is_no_contradiction(aft
         if slices == after:
             h.cache.flush_dram([namespace.number], keys[-16:])
 
-    in_slices(h.cache.reads.pin([namespace], keys, 10), lose)
+    in_slices(h.cache.reads.pins.pin([namespace], keys, 10), lose)
     finish(h)
     assert h.cache.space.index.invariant_failures == 0
 
@@ -410,7 +411,7 @@ def test_matches_and_pins_of_what_is_not_here_leave_nothing_behind(window: int) 
     for _ in range(5):
         assert h.cache.match(h.owner, [namespace], chain_of(1, 8), 10).lease is None
         assert h.cache.pin([namespace], chain_of(1, 8), 10) == 0
-    assert h.cache.reads._taken == {}
+    assert h.cache.reads.runs._taken == {}
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -443,8 +444,8 @@ class Pinned(Counter[int]):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch, flushed: bool) -> None:
-    monkeypatch.setattr("tiercache.daemon.tiers.dram.reads.PINS_LISTED", 60)
-    monkeypatch.setattr("tiercache.daemon.tiers.dram.reads.PINS", 4)
+    monkeypatch.setattr("tiercache.daemon.tiers.dram.read_leases.PINS_LISTED", 60)
+    monkeypatch.setattr("tiercache.daemon.tiers.dram.read_leases.PINS", 4)
     h = CacheRig(regions=8, pin_share=1000.0)
     namespace, keys = h.space(), chain_of(1, 60)
     h.store(namespace, keys)
@@ -458,12 +459,12 @@ def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.Mo
         h.cache.space.index.unlink_slice(1000)
         h.cache.reads.suspect_all()
     h.now_s = 11
-    while h.cache.reads.pins:
+    while h.cache.reads.pins.leases:
         if flushed:
             h.cache.reads.work()
         else:
             h.cache.reads.expire()
-        left.append(len(h.cache.reads.pins))
+        left.append(len(h.cache.reads.pins.leases))
     assert left == ([3, 2, 1, 0] if flushed else [2, 0])
     assert pinned == {}
     h.cache.space.pinned_regions = Counter()

@@ -412,7 +412,7 @@ def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) ->
         await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] > 0)
         directory.rename(tmp_path / "elsewhere")
         gate.set()
-        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing)
+        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases)
         assert rig.read(lease, space) in range(9)
         assert await rig.load(space, chain_of("new", 6)) == 6, "DRAM has them"
         await rig.until(lambda: rig.tier._keepers[0].leaving is None)
@@ -433,7 +433,7 @@ def test_nobody_waits_for_what_is_still_in_the_kernel_of_a_directory_that_went(t
         assert lease is not None
         directory.rename(tmp_path / "elsewhere")
         # Long before the lease would expire.
-        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing, deadline_s=20)
+        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases, deadline_s=20)
         assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
         assert shelf.queue.in_flight == 4
         assert "operations from before are still under way" in rig.tier.reasons()[0]

@@ -199,7 +199,7 @@ def test_nothing_flushed_of_a_window_comes_back(tmp_path: Path, moment: str, by_
         disk.gate.set()
         assert await flushed
         if lease is not None:
-            await rig.until(lambda: not rig.cache.reads.growing)
+            await rig.until(lambda: not rig.cache.reads.growing.leases)
             assert rig.read(lease, window) == 0, "this cut needs what was flushed"
         await rig.settled()
         await rig.loaded()
@@ -230,7 +230,7 @@ def test_what_is_being_unlinked_is_not_read(tmp_path: Path) -> None:
         rig.tier.flush([window], b"", lambda blocks, durable: None)
         assert rig.shelves[0].index.tables[window.number].unlinking
         del rig.tier._promotion._has_room  # type: ignore[method-assign]
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         rig.cache.reads.release(rig.owner, lease.lease_id)
         assert await rig.load(window, chain) == 0
         assert rig.tier.stats()["promoted_blocks"] == 0

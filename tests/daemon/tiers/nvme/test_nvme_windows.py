@@ -11,8 +11,7 @@ from tier_rig import BLOCK_BYTES, TierRig, play
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
 from tiercache.daemon.index.index import Table
-from tiercache.daemon.tiers.dram import growing as growth
-from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
 from tiercache.daemon.tiers.nvme import shelf as shelves
 from tiercache.daemon.tiers.nvme.moves import offers, promotion
 
@@ -22,8 +21,10 @@ def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """All of it also with the smallest slices that there can be."""
     if request.param == "in slices":
         for module, name in (
-            (growth, "PINS"),
-            (reads, "PINS"),
+            (growing_run, "PINS"),
+            (growing_leases, "PINS"),
+            (read_leases, "PINS"),
+            (runs, "PINS"),
             (promotion, "PINS"),
             (promotion, "GROW_NS"),
             (offers, "LOOKED_AT_ONCE"),
@@ -129,7 +130,7 @@ def test_leases_of_overlapping_windows_share_their_reads(tmp_path: Path) -> None
         assert first is not None
         rig.cache.reads.release(rig.owner, first.lease_id)  # who began is gone, the others go on
         disk.gate.set()
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert [rig.read(lease, *spaces) for lease in leases[1:] if lease] == [39, 40, 25]
         assert [rig.read(lease, spaces[1]) for lease in alone if lease] == [40, 40]
         assert rig.tier.stats()["promoted_blocks"] == 40 + 4 + 3
@@ -160,7 +161,7 @@ def test_a_lease_that_grows_hands_out_each_namespace_as_it_comes(tmp_path: Path)
         assert [len(frames(lease, chains, first, 12)) for first in (0, 6, 9)] == [9, 3, 0]
         assert [len(frames(lease, window, first, 12)) for first in (0, 3, 5, 9, 11)] == [0, 3, 1, 0, 0]
         gate.set()
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert [len(frames(lease, window, first, 12)) for first in (3, 8, 9, 11)] == [0, 0, 3, 1]
         assert rig.read(lease, *spaces) == 12
         rig.check()
@@ -193,7 +194,7 @@ def test_where_the_rest_does_not_come_the_cut_of_dram_is_still_there(tmp_path: P
             lease = rig.match(spaces, chain)
             assert lease is not None
             assert (lease.blocks, lease.target) == (6, 12)
-            await rig.until(lambda: not rig.cache.reads.growing)
+            await rig.until(lambda: not rig.cache.reads.growing.leases)
             disk.hook = lambda name, size: None
             assert rig.tier.stats()["promoted_blocks"] == 6, "in the first round"
             assert rig.cache.reads.frames(lease, spaces[0], 6, 6) == []
@@ -236,7 +237,7 @@ def test_prefetches_bring_windows_up(tmp_path: Path) -> None:
         await rig.settled()
         rig.forget_dram()
         assert rig.cache.prefetch(rig.owner, spaces, chain).below == 12
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert rig.cache.reads.leases == {}
         assert rig.cache.match(rig.owner, spaces, chain, 0.0).dram == 12
         rig.check()
@@ -401,7 +402,7 @@ def test_a_window_over_several_directories_is_right_or_a_miss(tmp_path: Path, mo
         gate.clear()
         lease = rig.match([window], chain)
         assert lease is not None
-        await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing)
+        await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing.leases)
         assert rig.read(lease, window) == 0
         assert hung.offline
         assert rig.cache.peek([window], chain) == (0, 1), "the first block alone, as a short prompt"

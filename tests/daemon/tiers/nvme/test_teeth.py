@@ -347,12 +347,12 @@ def test_so_many_prefetches_are_under_way_at_a_time(tmp_path: Path, monkeypatch:
         gate.clear()
         found = [rig.cache.prefetch(rig.owner, [space], chain).below for chain in chains]
         assert found == [4, 4, 4]
-        assert [lease.keys for lease in rig.cache.reads.growing.values()] == chains[:2]
+        assert [lease.keys for lease in rig.cache.reads.growing.leases.values()] == chains[:2]
         gate.set()
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert [rig.cache.match(rig.owner, [space], chain, 0).dram for chain in chains] == [4, 4, 0]
         rig.cache.prefetch(rig.owner, [space], chains[2])
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert rig.cache.match(rig.owner, [space], chains[2], 0).dram == 4
         rig.check()
         await rig.close()

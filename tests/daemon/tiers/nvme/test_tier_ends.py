@@ -99,7 +99,7 @@ def test_nothing_flushed_comes_back(tmp_path: Path, moment: str, by_key: bool) -
         disk.gate.set()
         assert await flushed
         if lease is not None:
-            await rig.until(lambda: not rig.cache.reads.growing)
+            await rig.until(lambda: not rig.cache.reads.growing.leases)
             assert rig.read(lease, space) <= most
         await rig.settled()
         await rig.loaded()

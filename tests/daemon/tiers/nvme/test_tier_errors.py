@@ -172,8 +172,8 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for chain in chains:
             if chain not in on_hung:
                 assert await rig.load(space, chain) == 12
-        await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing)
-        await rig.until(lambda: other.lease_id not in rig.cache.reads.growing)
+        await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing.leases)
+        await rig.until(lambda: other.lease_id not in rig.cache.reads.growing.leases)
         assert rig.read(lease, space) == rig.read(other, space) == 0
         assert rig.match([space], on_hung[0]) is None, "offline: a miss at once"
         assert any("has been under way" in reason for reason in rig.tier.reasons())

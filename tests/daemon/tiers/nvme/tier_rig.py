@@ -87,7 +87,7 @@ class TierRig:
         self.regions: dict[int, Region] = {}
         self.tier = NvmeTier(config, self.regions, lambda: None, lambda path: self.disks[path])
         self.cache = CacheAtOnce(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
-        self.tier.attach(self.cache.space, self.cache.reads, self.cache.writes, events)
+        self.tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, events)
         for region_id in range(arena_regions):
             fd = create_region(REGION_BYTES, "test")
             self.regions[region_id] = Region(region_id, fd, REGION_BYTES)
@@ -224,7 +224,7 @@ class TierRig:
         lease = self.match(namespaces, chain)
         if lease is None:
             return 0
-        await self.until(lambda: lease.over or lease.lease_id not in self.cache.reads.growing)
+        await self.until(lambda: lease.over or lease.lease_id not in self.cache.reads.growing.leases)
         return self.read(lease, *namespaces)
 
     def forget_blocks(self, namespace: Namespace, keys: bytes) -> None:

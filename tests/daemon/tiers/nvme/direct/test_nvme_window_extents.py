@@ -71,7 +71,7 @@ def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: 
         lease = rig.cache.match(rig.owner, [window], chain, 60.0, promote=True, extents=True).lease
         assert lease is not None
         assert lease.held is None
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert rig.read(lease, window) == 12
         rig.check()
         await rig.close()
@@ -96,8 +96,8 @@ def test_windows_that_are_too_wide_together_come_up_instead(
         lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
         assert lease is not None
         assert (lease.held is None) is (most < 6)
-        finish(rig.cache.reads.bring_up(lease, 12))
-        await rig.until(lambda: not rig.cache.reads.growing)
+        finish(rig.cache.reads.growing.bring_up(lease, 12))
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert rig.read(lease, *spaces) == 12
         rig.check()
         await rig.close()
@@ -117,8 +117,8 @@ def test_what_is_held_comes_up_when_somebody_asks_for_frames(tmp_path: Path) -> 
         lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
         assert lease is not None
         assert (lease.held is None, lease.blocks, lease.target) == (False, 0, 0)
-        finish(rig.cache.reads.bring_up(lease, 12))
-        await rig.until(lambda: not rig.cache.reads.growing)
+        finish(rig.cache.reads.growing.bring_up(lease, 12))
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert rig.read(lease, *spaces) == 12
         rig.check()
         await rig.close()
@@ -136,8 +136,8 @@ def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(tmp_path: Path, monk
         lease, _ = _extents(rig, [window], chain)
         with monkeypatch.context() as patch:
             patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
-            finish(rig.cache.reads.bring_up(lease, 12))
-            assert rig.cache.reads.growing == {}, "nobody waits for it"
+            finish(rig.cache.reads.growing.bring_up(lease, 12))
+            assert rig.cache.reads.growing.leases == {}, "nobody waits for it"
         assert rig.read(lease, window) == 0
         rig.check()
         await rig.close()

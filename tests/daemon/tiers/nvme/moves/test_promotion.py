@@ -31,7 +31,7 @@ def test_a_run_longer_than_the_disks_queue_comes_up_whole(tmp_path: Path) -> Non
             else:
                 rig.cache.prefetch(rig.owner, [space], chain)
             assert 0 < queue.in_flight <= promotion.BATCHES_AT_ONCE * promotion.BATCH
-            await rig.until(lambda: not rig.cache.reads.growing)
+            await rig.until(lambda: not rig.cache.reads.growing.leases)
             assert rig.cache.match(rig.owner, [space], chain, 0.0).dram == blocks
             for lease in list(rig.cache.reads.leases.values()):
                 assert rig.read(lease, space) == blocks

@@ -42,7 +42,7 @@ def test_two_leases_of_one_prefix_share_its_reads(tmp_path: Path) -> None:
         await rig.settled()
         rig.forget_dram()
         leases = [rig.match([space], chain[: 16 * blocks]) for blocks in (40, 25, 40)]
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert [rig.read(lease, space) for lease in leases if lease] == [40, 25, 40]
         assert rig.tier.stats()["promoted_blocks"] == 40
         rig.check()
@@ -65,7 +65,7 @@ def test_a_lease_goes_on_when_the_one_that_began_is_released(tmp_path: Path) -> 
         assert second is not None
         rig.cache.reads.release(rig.owner, first.lease_id)
         disk.gate.set()
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert rig.read(second, space) == 100
         rig.check()
         await rig.close()
@@ -85,7 +85,7 @@ def test_an_arena_smaller_than_a_window_gives_short_loads(tmp_path: Path) -> Non
             assert 0 < await rig.load(space, chain) <= 32
             rig.check()
         leases = [rig.match([space], chain_of("a", 60)) for _ in range(4)]
-        await rig.until(lambda: not rig.cache.reads.growing)
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert all(0 < rig.read(lease, space) <= 32 for lease in leases if lease)
         rig.check()
         await rig.close()
@@ -113,7 +113,7 @@ def test_promotion_amid_stores_evictions_and_drops_of_the_same_chain(tmp_path: P
                 shelf_.drop(space, key_of(chain, 20))
             else:
                 rig.forget_dram()
-            await rig.until(lambda: not rig.cache.reads.growing)
+            await rig.until(lambda: not rig.cache.reads.growing.leases)
             rig.read(lease, space)
             rig.check()
             await rig.settled()
@@ -265,9 +265,9 @@ def test_jobs_that_wait_end_when_what_they_wait_for_does(tmp_path: Path) -> None
         for _ in range(20):
             rig.cache.work()
             await asyncio.sleep(0.001)
-        assert lease.lease_id in rig.cache.reads.growing
+        assert lease.lease_id in rig.cache.reads.growing.leases
         rig.cache.writes.abort(rig.owner, writer.lease_id, finished=True)
-        await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing, 10 * promotion.LOOK_AGAIN_S)
+        await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing.leases, 10 * promotion.LOOK_AGAIN_S)
         assert rig.read(lease, space) == 0
         assert await rig.load(space, chain) == 10
         rig.check()
