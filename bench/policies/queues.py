@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import MOVED, NO_ENTRY
 from tiercache.daemon.policies.lru import LeafLRU
 

@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from tiercache.daemon.hints.chain_hints import HintGroup, Mark
-from tiercache.daemon.index.index import LIVE, Index
+from tiercache.daemon.index.entries import LIVE
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, Touch
 from tiercache.protocol.messages import Priority
 

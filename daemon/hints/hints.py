@@ -19,7 +19,8 @@ from tiercache.daemon.hints.chain_hints import LATE_S, LATE_SHARE, HintGroup, Ma
 from tiercache.daemon.hints.hinted_policy import EXPIRE_AT_ONCE, MAX_MARKS, HintedPolicy
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.chain_ends import ChainEnds
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.protocol.messages import KEY_BYTES, Priority
 

@@ -1,6 +1,8 @@
 """The block index of each tier: which blocks are here, where, and after which. In memory, on the event loop.
 
-    index        entries in columns: key, parent, children, frame, pins. A block is evicted after all that follow it.
+    index        the blocks of one tier: published, evicted after all that follow them, dropped
+      ├ lookups       how much of a chain is here, and where
+      ├ entries       rows in columns: key, parent, children, frame, pins
       ├ allocator     frames: which part of the arena belongs to which size
       ├ policy        the interface: which leaf goes first. `policies/` has the policies.
       ├ chain_ends    ends of stores that are about to continue, kept for a moment

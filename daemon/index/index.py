@@ -4,220 +4,31 @@ Every block hangs below the block before it, a first block below its namespace's
 descendants, so "key i is here" implies "keys 0..i are here" and the longest match is a binary search. Blocks of
 windowed namespaces all hang below the root and leave in any order. A root is an entry without key and frame; to drop it
 is to flush the namespace.
-
-An entry is a row in columns of plain integers plus one dict item, about 200 bytes; objects would
-cost twice that and make every full garbage collection a stall. The dict of a namespace is split
-in shards, because growing one dict of a million items blocks the event loop for 66 ms.
-
-Entry states:
-
-    FREE ─insert→ LIVE ─unlink→ DEAD ─(no pin, no child)→ FREE
-
-DEAD entries cannot be found any more; a holder of a pin still keeps their frame.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.check import check_index
-from tiercache.daemon.index.policy import MOVED, NO_ENTRY, Columns, Policy, Touch
-from tiercache.protocol.messages import KEY_BYTES
+from tiercache.daemon.index.entries import DEAD, FREE, LIVE, SHARDS, Table
+from tiercache.daemon.index.lookups import Lookups
+from tiercache.daemon.index.policy import NO_ENTRY
 
-FREE, LIVE, DEAD = 0, 1, 2
 REFUSED = -2
 """Instead of an entry, from `insert_many`."""
-_SHARDS = 64
-_GROW_ENTRIES = 4096
-REMEMBERED = 32
 
 
-class Table:
-    """The blocks of one namespace."""
+class Index(Lookups):
+    """The blocks of one tier: published, evicted, dropped. Single-threaded; never blocks."""
 
-    __slots__ = ("blocks", "number", "policy", "root", "shards", "unlinking", "windowed")
-
-    def __init__(self, number: int, policy: Policy, windowed: bool) -> None:
-        self.number = number
-        self.policy = policy
-        self.windowed = windowed
-        self.root = NO_ENTRY
-        self.shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
-        self.blocks = 0
-        self.unlinking = 0  # dead entries that still have children to unlink
-
-    def get(self, key: bytes) -> int:
-        """The live entry of `key`, or NO_ENTRY. While `unlinking`, it may be about to be unlinked."""
-        return self.shards[key[0] & (_SHARDS - 1)].get(key, NO_ENTRY)
-
-
-class Index:
-    """All entries of one tier. Single-threaded; never blocks.
-
-    `release_frame` is called with the frame of every entry that becomes FREE.
-    """
-
-    def __init__(self, release_frame: Callable[[int], None]) -> None:
-        self._release_frame = release_frame
-        self.on_left: Callable[[int, bytes], None] | None = None
-        """Called for each block that can no longer be found, with its table's number and its key."""
-        self.has_cut = False
-        """Whether a pinned entry was unlinked; holders of pins check this flag and clear it."""
-        self.drops = 0
-        """How many drops there were: while this number is unchanged, what was attached still is."""
-        self.columns = Columns()
-        self.tables: dict[int, Table] = {}
-        self.invariant_failures = 0
-        self.key: list[bytes] = []
-        self.parent = array("i")
-        self.children = array("i")
-        self.first_child = array("i")
-        self.next_sibling = array("i")
-        self.prev_sibling = array("i")
-        self.pins = array("i")
-        self.frame = array("q")
-        self.table = array("H")
-        self.state = array("B")
-        self.moved: bytearray | None = None
-        """While pins are being counted: 1 for each entry whose holders have changed since the count began."""
-        self._free = array("i")
-        self.walked_from: list[int] = []
-        """Entries pinned by walks that are under way; see `walks`."""
-        self._unlinking: list[int] = []
-        self.known_attached: set[int] = set()  # found attached since the last drop, while some are unlinking
-        self.known_detached: set[int] = set()  # found below a dead entry; that is for good
-
-    def add_table(self, number: int, policy: Policy, windowed: bool) -> Table:
-        """Make the table of a new namespace."""
-        table = self.tables[number] = Table(number, policy, windowed)
-        self._plant(table)
-        return table
-
-    def _plant(self, table: Table) -> None:
-        """Give the table a new root: live, pinned for good, never a candidate."""
-        table.root = self._new_entry(table, b"", NO_ENTRY, NO_FRAME)
-        self.pins[table.root] = 1
-        self.note_moved((table.root,))
-
-    # --- finding ---------------------------------------------------------------------------------
-
-    def prefix_length(self, table: Table, keys: bytes, limit: int) -> int:
-        """How many of the first `limit` keys are here, as a leading run.
-
-        O(log n) look-ups. While part of the namespace is being unlinked it also walks up, at most to the root: see
-        `attached`, which holds for a leading run too.
-        """
-        shards = table.shards
-
-        def here(number: int) -> bool:
-            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            return key in shards[key[0] & (_SHARDS - 1)]
-
-        def attached(number: int) -> bool:
-            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            return entry != NO_ENTRY and self.attached(entry)
-
-        found = attached if table.unlinking else here
-        if limit == 0 or found(limit - 1):  # a full hit is the common case
-            return limit
-        low, high = 0, limit - 1  # all keys below `low` are here, key `high` is not
-        while low < high:
-            middle = (low + high) // 2
-            if found(middle):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def lookup(self, table: Table) -> Callable[[bytes], bool] | None:
-        """A function that tells whether a windowed table has a block, to be used at once; None if it has none."""
-        if not table.blocks:
-            return None
-        shards, parent, root = table.shards, self.parent, table.root
-        if not table.unlinking:
-            return lambda key: key in shards[key[0] & (_SHARDS - 1)]
-
-        def here(key: bytes) -> bool:
-            entry = shards[key[0] & (_SHARDS - 1)].get(key, NO_ENTRY)
-            return entry != NO_ENTRY and parent[entry] == root
-
-        return here
-
-    def run_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
-        """Frames of keys `first ..< first + count`; fewer where the chain is broken.
-
-        Walks the parent links back from the last key and compares each key on the way, so that neither a permuted list
-        nor a bug in the closure can name a frame of another key.
-        """
-        if table.windowed:
-            return self._forward_frames(table, keys, first, count)
-        last = first + count - 1
-        entry = table.get(keys[last * KEY_BYTES : (last + 1) * KEY_BYTES])
-        frames = [0] * count
-        key_of, parent, frame = self.key, self.parent, self.frame
-        offset = last * KEY_BYTES
-        for slot in range(count - 1, -1, -1):
-            if entry < 0 or key_of[entry] != keys[offset : offset + KEY_BYTES]:
-                self.invariant_failures += 1
-                return self._forward_frames(table, keys, first, count)
-            frames[slot] = frame[entry]
-            entry = parent[entry]
-            offset -= KEY_BYTES
-        expected = table.root if first == 0 else table.get(keys[offset : offset + KEY_BYTES])
-        if entry != expected:
-            self.invariant_failures += 1
-            return []
-        return frames
-
-    def _forward_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
-        frames: list[int] = []
-        before = table.get(keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]) if first else table.root
-        for number in range(first, first + count):
-            entry = table.get(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            if entry == NO_ENTRY or (not table.windowed and self.parent[entry] != before):
-                break
-            frames.append(self.frame[entry])
-            before = entry
-        return frames
-
-    def attached(self, entry: int) -> bool:
-        """Whether the entry and all before it are live. O(1), except for a first walk up while unlinking."""
-        if self.state[entry] != LIVE:
-            return False
-        if not self.tables[self.table[entry]].unlinking:
-            return True  # a live entry below a dead one waits to be unlinked
-        known, lost, state, parent = self.known_attached, self.known_detached, self.state, self.parent
-        path = [entry]  # entries at intervals are remembered, so that later walks stop early
-        steps = 0
-        while entry != NO_ENTRY and entry not in known:
-            if state[entry] != LIVE or entry in lost:
-                lost.update(path)
-                return False
-            steps += 1
-            if not steps % REMEMBERED:
-                path.append(entry)
-            entry = parent[entry]
-        known.update(path)
-        return True
-
-    def all_attached(self, entries: Sequence[int]) -> bool:
-        """Whether each of these blocks is `attached`: one or two milliseconds for the widest windows.
-
-        They hang below the same root, so the path before them is checked once for all of them.
-        """
-        state, parent = self.state, self.parent
-        if [state[entry] for entry in entries].count(LIVE) < len(entries):
-            return False
-        return not self._unlinking or all(map(self.attached, {parent[entry] for entry in entries}))
-
-    # --- changing --------------------------------------------------------------------------------
+    # --- published -------------------------------------------------------------------------------
 
     def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0) -> int:
         """Publish a block below `parent`, a live entry, with so many pins. The key must not be here."""
-        shard = table.shards[key[0] & (_SHARDS - 1)]
+        shard = table.shards[key[0] & (SHARDS - 1)]
         assert key not in shard, "a key is published once"
         entry = self._new_entry(table, key, parent, frame)
         shard[key] = entry
@@ -249,7 +60,7 @@ class Index:
         self._adopt(table, parent, entries[0])
         above = parent
         for entry, key, frame in zip(entries, keys, frames, strict=True):
-            is_new = shards[key[0] & (_SHARDS - 1)].setdefault(key, entry) == entry
+            is_new = shards[key[0] & (SHARDS - 1)].setdefault(key, entry) == entry
             assert is_new, "a key is published once"
             key_of[entry] = key
             frame_of[entry] = frame
@@ -293,12 +104,12 @@ class Index:
             elif parent == root_key:
                 at = root
             else:
-                at = shards[parent[0] & (_SHARDS - 1)].get(parent, NO_ENTRY)
+                at = shards[parent[0] & (SHARDS - 1)].get(parent, NO_ENTRY)
                 if at == NO_ENTRY:
                     entries.append(NO_ENTRY)
                     continue
             refused = admit is not None and not admit(number, at, entry)
-            if refused or shards[key[0] & (_SHARDS - 1)].setdefault(key, entry) != entry:
+            if refused or shards[key[0] & (SHARDS - 1)].setdefault(key, entry) != entry:
                 entries.append(REFUSED)
                 continue
             before, before_entry = key, entry
@@ -315,18 +126,6 @@ class Index:
         table.blocks += len(above)
         self._adopt_many(table, first, above)
         return entries
-
-    def _append_entries(self, table: Table, parents: list[int]) -> None:
-        """Append the other columns of new entries."""
-        count = len(parents)
-        self.parent.extend(parents)
-        self.table.extend(array("H", [table.number]) * count)
-        self.state.extend(array("B", [LIVE]) * count)
-        for column in (self.children, self.pins):
-            column.extend(array("i", [0]) * count)
-        for column in (self.first_child, self.next_sibling, self.prev_sibling):
-            column.extend(array("i", [NO_ENTRY]) * count)
-        self._grow_columns(count)
 
     def _adopt_many(self, table: Table, first: int, parents: list[int]) -> None:
         """Link the entries from `first` on to their parents; those left without a child become candidates."""
@@ -345,78 +144,7 @@ class Index:
             if below == 0:
                 policy.add(entry)
 
-    def _new_entry(self, table: Table, key: bytes, parent: int, frame: int) -> int:
-        if not self._free:
-            self._grow()
-        entry = self._free.pop()
-        self.key[entry] = key
-        self.frame[entry] = frame
-        self.table[entry] = table.number
-        self.state[entry] = LIVE
-        self.parent[entry] = parent
-        return entry
-
-    def _adopt(self, table: Table, parent: int, entry: int) -> None:
-        assert self.state[parent] == LIVE, "a block is published below a live one"
-        if self.children[parent] == 0 and self.pins[parent] == 0:
-            table.policy.remove(parent)
-        self.children[parent] += 1
-        sibling = self.first_child[parent]
-        self.next_sibling[entry] = sibling
-        if sibling != NO_ENTRY:
-            self.prev_sibling[sibling] = entry
-        self.first_child[parent] = entry
-
-    def _grow(self) -> None:
-        first, count = len(self.key), _GROW_ENTRIES
-        self.key.extend([b""] * count)
-        for column in (self.children, self.pins, self.frame, self.table, self.state):
-            column.frombytes(bytes(column.itemsize * count))
-        for column in (self.parent, self.first_child, self.next_sibling, self.prev_sibling):
-            column.extend(array("i", [NO_ENTRY]) * count)
-        self._grow_columns(count)
-        self._free.extend(range(first + count - 1, first - 1, -1))
-
-    def _grow_columns(self, count: int) -> None:
-        self.columns.grow(count)
-        if self.moved is not None:
-            self.moved.extend(bytes(count))
-
-    def touch(self, entry: int, how: Touch = MOVED) -> None:
-        """A match ended here."""
-        self.tables[self.table[entry]].policy.touched(entry, how)
-
-    def pin(self, entry: int) -> None:
-        """Keep the entry's frame, and with it all its ancestors, until `unpin`."""
-        if self.pins[entry] == 0 and self.children[entry] == 0 and self.state[entry] == LIVE:
-            self.tables[self.table[entry]].policy.remove(entry)
-        self.pins[entry] += 1
-        if self.moved is not None:
-            self.moved[entry] = 1
-
-    def note_moved(self, entries: Iterable[int]) -> None:
-        """The holders of these entries' pins change, even if their number does not."""
-        if self.moved is not None:
-            for entry in entries:
-                self.moved[entry] = 1
-
-    def unpin(self, entry: int) -> None:
-        """Undo one `pin`."""
-        self.pins[entry] -= 1
-        if self.moved is not None:
-            self.moved[entry] = 1
-        assert self.pins[entry] >= 0, "more unpins than pins"
-        if self.pins[entry] == 0:
-            self._settle(entry)
-
-    def _settle(self, entry: int) -> None:
-        """The entry has no pins: a live leaf becomes a candidate, a dead entry without children becomes free."""
-        if self.children[entry]:
-            return
-        if self.state[entry] == LIVE:
-            self.tables[self.table[entry]].policy.add(entry)
-        elif self.state[entry] == DEAD:
-            self._free_entry(entry)
+    # --- evicted ---------------------------------------------------------------------------------
 
     def evict(self, entry: int) -> None:
         """Evict a candidate; its frame is released at once and its parent may become a candidate."""
@@ -430,7 +158,7 @@ class Index:
         table = self.tables[self.table[entry]]
         table.policy.replaced(parent, entry)
         key = self.key[entry]
-        del table.shards[key[0] & (_SHARDS - 1)][key]
+        del table.shards[key[0] & (SHARDS - 1)][key]
         table.blocks -= 1
         if self.on_left is not None:
             self.on_left(table.number, key)
@@ -478,7 +206,7 @@ class Index:
         first_child, children, state = self.first_child, self.children, self.state
         for entry in run:
             key = key_of[entry]
-            del shards[key[0] & (_SHARDS - 1)][key]
+            del shards[key[0] & (SHARDS - 1)][key]
             if on_left is not None:
                 on_left(table.number, key)
             state[entry] = children[entry] = 0  # FREE
@@ -491,6 +219,8 @@ class Index:
             self.known_detached.difference_update(run)
         self._free.extend(run)
         table.blocks -= len(run)
+
+    # --- dropped, and unlinked in slices -----------------------------------------------------------
 
     def drop(self, entry: int) -> None:
         """Drop an entry and all its descendants, the latter in slices (`unlink_slice`).
@@ -527,7 +257,7 @@ class Index:
         if self.children[entry] == 0 and self.pins[entry] == 0:
             table.policy.remove(entry)
         key = self.key[entry]
-        del table.shards[key[0] & (_SHARDS - 1)][key]
+        del table.shards[key[0] & (SHARDS - 1)][key]
         table.blocks -= 1
         if self.on_left is not None:
             self.on_left(table.number, key)
@@ -543,20 +273,6 @@ class Index:
             self._unlinking.append(entry)
         elif self.pins[entry] == 0:
             self._free_entry(entry)
-
-    def _leave_parent(self, entry: int) -> None:
-        parent = self.parent[entry]
-        before, after = self.prev_sibling[entry], self.next_sibling[entry]
-        if before == NO_ENTRY:
-            self.first_child[parent] = after
-        else:
-            self.next_sibling[before] = after
-        if after != NO_ENTRY:
-            self.prev_sibling[after] = before
-        self.parent[entry] = self.prev_sibling[entry] = self.next_sibling[entry] = NO_ENTRY
-        self.children[parent] -= 1
-        if self.children[parent] == 0 and self.pins[parent] == 0 and self.state[parent] == LIVE:
-            self.tables[self.table[parent]].policy.add(parent)
 
     def unlink_slice(self, limit: int) -> int:
         """Continue unlinking what hangs below dropped entries, at most `limit` steps; returns how many were done.
@@ -581,15 +297,6 @@ class Index:
             self.known_detached.clear()
         return done
 
-    def _free_entry(self, entry: int) -> None:
-        self.state[entry] = FREE
-        self.key[entry] = b""
-        self.known_attached.discard(entry)
-        self.known_detached.discard(entry)
-        self._free.append(entry)
-        if self.frame[entry] != NO_FRAME:
-            self._release_frame(self.frame[entry])
-
     @property
     def is_unlinking(self) -> bool:
         """Whether anything waits to be unlinked."""
@@ -599,12 +306,12 @@ class Index:
         """Dead entries that wait for their children to be unlinked."""
         return list(self._unlinking)
 
+    # --- checking --------------------------------------------------------------------------------
+
     def frames_in_use(self) -> list[int]:
         """Frames of all entries, including dead ones that are still pinned. O(entries)."""
         rows = zip(self.frame, self.state, strict=True)
         return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
-
-    # --- checking --------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
         """Every way in which the columns, the tables and the counts disagree. O(entries)."""

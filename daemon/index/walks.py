@@ -7,7 +7,9 @@ for the end of a chain of 65536 blocks would walk up all of it at once; a walk b
 from __future__ import annotations
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.index.index import LIVE, REMEMBERED, Index, Table
+from tiercache.daemon.index.entries import LIVE, Table
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.lookups import REMEMBERED
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 

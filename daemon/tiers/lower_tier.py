@@ -10,7 +10,8 @@ from tiercache.protocol.messages import NO_LEASE, BlockView, CommitState, Extent
 if TYPE_CHECKING:
     from tiercache.daemon.events.events import Named
     from tiercache.daemon.ground.slices import Steps
-    from tiercache.daemon.index.index import Index, Table
+    from tiercache.daemon.index.entries import Table
+    from tiercache.daemon.index.index import Index
     from tiercache.daemon.index.policy import Touch
     from tiercache.daemon.tiers.dram.leases import HeldBelow, Owner, ReadLease
     from tiercache.daemon.tiers.dram.space import Namespace

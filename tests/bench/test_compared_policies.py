@@ -27,7 +27,8 @@ from policies.workload_aware import WorkloadAware
 from policies.wtinylfu import WINDOW, WINDOW_LEAST
 from policy_rules import Play, Random, first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
 
-from tiercache.daemon.index.index import LIVE, Index
+from tiercache.daemon.index.entries import LIVE
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import MOVED, NO_ENTRY
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.protocol.messages import KEY_BYTES

@@ -16,7 +16,8 @@ from policies.sketch import Sketch
 from policies.workload_aware import LIFETIME_EVICTIONS, LIFETIME_MOST, WorkloadAware
 from policies.wtinylfu import PROBATION, PROTECTED, PROTECTED_SHARE, WINDOW, WTinyLFU
 
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import USED
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.protocol.messages import KEY_BYTES

@@ -10,7 +10,7 @@ from cache_rig import FRAME_BYTES, CacheRig, fill, in_slices
 from chains import chain_of
 
 from tiercache.daemon.index.check import ENTRIES
-from tiercache.daemon.index.index import FREE
+from tiercache.daemon.index.entries import FREE
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.chain_ends import ChainEnds, PromptEnds
-from tiercache.daemon.index.index import LIVE, Index, Table
+from tiercache.daemon.index.entries import LIVE, Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, USED, Policy
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.daemon.policies.fresh_stores import is_below

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.index import LIVE
+from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.write_lease import BlockPhase, PendingBlock, WriteLease, complete_run

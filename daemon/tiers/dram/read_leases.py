@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from tiercache.daemon.ground.slices import PINS, Steps
-from tiercache.daemon.index.index import DEAD
+from tiercache.daemon.index.entries import DEAD
 from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, ReadLease, new_lease_id
 from tiercache.daemon.tiers.dram.runs import Runs
 from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window

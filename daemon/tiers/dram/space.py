@@ -13,7 +13,8 @@ import msgspec
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.index.chain_ends import ChainEnds, PromptEnds
-from tiercache.daemon.index.index import LIVE, Index, Table
+from tiercache.daemon.index.entries import LIVE, Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.region_shares import Shares

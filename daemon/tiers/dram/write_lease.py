@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from tiercache.daemon.index.index import Table
+from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.leases import KeepsStores, Owner, StoreLease
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, BlockState

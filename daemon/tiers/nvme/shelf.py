@@ -22,7 +22,8 @@ from tiercache.daemon.events.events import Block, Events
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.allocator import Allocator
 from tiercache.daemon.index.check import check_blocks, check_index
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, Done

@@ -18,7 +18,8 @@ from functools import partial
 
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.index.chain_ends import ChainEnds
-from tiercache.daemon.index.index import LIVE, Index
+from tiercache.daemon.index.entries import LIVE
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState

@@ -25,7 +25,8 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps, finish
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Touch
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease

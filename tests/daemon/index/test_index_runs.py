@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Policies
 

@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiercache.daemon.index.index import Index, Table
+from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, USED
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.protocol.messages import KEY_BYTES

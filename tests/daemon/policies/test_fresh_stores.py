@@ -7,7 +7,7 @@ import random
 import pytest
 from cache_rig import SmallCache, branch
 
-from tiercache.daemon.index.index import LIVE
+from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.fresh_stores import SHARE
 from tiercache.protocol.messages import BlockState

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tiercache.daemon.index.index import LIVE
+from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES

@@ -10,7 +10,7 @@ from chains import chain_of, key_of
 from tier_rig import BLOCK_BYTES, TierRig, play
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
-from tiercache.daemon.index.index import Table
+from tiercache.daemon.index.entries import Table
 from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
 from tiercache.daemon.tiers.nvme import shelf as shelves
 from tiercache.daemon.tiers.nvme.moves import offers, promotion
