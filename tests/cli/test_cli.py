@@ -314,13 +314,13 @@ def test_a_run_dir_of_another_user_is_not_called_missing() -> None:
 def test_names_of_clients_cannot_control_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = Section("a", ("engine", "rank"), [("vllm\x1b[2J", "0\r1"), ("tab\t", "\u202e")])
+    names = Section("\x1b]0;a\x07", ("engine\x9b", "rank\r"), [("vllm\x1b[2J", "0\r1"), ("tab\t", "\u202e")])
     print_sections([names])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     print_sections([names])
     out = capsys.readouterr().out
     assert out.count("vllm?[2J") == out.count("0?1") == out.count("tab?") == 2
-    assert [text for text in ("\x1b[2J", "\r", "\t", "\u202e") if text in out] == []
+    assert [text for text in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\r", "\t", "\u202e") if text in out] == []
 
 
 def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
     if arguments[:1] and arguments[0] in WITH_PARSER:
         # Without typer, whose import takes longer than the rest: a sidecar starts in a fraction of a second.
         command = import_module(COMMANDS[arguments[0]].module)

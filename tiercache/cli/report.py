@@ -180,9 +180,12 @@ def _numeric(section: Section, column: int) -> bool:
 def print_sections(found: list[Section]) -> None:
     """Print sections on stdout: rich tables on a terminal, plain aligned text otherwise.
 
-    Cells may be names that clients gave: no control character of theirs reaches the terminal.
+    Titles, columns and cells may be names that clients gave: no control character of theirs reaches the terminal.
     """
-    found = [section._replace(rows=[tuple(map(printable, row)) for row in section.rows]) for section in found]
+    found = [
+        Section(printable(title), tuple(map(printable, columns)), [tuple(map(printable, row)) for row in rows])
+        for title, columns, rows in found
+    ]
     if sys.stdout.isatty():
         _print_tables(found)
         return

@@ -136,10 +136,14 @@ def connect(
     )
     try:
         connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store)
+    except BaseException:
+        client.close()
+        raise
+    try:
         client.expect(namespace)
         client.start(connect_timeout_s, required=required, warn=warn)
     except BaseException:
-        client.close()
+        connector.close()
         raise
     return connector
 
@@ -165,9 +169,10 @@ class Connector(SchedulerSide):
         is_sibling: bool = False,
     ) -> None:
         """Arguments as for `connect`; with `is_sibling` it uses the client of another connector, and leaves it open."""
+        # First, as it may fail: the direct path starts a thread.
+        self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         super().__init__(client, namespace, pool, DirectPath(client, namespace, pool, gds, gds_store))
         self._load_timeout_s = load_timeout_s
-        self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
         self._siblings: list[Connector] = []
@@ -209,8 +214,12 @@ class Connector(SchedulerSide):
             transfer = Transfer(
                 lambda: self._perform_load(match, blocks), lambda: self._skip_load(match), 0, blocks.limit
             )
-            if self._loads.submit(transfer):
-                return transfer
+            try:
+                if self._loads.submit(transfer):
+                    return transfer
+            except BaseException:  # a signal handler's: the caller reuses the blocks
+                transfer.abandon()
+                raise
         return Transfer.finished(self._skip_load(match))
 
     def _blocks_to_load(self, block_ids: BlockIds, first: int, timeout_s: float | None) -> Blocks:
@@ -289,8 +298,12 @@ class Connector(SchedulerSide):
             transfer = Transfer(
                 lambda: self._perform_store(blocks, hint), lambda: self._skip_store(count), dropped, blocks.limit
             )
-            if self._stores.submit(transfer):
-                return transfer
+            try:
+                if self._stores.submit(transfer):
+                    return transfer
+            except BaseException:  # a signal handler's: the caller reuses the blocks
+                transfer.abandon()
+                raise
         return Transfer.finished(self._skip_store(count))
 
     def _blocks_to_store(self, keys: bytes, block_ids: BlockIds, first: int, events: EventRun | None) -> NewBlocks:

@@ -78,6 +78,15 @@ class Transfer(Generic[T]):
         """
         self._limit.annul()
 
+    def abandon(self) -> None:
+        """Void it, and wait for a copy in progress: an exception keeps it from whom it was made for.
+
+        The blocks may then change: nothing of it reads or writes them any more, or what it reads is never committed.
+        """
+        self.void()
+        if self.began_s:
+            self.wait(CLOSE_TIMEOUT_S)
+
     def perform(self) -> None:
         """Do the work, in the thread of a queue."""
         try:
@@ -150,15 +159,24 @@ class JobQueue:
         forks.watch(self, "_lock")
 
     def submit(self, transfer: Transfer[Any]) -> bool:
-        """Queue a transfer. False when the queue is full or closed, or has no thread and gets none."""
+        """Queue a transfer. False when the queue is full or closed, or has no thread and gets none.
+
+        An exception, such as a signal handler's, leaves no transfer behind that does anything: its caller has none to
+        wait for.
+        """
         if not self._has_thread():
             return False
-        with self._lock:
-            if self._closed or len(self._jobs) >= self._capacity:
-                return False
-            self._jobs.append(transfer)
-        self._wakeups.put(None)
-        return True
+        try:
+            with self._lock:
+                if self._closed or len(self._jobs) >= self._capacity:
+                    return False
+                self._jobs.append(transfer)
+            self._wakeups.put(None)
+            return True
+        except BaseException:
+            transfer.abandon()
+            self._wakeups.put(None)  # it may be in the queue
+            raise
 
     def later(self, work: Callable[[], object]) -> None:
         """Collect a task, to be done after the next `begin`. For one thread, which also calls `begin` and `finish`."""
@@ -237,6 +255,7 @@ class JobQueue:
             self._performing.forget_in_child()
         for job in self._jobs:
             job.forget_in_child()
+        self._performing = None
         self._jobs.clear()
         self._collected.clear()
         self._wakeups = queue.SimpleQueue()
