@@ -218,7 +218,8 @@ class Service:
             next(steps)
             if full:
                 steps.throw(AnswerNow())
-                raise AssertionError(f"{type(request).__name__} waits though it may not")
+                steps.close()  # it takes yet more slices
+                raise _too_many()
         except StopIteration as end:
             reply: m.Reply | None = end.value
             return reply

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from tiercache.daemon.events.events import Named, NamedBlocks
-from tiercache.daemon.ground.slices import AnswerNow, Steps
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.requests.context import Desk, Method, check_range, check_run, encoder
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -130,11 +128,14 @@ class WriteRequests:
         checksums, grants = m.unpack_checksums(request.checksums), self._below.grants
         states = [m.CommitState.DROPPED] * len(checksums)
         if grants is not None:
+            while grants.tells(session.owner, request.lease) and self._must_wait():
+                yield
             states = grants.commit(session.owner, request.lease, checksums)
-        with suppress(AnswerNow):
-            while self._events is not None and self._events.behind:
-                yield  # its client stores no more meanwhile
         return m.Committed(request.request_id, self._generation, bytes(states))
+
+    def _must_wait(self) -> bool:
+        """Whether events must catch up before they are told of blocks that bypass DRAM: those in DRAM come first."""
+        return self._events is not None and (self._events.behind or self._writes.pending.awaits_events)
 
     def write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
         block = self._writes.writable_block(session.owner, request.lease, request.index)

@@ -49,6 +49,7 @@ class PendingBlocks:
         self._events = events
         self._settled = settled
         self._ready: deque[PendingBlock] = deque()  # complete, below published blocks: to be published
+        self._told: dict[str, deque[PendingBlock]] = {}  # complete, and waiting for events, by party
         self._doomed: list[PendingBlock] = []  # dropped, with blocks below them still to be dropped
         self._in_namespace: dict[int, dict[PendingBlock, None]] = {}  # by number, since it was flushed
         self._taken_back: dict[int, list[PendingBlock]] = {}  # pending blocks to check, by the region that is emptied
@@ -101,45 +102,75 @@ class PendingBlocks:
     @property
     def publishing(self) -> bool:
         """Whether complete blocks wait for `work` to publish them."""
-        return bool(self._ready)
+        return bool(self._ready or self._told)
+
+    @property
+    def awaits_events(self) -> bool:
+        """Whether some of them wait until events have caught up."""
+        return bool(self._told)
 
     def _publish_some(self, ready: deque[PendingBlock]) -> None:
-        """Make complete blocks visible, each with the HELD ones below it, as deep as they go: a slice of `ready`.
-
-        HELD → VISIBLE, or DROPPED if the parent has gone. None while events are behind.
-        """
-        index, done, until_ns = self._space.index, 0, time.thread_time_ns() + self.publish_ns
-        turnover, events, look = self._space.policies.turnover, self._events, RUN_BLOCKS
+        """Publish a slice of `ready`. Blocks that events tell of wait in `_told` while events are behind."""
+        done, until_ns, look = 0, time.thread_time_ns() + self.publish_ns, RUN_BLOCKS
         while ready and done < BLOCKS_AT_ONCE:
-            if events is not None and events.behind:
-                return
             if done >= look:
                 if time.thread_time_ns() >= until_ns:
                     return
                 look = done + RUN_BLOCKS
-            block = ready.popleft()
-            if block.phase is not _HELD:
-                continue  # dropped meanwhile
-            parent = block.parent_entry
-            if not index.attached(parent) or self.is_taken_back(block):
-                self.drop(block)
-                continue
-            run = complete_run(block, 1 if self._taken_back else RUN_BLOCKS)
-            done += len(run)
-            last = run[-1]
-            keys, frames = [block.key for block in run], [block.frame for block in run]
-            turnover.comes(len(run) * last.lease.frame_bytes, stored=not last.lease.owner.internal)
-            entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
-            turnover.came()
-            self._show(run, entries)
-            index.unpin(parent)
-            if not last.children and not last.table.windowed and not last.lease.owner.internal:
-                self._space.tails.stored(last.lease.owner.instance, entries[-1])
-            for child in last.children:
-                child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins belongs to it
-                if child.phase is _HELD:
-                    ready.appendleft(child)
-            last.children = {}
+            if self._must_wait(ready[0]):
+                block = ready.popleft()
+                self._told.setdefault(block.lease.owner.party, deque()).append(block)
+                done += 1
+            else:
+                done += self._publish_run(ready)
+
+    def _must_wait(self, block: PendingBlock) -> bool:
+        """Whether events must catch up first, with what this writer has stored before or with all."""
+        if self._events is None or block.lease.named is None:
+            return False
+        return self._events.behind or block.lease.owner.party in self._told
+
+    def _publish_told(self) -> None:
+        """Publish a slice of what waited for events: a run of each writer in turn, so that none holds up the others."""
+        until_ns = time.thread_time_ns() + self.publish_ns
+        while self._told and self._events is not None and not self._events.behind:
+            party, ready = next(iter(self._told.items()))
+            del self._told[party]
+            self._publish_run(ready)
+            if ready:
+                self._told[party] = ready
+            if time.thread_time_ns() >= until_ns:
+                return
+
+    def _publish_run(self, ready: deque[PendingBlock]) -> int:
+        """Make the first block of `ready` visible, and a run of the HELD ones below it; returns how many.
+
+        HELD → VISIBLE, or DROPPED if the parent has gone. `ready` then begins with the HELD blocks below the run.
+        """
+        index, turnover = self._space.index, self._space.policies.turnover
+        block = ready.popleft()
+        if block.phase is not _HELD:
+            return 1  # dropped meanwhile
+        parent = block.parent_entry
+        if not index.attached(parent) or self.is_taken_back(block):
+            self.drop(block)
+            return 1
+        run = complete_run(block, 1 if self._taken_back else RUN_BLOCKS)
+        last = run[-1]
+        keys, frames = [block.key for block in run], [block.frame for block in run]
+        turnover.comes(len(run) * last.lease.frame_bytes, stored=not last.lease.owner.internal)
+        entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
+        turnover.came()
+        self._show(run, entries)
+        index.unpin(parent)
+        if not last.children and not last.table.windowed and not last.lease.owner.internal:
+            self._space.tails.stored(last.lease.owner.instance, entries[-1])
+        for child in last.children:
+            child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins belongs to it
+            if child.phase is _HELD:
+                ready.appendleft(child)
+        last.children = {}
+        return len(run)
 
     def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:
         """Blocks of one namespace are in the index: no longer pending; tells the tier below and events."""
@@ -252,9 +283,10 @@ class PendingBlocks:
     def work(self) -> None:
         """Publish and drop a slice of what waits for it."""
         self._publish_some(self._ready)
+        self._publish_told()
         self.drop_some()
 
     @property
     def busy(self) -> bool:
         """Whether there is more to publish, drop or check."""
-        return bool(self._ready or self._doomed or self._flushed or self._taken_back)
+        return bool(self.publishing or self._doomed or self._flushed or self._taken_back)

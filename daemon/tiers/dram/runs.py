@@ -7,9 +7,10 @@ namespace has no chains, so there each block of the window is pinned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 
-from tiercache.daemon.ground.slices import PINS, Steps, noted
+from tiercache.daemon.ground.slices import PINS, AnswerNow, Steps, noted
 from tiercache.daemon.index.policy import NO_ENTRY, USED
 from tiercache.daemon.tiers.dram.match_ends import Cuts
 from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
@@ -48,7 +49,8 @@ class Runs:
             blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
             below, extended_in_slices = yield from noted(self._cuts.with_below(namespaces, keys, blocks))
             if wide:
-                yield
+                with suppress(AnswerNow):  # then it takes a little longer
+                    yield
             use = self._user(namespaces, keys, blocks, below)
             ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks, use, pin))
             if ends is not None:

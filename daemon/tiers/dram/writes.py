@@ -32,6 +32,8 @@ _COMMIT_STATE = {
     BlockPhase.HELD: CommitState.HELD,
     BlockPhase.DROPPED: CommitState.DROPPED,
 }
+VISIBLE_WITHIN_S = 0.1
+"""How long a commit waits at most until its blocks are visible: clients wait half a second for an answer."""
 LEASES_AT_ONCE = 4
 """Checked in one slice."""
 
@@ -171,10 +173,14 @@ class Writes(StoreLeases[WriteLease]):
         return _states(self._complete(owner, lease_id, numbers))
 
     def commit_in_slices(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> Steps[list[CommitState]]:
-        """`commit`, until all of these blocks are visible that can be; nearly always that is at once."""
+        """`commit`, until all of these blocks are visible that can be; nearly always that is at once.
+
+        Not for longer than `VISIBLE_WITHIN_S`: what is HELD then becomes visible all the same.
+        """
         blocks = self._complete(owner, lease_id, numbers)
-        with suppress(AnswerNow):  # they become visible all the same
-            while self.pending.publishing and any(map(_is_coming, blocks)):
+        until_s = self._clock_s() + VISIBLE_WITHIN_S
+        with suppress(AnswerNow):
+            while self.pending.publishing and self._clock_s() < until_s and _some_coming(blocks):
                 yield  # `work` publishes them
         return _states(blocks)
 
@@ -326,22 +332,20 @@ class Writes(StoreLeases[WriteLease]):
             yield [(block.frame, block) for block in dropped if block.frame != NO_FRAME]
 
 
-def _is_coming(block: PendingBlock | None) -> bool:
-    """Whether a complete block is to be published: no block before it is still being written.
+def _some_coming(blocks: Iterable[PendingBlock | None]) -> bool:
+    """Whether any of these blocks is to be published: it is complete, and so is each block before it.
 
-    False below a block of the same lease, which is asked itself, and below a very long run that is not visible yet.
+    False if that takes very long to see.
     """
-    if block is None or block.phase is not _HELD:
-        return False
-    above = block.parent_block
-    if above is not None and above.lease is block.lease:
-        return False
-    for _ in range(MAX_RESERVE):
-        if above is None:
-            return True
-        if above.phase is not _HELD:
-            return False
-        above = above.parent_block
+    waits: set[PendingBlock] = set()  # asked already, and below a block that is being written
+    for block in blocks:
+        while block is not None and block.phase is _HELD and block not in waits:
+            if block.parent_block is None:
+                return True
+            if len(waits) >= MAX_RESERVE:
+                return False
+            waits.add(block)
+            block = block.parent_block
     return False
 
 

@@ -397,6 +397,8 @@ class WriteBehind:
             if op.outcome is DiskOutcome.IO_ERROR:
                 write.shelf.health.failed(os.strerror(op.errno))
             self._lose(write, failed=op.outcome is DiskOutcome.IO_ERROR)
+            if self._complete:  # those that waited for it
+                self._soon()
             return
         write.shelf.slots.write_worked()
         if op.codec != codecs.RAW:

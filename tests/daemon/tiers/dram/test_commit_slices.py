@@ -13,8 +13,11 @@ from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.ground.slices import finish as finished
+from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import RUN_BLOCKS
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.write_lease import BlockPhase
+from tiercache.daemon.tiers.dram.writes import VISIBLE_WITHIN_S, _some_coming
 from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState, EventRun
 
 VISIBLE, DROPPED = [CommitState.VISIBLE] * MAX_RESERVE, [CommitState.DROPPED] * MAX_RESERVE
@@ -119,6 +122,12 @@ def test_what_is_flushed_between_two_slices_is_dropped() -> None:
     assert (namespace.table.blocks, h.cache.space.allocator.used_bytes) == (0, 0)
 
 
+def named_as(tag: int) -> NamedBlocks:
+    """What events say of a chain of as many blocks as there can be in one request."""
+    names: list[int | bytes] = [tag * MAX_RESERVE + place for place in range(MAX_RESERVE)]
+    return NamedBlocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
+
+
 class Told(CacheRig):
     """A cache whose events are kept."""
 
@@ -131,9 +140,7 @@ class Told(CacheRig):
 
     def commit(self, namespace: Namespace, tag: int) -> Steps[list[CommitState]]:
         """Store a chain of as many blocks as there can be in one request, up to the answer to its commit."""
-        names: list[int | bytes] = [tag * MAX_RESERVE + place for place in range(MAX_RESERVE)]
-        named = NamedBlocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
-        got = self.cache.reserve(self.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10, named)
+        got = self.cache.reserve(self.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10, named_as(tag))
         assert set(got.states) == {BlockState.FRAME}
         return self.cache.writes.commit_in_slices(self.owner, got.lease_id, range(MAX_RESERVE))
 
@@ -157,6 +164,78 @@ def test_a_commit_publishes_no_events_and_waits_while_they_are_behind() -> None:
     assert end_of(h, second) == end_of(h, first) == VISIBLE
     assert h.names() == [*range(MAX_RESERVE, 3 * MAX_RESERVE)]
     finish(h)
+
+
+def test_stores_without_events_do_not_wait_for_those_with_events() -> None:
+    h = Told()
+    namespace = h.space()
+    first = h.commit(namespace, 1)
+    next(first)
+    assert h.events.behind
+    lease = h.cache.reserve(h.owner, namespace, b"", chain_of("plain", 3), 10).lease_id
+    assert finished(h.cache.writes.commit_in_slices(h.owner, lease, range(3))) == VISIBLE[:3]
+    assert end_of(h, first) == VISIBLE
+    finish(h)
+
+
+def test_writers_whose_events_must_wait_take_turns() -> None:
+    """One that stores very much holds up another for no longer than it takes to tell of a run."""
+    h = Told()
+    namespace = h.space()
+    greedy = [h.commit(namespace, tag) for tag in (1, 2, 3)]
+    for steps in greedy:
+        next(steps)
+    h.owner = Owner(b"another engine..", party="another")
+    modest = h.cache.reserve(h.owner, namespace, b"", chain_of("modest", 1), 10, named_as(9)).lease_id
+    steps = h.cache.writes.commit_in_slices(h.owner, modest, [0])
+    next(steps)
+    assert end_of(h, steps) == VISIBLE[:1]
+    assert namespace.table.blocks < 2 * MAX_RESERVE
+    for other in greedy:
+        assert end_of(h, other) == VISIBLE
+    finish(h)
+
+
+def test_a_commit_waits_only_a_moment_for_events() -> None:
+    h = Told()
+    namespace = h.space()
+    steps = h.commit(namespace, 1)
+    next(steps)
+    h.now_s += VISIBLE_WITHIN_S
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert CommitState.HELD in end.value.value
+    finish(h)
+    assert namespace.table.blocks == MAX_RESERVE
+
+
+def test_to_see_whether_blocks_are_coming_takes_few_steps_whatever_a_commit_names() -> None:
+    steps = 0
+
+    class Block:
+        phase = BlockPhase.HELD
+
+        def __init__(self, above: Block | None) -> None:
+            self.above = above
+
+        @property
+        def parent_block(self) -> Block | None:
+            nonlocal steps
+            steps += 1
+            return self.above
+
+    writing = Block(None)
+    writing.phase = BlockPhase.WRITING
+    last = writing
+    for _ in range(MAX_RESERVE - 2):
+        last = Block(last)
+    assert not _some_coming([last] * MAX_RESERVE)  # type: ignore[list-item]
+    assert steps <= 2 * MAX_RESERVE
+    for _ in range(10 * MAX_RESERVE):
+        last = Block(last)
+    assert not _some_coming([last, last.above])  # type: ignore[list-item]
+    assert steps <= 6 * MAX_RESERVE
+    assert _some_coming([None, Block(Block(None))])  # type: ignore[list-item]
 
 
 def test_a_commit_with_few_events_is_answered_at_once() -> None:

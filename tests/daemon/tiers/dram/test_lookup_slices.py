@@ -14,7 +14,7 @@ from chains import chain_of
 from raw_client import Client, block_of, new_chain
 
 from tiercache.daemon import inspection
-from tiercache.daemon.ground.slices import LOOKUPS, PINS, Slices, Steps
+from tiercache.daemon.ground.slices import LOOKUPS, PINS, AnswerNow, Slices, Steps
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.inspection import pins_of
 from tiercache.daemon.requests.admin import AdminRequests
@@ -156,6 +156,20 @@ def test_a_match_of_very_many_chains_searches_before_it_uses_them(lost: bool) ->
     assert found.dram == (2 if lost else 4)
     assert h.cache.space.index.invariant_failures == 0
     assert h.cache.reads.release(h.owner, found.lease.lease_id)
+    finish(h)
+
+
+def test_a_match_of_very_many_chains_that_may_not_wait_is_answered_at_once() -> None:
+    h, keys = CacheRig(regions=40), chain_of(1, 4)
+    namespaces = [h.space(layers=number) for number in range(1, MAX_TOGETHER + 2)]
+    for namespace in namespaces:
+        h.store(namespace, keys)
+    steps = h.cache.reads.match(h.owner, namespaces, keys, 10)
+    next(steps)
+    with pytest.raises(StopIteration) as end:
+        steps.throw(AnswerNow())
+    assert end.value.value.dram == 4
+    assert h.cache.reads.release(h.owner, end.value.value.lease.lease_id)
     finish(h)
 
 
