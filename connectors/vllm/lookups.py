@@ -54,11 +54,23 @@ class Lookups:
         self._specs = specs
         self._queue = JobQueue("tiercache-lookup")
         self._slow = False  # whether the last lookup was; set by their thread
-        self._moved_s = 0.0  # when the last lookup began or ended; set by their thread
+        self._moved_s = 0.0  # when the thread last began or ended work, or was given work after all else
+        self._collected = False  # there is work for the next `begin`
         self._closed = False
-        # Collected tasks begin together: to wake the thread is most of their cost.
-        self.later, self.begin, self.finish = self._queue.later, self._queue.begin, self._queue.finish
-        self.begin_with = self._queue.begin_with
+        self.begin_with, self.finish = self._queue.begin_with, self._queue.finish
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Collect work for the thread. To wake it is most of the cost, so `begin` does that once for all."""
+        self._collected = True
+        self._queue.later(work)
+
+    def begin(self) -> None:
+        """Start the collected work."""
+        if self._collected:
+            self._collected = False
+            if not len(self._queue):
+                self._moved_s = time.monotonic()
+            self._queue.begin()
 
     def prepare(self) -> Lookup:
         """A lookup that `find` is yet to answer."""
@@ -90,8 +102,9 @@ class Lookups:
     def overdue(self, lookup: Lookup, *, slow: bool = False) -> bool:
         """Whether a request should wait no longer for a lookup that is not done. While lookups are quick it waits.
 
-        `slow`: they are for this request.
+        `slow`: they are for this request. Begins what is collected.
         """
+        self.begin()
         now_s = time.monotonic()
         return now_s > lookup.until_s and (slow or self._slow or now_s - self._moved_s > SLOW_LOOKUP_S)
 
@@ -103,6 +116,7 @@ class Lookups:
 
     def _release(self, lookup: Lookup) -> None:
         """In the background thread."""
+        self._moved_s = time.monotonic()
         self._connector.release(lookup.match)
 
     def close(self) -> None:

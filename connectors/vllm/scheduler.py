@@ -189,7 +189,6 @@ class Scheduler:
         lookup = state.lookup
         assert lookup is not None
         if not lookup.done and not self._lookups.overdue(lookup, slow=request.lora_request is not None):
-            self._lookups.begin()
             return None
         if not lookup.done or not lookup.root:
             self._let_go(state)

@@ -101,14 +101,25 @@ def test_requests_wait_past_the_deadline_only_while_lookups_are_quick(cache: Any
     assert lookups.overdue(hanging, slow=True)
 
 
+def test_what_is_asked_long_before_the_first_step_still_waits(
+    cache: Any, lookups: Lookups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may take a whole batch of prompts before it schedules the first of them."""
+    monkeypatch.setattr("tiercache.connectors.vllm.lookups.SLOW_LOOKUP_S", PATIENCE_S)
+    cache.answers.clear()
+    batch = [lookups.ask(lambda: CHAIN) for _ in range(3)]
+    for lookup in batch:
+        lookup.until_s = 0.0
+    assert not any(lookups.overdue(lookup) for lookup in batch)
+
+
 def test_without_a_thread_requests_wait_until_the_deadline(
     cache: Any, lookups: Lookups, no_threads: pytest.MonkeyPatch
 ) -> None:
     lookup = lookups.ask(lambda: CHAIN)
-    lookups.begin()
     assert not lookups.overdue(lookup)
     lookup.until_s = 0.0
-    assert lookups.overdue(lookup)
+    wait_until(lambda: lookups.overdue(lookup))
     lookups.drop(lookup)
     no_threads.undo()
     assert lookups.finish(PATIENCE_S)
