@@ -112,7 +112,7 @@ def test_a_time_is_a_positive_number(name: str, seconds: float) -> None:
 
 
 def test_what_a_hint_may_say() -> None:
-    with pytest.raises(ValueError, match="say one of them"):
+    with pytest.raises(ValueError, match="give only one of them"):
         Hint(done=True, return_in_s=3)
     with pytest.raises(ValueError, match="says nothing"):
         Hint()
