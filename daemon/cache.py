@@ -36,8 +36,8 @@ from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.lower_tier import FlushBelow, NoTierBelow, TierBelow
-from tiercache.daemon.tiers.quarantine import process_gone, session_lost
 from tiercache.daemon.tiers.quotas import Quotas
+from tiercache.daemon.tiers.store_leases import process_gone, session_lost
 from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.protocol.messages import KEY_BYTES
 

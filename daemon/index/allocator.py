@@ -2,8 +2,8 @@
 
 A frame's number is `region_id << 48 | byte offset`, as on the wire. Size classes come from the namespaces. A region
 belongs to one class as long as one of its frames is in use, and can be split anew when all are free. `holders` are
-apart from owners: a frame given back while something outside (a ZeroMQ send, later a disk) still reads it becomes free
-only when that has ended.
+apart from owners: a frame given back while something outside (a ZeroMQ send, a write to a disk) still reads it becomes
+free only when that has ended.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy.ma  # imported by `unique` at its first call: 15 ms in the middle o
 import numpy.typing as npt
 
 from tiercache.daemon.index.policy import USED, Touch
-from tiercache.daemon.policies.requests import Again
+from tiercache.daemon.policies.repeated_lookups import Again
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
     AGES,

@@ -64,9 +64,10 @@ class _NoFlush:
 
 
 class TierBelow(Protocol):
-    """What the DRAM tier asks and tells the tier below it. Event loop only; never blocks. No tier has no name."""
+    """What the DRAM tier asks and tells the tier below it. Event loop only; never blocks."""
 
     name: str
+    """Empty where there is no such tier."""
 
     @property
     def grants(self) -> GrantsBelow | None:

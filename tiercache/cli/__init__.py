@@ -5,7 +5,8 @@
     ping, stats, flush, pin, ...            a file for each command: its declaration (options, help) and its work
     bench/, demo/, doctor/, top/            a folder where the work takes several files; `command` declares it
                         ↓
-    declare, connection, report, ...        declare a command, reach the daemon, print, exit statuses
+    declare, connection, report, readings,  for all commands: declare one, reach the daemon, print, take figures
+    hardware, exit_status, unnamed_file
 
 A new command is a file with a function under `@declare.command`, and a line in `commands`. `daemon`, `serve` and `http`
 read their own command lines. Whatever takes long to import is imported in the function: each help must come at once.

@@ -3,11 +3,13 @@
 `tiercache daemon --http 127.0.0.1:8181` starts it, `tiercache http` runs it alone. It is an ordinary client of the
 daemon, so an HTTP request costs the daemon's loop no more than a client's request. Needs the extra `http`.
 
-    server ──► app: routes ──► metrics ◄── families: every metric; readings: how it is read from the stats
+    server ──► app: routes ──► metrics ◄── families: the daemon's metrics; readings: how they are read from stats
                            ├─► page, history    the dashboard
                            ├─► affinity, models how much of a prompt is stored
-                           └─► trees, probe     the daemon's stats, shared by all requests; is the data path whole
+                           └─► trees, probe     the daemon's stats, shared by all requests; a test block
     hosts, limits    which requests are taken
 
-A new metric is a `Family` in `families`, a figure in daemon/requests/stats.py, and a row in daemon/MONITORING.md.
+A new metric of the daemon: a counter is a field of daemon/ground/counters.py and a text in `families.COUNTERS`; any
+other figure comes from daemon/requests/stats.py and is a `Family` in `families`. Both have a row in
+daemon/MONITORING.md. `tiercache serve` and vLLM define theirs in serve/metrics.py and connectors/vllm/stats.py.
 """

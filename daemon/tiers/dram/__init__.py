@@ -6,12 +6,13 @@
       ├ read_leases     frames, hold, release; leases expire, or end because they have lost a block
       ├ growing_leases  those that wait for blocks of the tier below (growing_run: for those of one namespace)
       └ pins            prefixes that clients pin
-    writes       reserve, commit, abort; `tiers/quarantine` keeps frames that a client may still write to
+    writes       reserve, commit, abort; `tiers/store_leases` keeps frames that a client may still write to
       ├ pending_blocks  reserved blocks, until they are visible or dropped
       └ write_lease     a store and its blocks, as data
     leases       leases and their owners, as data
     region_shares    whole regions that tenants take, and which of them they give back
     check        whether all of it is consistent
 
-`space` frees a frame when its entry has left the index and the last pin is gone, `writes` one that was never published.
+The index frees a frame when its entry has gone and the last pin with it, `writes` and `pending_blocks` one that was
+never published; in any case after the last reader or disk write that holds it.
 """

@@ -22,7 +22,7 @@ from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.write_lease import BlockPhase, PendingBlock, Reservation, WriteLease
-from tiercache.daemon.tiers.quarantine import StoreLeases
+from tiercache.daemon.tiers.store_leases import StoreLeases
 from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.ground.histograms import LatencyHistogram
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState

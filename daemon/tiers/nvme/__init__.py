@@ -2,7 +2,7 @@
 
 tier ──► keeper     a directory during the daemon's life: opened (opening), given up, opened again;
                     left alone while it hangs (`Shelf.offline`)
-     ──► shelf      one open directory: its index, its slots, rows of an earlier life (recovery, registry)
+     ──► shelf      one open directory: its index, its slots, rows from before the restart (recovery, registry)
      ──► placement, fairness    which directory a chain lives in; whose blocks are evicted
      ──► flushes    each is answered when every directory has it
 inspection          single blocks, as operators ask for them

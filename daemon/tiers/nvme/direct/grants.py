@@ -33,7 +33,7 @@ from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
-from tiercache.daemon.tiers.quarantine import StoreLeases
+from tiercache.daemon.tiers.store_leases import StoreLeases
 from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent

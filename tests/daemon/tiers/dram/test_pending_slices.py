@@ -8,12 +8,12 @@ import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, finish
 from chains import chain_of
 
-from tiercache.daemon.tiers import quarantine
+from tiercache.daemon.tiers import store_leases
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.quarantine import LEASE_STEPS
+from tiercache.daemon.tiers.store_leases import LEASE_STEPS
 from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState
 
 BLOCKS = 6000
@@ -132,7 +132,7 @@ def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 2))
+    monkeypatch.setattr(store_leases, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 2))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, other = h.space(), Owner(b"b" * 16)
     for tag in range(50):
@@ -153,7 +153,7 @@ def test_many_leases_of_a_session_end_in_slices(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
+    monkeypatch.setattr(store_leases, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace = h.space()
     h.store(namespace, chain_of(1, 1))
@@ -176,7 +176,7 @@ def test_leases_that_expire_together_end_in_slices(monkeypatch: pytest.MonkeyPat
 def test_leases_that_others_end_between_two_slices_keep_nothing_back(
     monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    monkeypatch.setattr(quarantine, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
+    monkeypatch.setattr(store_leases, "PLACES_AT_ONCE", 4 * (LEASE_STEPS + 1))
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     namespace, same = h.space(), Owner(h.owner.instance)
     leases = [h.cache.reserve(h.owner, namespace, b"", chain_of(tag, 1), 10).lease_id for tag in range(30)]
