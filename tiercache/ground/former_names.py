@@ -52,9 +52,9 @@ _MOVED = {
         "reuse_pace reuse_stack reuse_tails traffic",
         "tiercache.daemon.requests": "admin_requests=admin desk=context read_requests=reads remote router service "
         "sessions slow stats unsent write_requests=writes",
-        "tiercache.daemon.tiers": "below=lower_tier nvme quotas",
-        "tiercache.daemon.tiers.dram": "books=check cuts=match_ends growth=growing leases reads shares=region_shares "
-        "space unfinished writes",
+        "tiercache.daemon.tiers": "below=lower_tier nvme quotas unfinished",
+        "tiercache.daemon.tiers.dram": "books=check cuts=match_ends growth=growing_run leases reads "
+        "shares=region_shares space writes",
     },
     "tiercache.daemon.nvme": {
         "tiercache.daemon.tiers.nvme": "viewing=inspection",
