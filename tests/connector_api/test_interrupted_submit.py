@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import deque
@@ -28,7 +27,7 @@ class Interrupting(deque[Any]):
 
     def append(self, job: Any) -> None:
         super().append(job)
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
 
 def interrupted(queue: JobQueue, hand_over: Callable[[], object]) -> None:
