@@ -107,7 +107,7 @@ class Server:
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
         self.problem = ""
-        self._serving = False
+        self._serving = self._over = False
         self._working = False
         self._undrained_ticks = 0
         self._requests_seen = 0
@@ -150,6 +150,7 @@ class Server:
         finally:
             if self.recorder is not None:
                 await self.loop.run_in_executor(None, self.recorder.close)
+            self._over = True
             if self.events is not None:
                 self.events.close()
             run_dir.close()
@@ -365,6 +366,8 @@ class Server:
     def _work(self) -> None:
         """Run a slice of deferred work; the loop serves others before the next one."""
         self._working = False  # a slice that fails is tried again at the next tick
+        if self._over:
+            return
         more = self.cache.work()
         if self._serving:
             more = self.service.reads.answer_parked() or more

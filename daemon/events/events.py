@@ -31,9 +31,7 @@ PUBLISH_NS = 1_000_000
 FREED_AT_ONCE = 4096
 """Blocks freed in one go after all were cleared."""
 MAX_FULL = 64
-"""Full batches that may wait before stores do; see `Events.behind`."""
-MOST_FULL = 4 * MAX_FULL
-"""Full batches that may wait at all, with those of other changes; beyond them, each further one publishes one."""
+"""Full batches that may wait; beyond them, each further one publishes one."""
 MAX_BLOCK_BYTES = 64 << 10
 """Of what events say of one block: 16000 tokens."""
 MAX_EXTRA_BYTES = 128 << 10
@@ -349,13 +347,8 @@ class Events:
         self._pending_bytes += token_bytes + _EVENT_BYTES
         if self._pending_bytes >= BATCH_BYTES:
             self._close_batch()
-            if len(self._full) > MOST_FULL:
+            if len(self._full) > MAX_FULL:
                 self._publish_one()
-
-    @property
-    def behind(self) -> bool:
-        """Whether so much waits to be published that no block should arrive before `work` has caught up."""
-        return len(self._full) >= MAX_FULL
 
     def _close_batch(self) -> None:
         if self._pending:

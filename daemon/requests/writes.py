@@ -121,21 +121,15 @@ class WriteRequests:
             request.request_id, self._generation, got.lease_id, got.present, got.directory, extents, got.soon
         )
 
-    def _commit_extents(self, session: Session, request: m.CommitExtents) -> Steps[m.Reply]:
+    def _commit_extents(self, session: Session, request: m.CommitExtents) -> m.Reply:
         if len(request.checksums) % 8 or len(request.checksums) > 8 * m.MAX_RESERVE:
             text = f"checksums must be u64le, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         checksums, grants = m.unpack_checksums(request.checksums), self._below.grants
         states = [m.CommitState.DROPPED] * len(checksums)
         if grants is not None:
-            while grants.tells(session.owner, request.lease) and self._must_wait():
-                yield
             states = grants.commit(session.owner, request.lease, checksums)
         return m.Committed(request.request_id, self._generation, bytes(states))
-
-    def _must_wait(self) -> bool:
-        """Whether events must catch up before they are told of blocks that bypass DRAM: those in DRAM come first."""
-        return self._events is not None and (self._events.behind or self._writes.pending.awaits_events)
 
     def write(self, session: Session, request: m.Write, payload: memoryview) -> m.Reply:
         block = self._writes.writable_block(session.owner, request.lease, request.index)

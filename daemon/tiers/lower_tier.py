@@ -38,9 +38,6 @@ class GrantsBelow(Protocol):
     ) -> Granted:
         """Places for a run of `keys` below `parent` (empty: the root), past those that are here."""
 
-    def tells(self, owner: Owner, lease_id: int) -> bool:
-        """Whether events tell of the blocks of a lease."""
-
     def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
         """The writes have ended; the leading blocks are complete and have these checksums. Ends the lease."""
 

@@ -89,6 +89,7 @@ def test_what_has_begun_is_over_when_the_exception_arrives() -> None:
     queue._wakeups = Wakeups()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         queue.submit(transfer)
+    transfer.abandon()
     assert ended.is_set()
     assert transfer.done()
     queue.close()

@@ -79,9 +79,9 @@ class Transfer(Generic[T]):
         self._limit.annul()
 
     def abandon(self) -> None:
-        """Void it, and wait for a copy in progress: an exception keeps it from whom it was made for.
+        """Void it, and wait for a copy in progress, for 5 s at most: an exception keeps it from its caller.
 
-        The blocks may then change: nothing of it reads or writes them any more, or what it reads is never committed.
+        The blocks may then change: what it has read is never committed, and unless a copy hangs it writes no more.
         """
         self.void()
         if self.began_s:
@@ -161,8 +161,8 @@ class JobQueue:
     def submit(self, transfer: Transfer[Any]) -> bool:
         """Queue a transfer. False when the queue is full or closed, or has no thread and gets none.
 
-        An exception, such as a signal handler's, leaves no transfer behind that does anything: its caller has none to
-        wait for.
+        An exception, such as a signal handler's, leaves no transfer behind that begins anything: its caller has none to
+        wait for. For what it may have begun already, see `Transfer.abandon`.
         """
         if not self._has_thread():
             return False
@@ -174,7 +174,7 @@ class JobQueue:
             self._wakeups.put(None)
             return True
         except BaseException:
-            transfer.abandon()
+            transfer.void()
             self._wakeups.put(None)  # it may be in the queue
             raise
 

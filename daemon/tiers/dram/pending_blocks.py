@@ -17,8 +17,8 @@ from tiercache.protocol.messages import REGION_SHIFT
 
 BLOCKS_AT_ONCE = 1024
 """Published or dropped in one go: a millisecond or two of the event loop. Not less than one commit may name."""
-RUN_BLOCKS = 128
-"""Published before the next look at the time."""
+RUN_BLOCKS, TOLD_BLOCKS = 128, 16
+"""Published before the next look at the time; of those that events tell of, which may be very long, so many."""
 LOOKED_AT_ONCE = 4096
 """Pending blocks checked in one go when a region is emptied."""
 _DROP = 3
@@ -49,7 +49,6 @@ class PendingBlocks:
         self._events = events
         self._settled = settled
         self._ready: deque[PendingBlock] = deque()  # complete, below published blocks: to be published
-        self._told: dict[str, deque[PendingBlock]] = {}  # complete, and waiting for events, by party
         self._doomed: list[PendingBlock] = []  # dropped, with blocks below them still to be dropped
         self._in_namespace: dict[int, dict[PendingBlock, None]] = {}  # by number, since it was flushed
         self._taken_back: dict[int, list[PendingBlock]] = {}  # pending blocks to check, by the region that is emptied
@@ -102,45 +101,21 @@ class PendingBlocks:
     @property
     def publishing(self) -> bool:
         """Whether complete blocks wait for `work` to publish them."""
-        return bool(self._ready or self._told)
-
-    @property
-    def awaits_events(self) -> bool:
-        """Whether some of them wait until events have caught up."""
-        return bool(self._told)
+        return bool(self._ready)
 
     def _publish_some(self, ready: deque[PendingBlock]) -> None:
-        """Publish a slice of `ready`. Blocks that events tell of wait in `_told` while events are behind."""
+        """Publish a slice of `ready`."""
         done, until_ns, look = 0, time.thread_time_ns() + self.publish_ns, RUN_BLOCKS
         while ready and done < BLOCKS_AT_ONCE:
-            if done >= look:
-                if time.thread_time_ns() >= until_ns:
+            if done >= look or self._tells(ready[0]):
+                if done and time.thread_time_ns() >= until_ns:
                     return
                 look = done + RUN_BLOCKS
-            if self._must_wait(ready[0]):
-                block = ready.popleft()
-                self._told.setdefault(block.lease.owner.party, deque()).append(block)
-                done += 1
-            else:
-                done += self._publish_run(ready)
+            done += self._publish_run(ready)
 
-    def _must_wait(self, block: PendingBlock) -> bool:
-        """Whether events must catch up first, with what this writer has stored before or with all."""
-        if self._events is None or block.lease.named is None:
-            return False
-        return self._events.behind or block.lease.owner.party in self._told
-
-    def _publish_told(self) -> None:
-        """Publish a slice of what waited for events: a run of each writer in turn, so that none holds up the others."""
-        until_ns = time.thread_time_ns() + self.publish_ns
-        while self._told and self._events is not None and not self._events.behind:
-            party, ready = next(iter(self._told.items()))
-            del self._told[party]
-            self._publish_run(ready)
-            if ready:
-                self._told[party] = ready
-            if time.thread_time_ns() >= until_ns:
-                return
+    def _tells(self, block: PendingBlock) -> bool:
+        """Whether events tell of a block, perhaps at length: then few are published between two looks at the time."""
+        return self._events is not None and block.lease.named is not None
 
     def _publish_run(self, ready: deque[PendingBlock]) -> int:
         """Make the first block of `ready` visible, and a run of the HELD ones below it; returns how many.
@@ -155,7 +130,7 @@ class PendingBlocks:
         if not index.attached(parent) or self.is_taken_back(block):
             self.drop(block)
             return 1
-        run = complete_run(block, 1 if self._taken_back else RUN_BLOCKS)
+        run = complete_run(block, 1 if self._taken_back else TOLD_BLOCKS if self._tells(block) else RUN_BLOCKS)
         last = run[-1]
         keys, frames = [block.key for block in run], [block.frame for block in run]
         turnover.comes(len(run) * last.lease.frame_bytes, stored=not last.lease.owner.internal)
@@ -283,7 +258,6 @@ class PendingBlocks:
     def work(self) -> None:
         """Publish and drop a slice of what waits for it."""
         self._publish_some(self._ready)
-        self._publish_told()
         self.drop_some()
 
     @property

@@ -175,11 +175,6 @@ class Grants(StoreLeases[Grant]):
 
     # --- commit ----------------------------------------------------------------------------------
 
-    def tells(self, owner: Owner, lease_id: int) -> bool:
-        """Whether events tell of the blocks of a lease."""
-        grant = self._find(owner, lease_id)
-        return grant is not None and not grant.over and grant.named is not None
-
     def commit(self, owner: Owner, lease_id: int, checksums: Sequence[int]) -> list[CommitState]:
         """The writes of a grant have ended, and its leading blocks are complete, with these checksums.
 

@@ -1,4 +1,4 @@
-"""Commits that publish much, or while events are behind: in slices, and answered once their blocks are visible."""
+"""Commits that publish much: in slices, and answered once their blocks are visible."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from cache_rig import FRAME_BYTES, CacheRig, Kept, finish
 from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
-from tiercache.daemon.events.events import MAX_FULL, Events, NamedBlocks
+from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.ground.slices import finish as finished
-from tiercache.daemon.tiers.dram.leases import Owner
-from tiercache.daemon.tiers.dram.pending_blocks import RUN_BLOCKS
+from tiercache.daemon.tiers.dram.pending_blocks import RUN_BLOCKS, TOLD_BLOCKS
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.dram.write_lease import BlockPhase
 from tiercache.daemon.tiers.dram.writes import VISIBLE_WITHIN_S, _some_coming
@@ -150,61 +149,25 @@ class Told(CacheRig):
         return [name for event in told for name in event["block_hashes"]]
 
 
-def test_a_commit_publishes_no_events_and_waits_while_they_are_behind() -> None:
+def test_what_events_tell_of_at_length_becomes_visible_a_few_blocks_at_a_time() -> None:
     h = Told()
-    namespace = h.space()
-    first = h.commit(namespace, 1)
-    next(first)
-    assert h.events.behind
-    assert (h.kept.published, len(h.events._full)) == ([], MAX_FULL)
-    second = h.commit(namespace, 2)
-    next(second)
-    assert not h.kept.published, "only what was put off publishes them"
-    assert not h.cache.match(h.owner, [namespace], chain_of(2, 1), 0).dram
-    assert end_of(h, second) == end_of(h, first) == VISIBLE
-    assert h.names() == [*range(MAX_RESERVE, 3 * MAX_RESERVE)]
-    finish(h)
-
-
-def test_stores_without_events_do_not_wait_for_those_with_events() -> None:
-    h = Told()
-    namespace = h.space()
-    first = h.commit(namespace, 1)
-    next(first)
-    assert h.events.behind
-    lease = h.cache.reserve(h.owner, namespace, b"", chain_of("plain", 3), 10).lease_id
-    assert finished(h.cache.writes.commit_in_slices(h.owner, lease, range(3))) == VISIBLE[:3]
-    assert end_of(h, first) == VISIBLE
-    finish(h)
-
-
-def test_writers_whose_events_must_wait_take_turns() -> None:
-    """One that stores very much holds up another for no longer than it takes to tell of a run."""
-    h = Told()
-    namespace = h.space()
-    greedy = [h.commit(namespace, tag) for tag in (1, 2, 3)]
-    for steps in greedy:
-        next(steps)
-    h.owner = Owner(b"another engine..", party="another")
-    modest = h.cache.reserve(h.owner, namespace, b"", chain_of("modest", 1), 10, named_as(9)).lease_id
-    steps = h.cache.writes.commit_in_slices(h.owner, modest, [0])
-    next(steps)
-    assert end_of(h, steps) == VISIBLE[:1]
-    assert namespace.table.blocks < 2 * MAX_RESERVE
-    for other in greedy:
-        assert end_of(h, other) == VISIBLE
-    finish(h)
-
-
-def test_a_commit_waits_only_a_moment_for_events() -> None:
-    h = Told()
+    h.cache.writes.pending.publish_ns = 0
     namespace = h.space()
     steps = h.commit(namespace, 1)
     next(steps)
+    assert namespace.table.blocks == TOLD_BLOCKS
+    assert end_of(h, steps) == VISIBLE
+    assert h.names() == [*range(MAX_RESERVE, 2 * MAX_RESERVE)]
+    finish(h)
+
+
+def test_a_commit_waits_only_a_moment_for_its_blocks() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
     h.now_s += VISIBLE_WITHIN_S
     with pytest.raises(StopIteration) as end:
         next(steps)
-    assert CommitState.HELD in end.value.value
+    assert set(end.value.value) == {CommitState.VISIBLE, CommitState.HELD}
     finish(h)
     assert namespace.table.blocks == MAX_RESERVE
 
