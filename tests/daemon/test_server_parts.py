@@ -131,6 +131,7 @@ def test_work_goes_on_after_a_part_of_it_has_failed() -> None:
     fake: Any = SimpleNamespace(
         _working=True,
         _serving=True,
+        _over=False,
         cache=SimpleNamespace(work=lambda: True),
         _later=later.append,
         _work=None,
@@ -142,3 +143,6 @@ def test_work_goes_on_after_a_part_of_it_has_failed() -> None:
     fails = False
     Server._work(fake)
     assert (fake._working, later) == (True, [None])
+    fake._over = True  # the sockets close
+    Server._work(fake)
+    assert (fake._working, later) == (False, [None])
