@@ -95,8 +95,10 @@ class PendingBlocks:
     def publish(self, complete: Iterable[PendingBlock]) -> None:
         """Make blocks that are complete now visible, a slice of them; `work` the others."""
         ready = deque(block for block in complete if block.parent_block is None)
-        self._publish_some(ready)  # its own before those that wait: a commit sees its own
-        self._ready.extend(ready)
+        try:
+            self._publish_some(ready)  # its own before those that wait: a commit sees its own
+        finally:
+            self._ready.extend(ready)
 
     @property
     def publishing(self) -> bool:
@@ -120,7 +122,7 @@ class PendingBlocks:
     def _publish_run(self, ready: deque[PendingBlock]) -> int:
         """Make the first block of `ready` visible, and a run of the HELD ones below it; returns how many.
 
-        HELD → VISIBLE, or DROPPED if the parent has gone. `ready` then begins with the HELD blocks below the run.
+        HELD → VISIBLE, or DROPPED if the parent has gone. The HELD blocks below the run then end `ready`.
         """
         index, turnover = self._space.index, self._space.policies.turnover
         block = ready.popleft()
@@ -143,7 +145,7 @@ class PendingBlocks:
         for child in last.children:
             child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins belongs to it
             if child.phase is _HELD:
-                ready.appendleft(child)
+                ready.append(child)  # behind what others have stored: they take turns
         last.children = {}
         return len(run)
 

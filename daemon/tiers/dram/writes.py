@@ -175,7 +175,7 @@ class Writes(StoreLeases[WriteLease]):
     def commit_in_slices(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> Steps[list[CommitState]]:
         """`commit`, until all of these blocks are visible that can be; nearly always that is at once.
 
-        Not for longer than `VISIBLE_WITHIN_S`: what is HELD then becomes visible all the same.
+        After `VISIBLE_WITHIN_S` its next slice ends the wait: what is HELD then becomes visible all the same.
         """
         blocks = self._complete(owner, lease_id, numbers)
         until_s = self._clock_s() + VISIBLE_WITHIN_S

@@ -172,6 +172,54 @@ def test_a_commit_waits_only_a_moment_for_its_blocks() -> None:
     assert namespace.table.blocks == MAX_RESERVE
 
 
+def test_a_writer_that_goes_on_below_its_own_blocks_does_not_keep_others_waiting() -> None:
+    h = CacheRig(region_bytes=16 * MAX_RESERVE * FRAME_BYTES)
+    h.cache.writes.pending.publish_ns = 0
+    namespace = h.space()
+    ours = chain_of("ours", 2 * RUN_BLOCKS)
+    theirs = chain_of("theirs", 20 * RUN_BLOCKS)
+
+    def commit(keys: bytes, first: int, count: int) -> None:
+        part = keys[first * 16 : (first + count) * 16]
+        lease = h.cache.reserve(h.owner, namespace, keys[max(0, first - 1) * 16 : first * 16], part, 10).lease_id
+        for _ in h.cache.writes.commit_in_slices(h.owner, lease, range(count)):
+            break
+
+    commit(theirs, 0, 2 * RUN_BLOCKS)
+    commit(ours, 0, 2 * RUN_BLOCKS)
+    for round_ in range(2):
+        commit(theirs, (2 + round_) * RUN_BLOCKS, RUN_BLOCKS)
+        h.cache.work()
+    assert h.cache.match(h.owner, [namespace], ours, 0).dram == 2 * RUN_BLOCKS
+    finish(h)
+
+
+def test_what_could_not_be_published_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = wide()
+    namespace, keys = h.space(), chain_of(1, 1)
+    lease = h.cache.reserve(h.owner, namespace, b"", keys, 10).lease_id
+    for tag in (2, 3):
+        below = h.cache.reserve(h.owner, namespace, keys, chain_of(tag, 1), 10).lease_id
+        assert h.cache.writes.commit(h.owner, below, [0]) == [CommitState.HELD]
+    show, times = h.cache.writes.pending._show, []
+
+    def once(*arguments: Any) -> None:
+        show(*arguments)
+        times.append(1)
+        if len(times) == 1:
+            monkeypatch.setattr(h.cache.writes.pending, "_publish_run", broken)
+
+    def broken(ready: Any) -> int:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(h.cache.writes.pending, "_show", once)
+    with pytest.raises(MemoryError):
+        h.cache.writes.commit(h.owner, lease, [0])
+    finish(h)
+    assert namespace.table.blocks == 3
+
+
 def test_to_see_whether_blocks_are_coming_takes_few_steps_whatever_a_commit_names() -> None:
     steps = 0
 
