@@ -167,7 +167,7 @@ def test_43_a_receiver_out_of_descriptors_says_so(closing: ExitStack) -> None:
         send_packet(ours, b"regions", fds)
         with few_files(spare), pytest.raises(ProtocolError, match="open files"):
             receive_packet(theirs)
-        assert open_fds(os.getpid()) == before, "those that came are closed again"
+        assert open_fds(os.getpid()) <= before, "those that came are closed again"
     send_packet(ours, b"regions", fds)
     data, got = receive_packet(theirs)
     for fd in got:
@@ -185,7 +185,7 @@ def test_43_more_descriptors_than_allowed_are_no_packet(closing: ExitStack) -> N
         socket.send_fds(ours, [b"many"], fds[:count])
         with pytest.raises(ProtocolError):
             receive_packet(theirs)
-        assert open_fds(os.getpid()) == before
+        assert open_fds(os.getpid()) <= before
 
 
 def test_43_an_engine_out_of_descriptors_runs_without_its_cache(
