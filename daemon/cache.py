@@ -167,8 +167,8 @@ class Cache:
     def work(self) -> bool:
         """Run deferred work, a slice of each kind in turn; True while there is more.
 
-        Each slice is a millisecond or two. After `work_ns` the loop serves others first, and the kinds that had no turn
-        come next: many kinds together never take much longer than one.
+        Each slice is a millisecond or two, or 4 for what commits publish. After `work_ns` the loop serves others first
+        and the kinds that had no turn come next: many kinds together never take much longer than one.
         """
         until_ns = time.thread_time_ns() + self.work_ns
         for kind in self._round:

@@ -65,7 +65,7 @@ IDLE_S = 0.25
 WORK_NS = 2_000_000
 """Deferred work stops after so long to serve others; the slice in progress is finished."""
 PUBLISH_NS = 4_000_000
-"""A commit publishes for so long at most before others are served; the largest usual one takes less."""
+"""A commit publishes for so long before others are served; the run in progress is finished. Usual ones take less."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
 

@@ -87,9 +87,9 @@ class Match:
         """The keys of the run, when blocks below DRAM stay there for us to read; else empty."""
         return self._keys
 
-    def frames(self, namespace_id: int, first: int, count: int) -> bytes:
+    def frames(self, namespace: int, first: int, count: int) -> bytes:
         """The frames of blocks `first ..< first + count` as far as they came with the match, packed."""
-        return self._frames.get(namespace_id, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
+        return self._frames.get(namespace, b"")[first * FRAME_BYTES : (first + count) * FRAME_BYTES]
 
     def take(self) -> tuple[Session, int] | None:
         """Session and lease, for the first caller, who must end it; None for later ones, and for a miss."""
