@@ -410,10 +410,10 @@ class Catalog:
                 self._fail(problem)
                 self._put_off(batch)
             else:
+                self._in_hand = 0
                 self._answer(batch, True)
         elif self._disk_bytes > TRUNCATE_WAL_BYTES:
             self._truncate_log(db)
-        self._in_hand = 0
 
     def _collect(self) -> list[_Change]:
         """The changes of the next transaction; none after `IDLE_S`, or when a retry is due."""
@@ -422,17 +422,17 @@ class Catalog:
             first = self._changes.get(timeout=wait_s)
         except queue.Empty:
             return []
+        self._in_hand = 1
         if self._changes.qsize() < BATCH_OPS:
             self._hurry.wait(COLLECT_S)
         self._hurry.clear()
         batch = [] if first is None else [first]
         with suppress(queue.Empty):
             while len(batch) < BATCH_OPS:
-                self._in_hand = len(batch)
                 change = self._changes.get_nowait()
+                self._in_hand += 1
                 if change is not None:
                     batch.append(change)
-        self._in_hand = len(batch)
         return batch
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Change]) -> str:
@@ -481,6 +481,7 @@ class Catalog:
                 self._kept.pop(change.name, None)
                 self._kept[change.name] = change
             self._refused_rows |= isinstance(change, _RowChange)
+        self._in_hand = 0
         self._answer(batch, False)
 
     def _without_burials(self, batch: Sequence[_Change]) -> list[_Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +112,24 @@ def test_answers_come_on_the_loop_in_order(bench: Bench) -> None:
     assert answers.got == [(number, True) for number in range(3000)]
     assert catalog.pending == 0
     assert catalog.commits <= 10  # and not one each
+
+
+def test_a_change_is_pending_from_its_posting_to_its_commit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog, _ = bench.open()
+    seen = []
+
+    class Collecting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            seen.append(catalog.pending)
+            return True
+
+    monkeypatch.setattr(catalog, "_hurry", Collecting())
+    answers = Answers()
+    for number in range(3):
+        catalog.insert(number, row(number), answers(number))
+        bench.loop.until(lambda: len(answers.got) == number + 1)  # noqa: B023  # called at once
+        assert catalog.pending == 0
+    assert seen == [1, 1, 1]
 
 
 def test_an_answer_that_raises_stops_no_other(bench: Bench) -> None:
