@@ -3,13 +3,13 @@
 `tiercache daemon --http 127.0.0.1:8181` starts it, `tiercache http` runs it alone. It is an ordinary client of the
 daemon, so an HTTP request costs the daemon's loop no more than a client's request. Needs the extra `http`.
 
-    server ──► app: routes ──► metrics ◄── families: the daemon's metrics; readings: how they are read from stats
+    server ──► app: routes ──► metrics ◄── families ◄── measured/: the daemon's metrics; readings: as read from stats
                            ├─► page, history    the dashboard
                            ├─► affinity, models how much of a prompt is stored
                            └─► trees, probe     the daemon's stats, shared by all requests; a test block
     hosts, limits    which requests are taken
 
-A new metric of the daemon: a counter is a field of daemon/ground/counters.py and a text in `families.COUNTERS`; any
-other figure comes from daemon/requests/stats.py and is a `Family` in `families`. Both have a row in
+A new metric of the daemon: a counter is a field of daemon/ground/counters.py and a text in measured/counters.py; any
+other figure comes from daemon/requests/stats.py and is a `Family` in measured/. Both have a row in
 daemon/MONITORING.md. `tiercache serve` and vLLM define theirs in serve/metrics.py and connectors/vllm/stats.py.
 """

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tiercache.ground.histograms import cumulative
-from tiercache.http.families import FAMILIES, Family
+from tiercache.http.families import FAMILIES
+from tiercache.http.measured.family import Family
 from tiercache.http.readings import Samples, Tree
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
