@@ -21,7 +21,8 @@ from tiercache.ground.units import format_bytes, parse_bytes
 from tiercache.protocol.messages import Check, CheckReply, ErrorCode
 
 if TYPE_CHECKING:
-    from tiercache.daemon.tiers.nvme.check.directory_check import Progress, Report
+    from tiercache.daemon.tiers.nvme.check.directory_check import Progress
+    from tiercache.daemon.tiers.nvme.check.findings import Report
 
 DEFAULT_SAMPLE = 1000
 ALL = -1

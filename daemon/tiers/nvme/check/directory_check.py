@@ -10,17 +10,11 @@ of findings, and of all blocks behind them, which would be misses anyway; no blo
 
 from __future__ import annotations
 
-import mmap
 import os
-import random
 import time
-from array import array
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
-
-import msgspec
 
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
     check_database,
@@ -30,11 +24,12 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
     read_state,
     set_aside,
 )
-from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
-from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row, segment_and_slot
+from tiercache.daemon.tiers.nvme.catalog.rows import PlacedRow
+from tiercache.daemon.tiers.nvme.check.block_reader import BlockReader
+from tiercache.daemon.tiers.nvme.check.chains import BAD, FLUSHED, UNKNOWN, Chains
+from tiercache.daemon.tiers.nvme.check.findings import Findings, Report, where
+from tiercache.daemon.tiers.nvme.check.tables import Tables
 from tiercache.daemon.tiers.nvme.disk import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
-from tiercache.daemon.tiers.nvme.disk.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, holds_data
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.lock import LockedBy, take_lock
@@ -42,36 +37,14 @@ from tiercache.daemon.tiers.nvme.disk.segment_files import segment_id
 from tiercache.daemon.tiers.nvme.disk.superblock import DamagedSuperblock, NewerSuperblock, Superblock, read_superblock
 from tiercache.errors import CatalogUnavailable, ConfigError
 from tiercache.ground.units import round_up
-from tiercache.protocol.checksums import KINDS, block_checksum, block_seed
-from tiercache.protocol.namespaces import NamespaceSpec
 
 DEFAULT_SAMPLE = 1000
 DEFAULT_RATE = 200 << 20
-MAX_NAMED = 20
-"""Findings of one kind that are named; the rest are counted."""
-
 ALL = -1
 """As a sample: every block."""
 
 Progress = Callable[[str, int, int], None]
 """What is being checked, how far, and how many there are (0: not known)."""
-
-_ROOT, _MISSING = -1, -2
-_UNKNOWN, _WALKING, _GOOD, _FLUSHED, _ORPHAN, _BAD, _BEHIND = range(7)
-
-
-@dataclass(slots=True)
-class Report:
-    """The result for one directory."""
-
-    path: Path
-    findings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    rows: int = 0
-    scanned_blocks: int = 0
-    scanned_bytes: int = 0
-    deleted_rows: int = 0
-    """Rows deleted by a repair."""
 
 
 def check_directory(
@@ -114,29 +87,6 @@ def check_directory(
         os.close(lock_fd)
 
 
-class _Kinds:
-    """Findings by kind, the first ones of each by name."""
-
-    def __init__(self) -> None:
-        self._named: dict[str, list[str]] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, kind: str, text: str) -> None:
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        named = self._named.setdefault(kind, [])
-        if len(named) < MAX_NAMED:
-            named.append(text)
-
-    def lines(self) -> list[str]:
-        found = []
-        for kind, texts in self._named.items():
-            found += texts
-            more = self._counts[kind] - len(texts)
-            if more:
-                found.append(f"{kind}: {more:,} more")
-        return found
-
-
 class _Check:
     """One check of one directory, by a single thread; may block anywhere."""
 
@@ -144,21 +94,12 @@ class _Check:
         self.path = path
         self.report = Report(path)
         self._progress = progress
-        self._kinds = _Kinds()
+        self._findings = Findings()
         self._files: dict[int, int] = {}  # bytes by segment
         self._geometry = Superblock(b"", 0, 0)
-        self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}  # spec and oldest epoch by number
-        self._tombstones: dict[tuple[int, bytes], int] = {}
-        self._segments: dict[int, int] = {}
-        self._lost_segments: list[int] = []
-        # Readable rows, numbered in order of their places:
-        self._places = array("q")
-        self._parents = array("q")
-        self._states = array("B")
-        self._epochs = array("I")
-        self._numbers: dict[bytes, int] = {}
+        self._tables: Tables  # from the time that the database was read
+        self._chains = Chains()
         self._damaged: list[int] = []  # places
-        self._sequence = 0
 
     def run(self, sample: int, rate: int, repair: bool) -> Report:
         """See `check_directory`."""
@@ -169,13 +110,11 @@ class _Check:
                 self._check_segments()
                 self._read_rows()
                 self._link_rows()
-                self._judge()
-                self._tell_orphans()
                 self._scan(sample, rate)
         except CatalogUnavailable as error:  # rows that SQLite could not read to the end
             readable = False
-            self._kinds.add("database", f"{error}: every block here is lost")
-        report.findings = self._kinds.lines()
+            self._findings.add("database", f"{error}: every block here is lost")
+        report.findings = self._findings.lines()
         if repair and report.findings and self._geometry.segment_bytes:
             self._repair(readable)
         return report
@@ -194,7 +133,9 @@ class _Check:
                 f"nvme directory {self.path} was made by a newer tiercache ({error}): check it with that one"
             ) from None
         if found is None:
-            self._kinds.add("superblock", f"superblock: {why}; the next daemon puts the content aside and starts empty")
+            self._findings.add(
+                "superblock", f"superblock: {why}; the next daemon puts the content aside and starts empty"
+            )
             return False
         self._geometry = found
         return True
@@ -203,31 +144,19 @@ class _Check:
         """Read the small tables; False when no row can be trusted."""
         if is_empty(self.path):
             if any((self.path / "segments").glob("*.seg")):
-                self._kinds.add("database", f"{DATABASE_NAME}: there is none, so the segments' blocks are lost")
+                self._findings.add("database", f"{DATABASE_NAME}: there is none, so the segments' blocks are lost")
             return False
         try:
             state = read_state(self.path, self._geometry.directory_id)
         except CatalogUnavailable as error:
-            self._kinds.add("database", f"{error}: every block here is lost")
+            self._findings.add("database", f"{error}: every block here is lost")
             return False
         self._progress("database", 0, 0)
         problems = check_database(self.path)
         for problem in problems:
-            self._kinds.add("database", f"{DATABASE_NAME}: {problem}")
-        self._take_state(state)
+            self._findings.add("database", f"{DATABASE_NAME}: {problem}")
+        self._tables = Tables(state, self._geometry.segment_bytes)
         return not problems
-
-    def _take_state(self, state: CatalogState) -> None:
-        for saved in state.namespaces:
-            try:
-                spec = msgspec.msgpack.decode(saved.spec, type=NamespaceSpec)
-            except msgspec.MsgspecError:
-                continue  # its rows are those of an unknown namespace
-            if spec.problem() is None and spec.fingerprint() == saved.fingerprint:
-                self._namespaces[saved.number] = spec, saved.epoch
-        self._tombstones = {(stone.namespace, stone.key): stone.epoch for stone in state.tombstones}
-        self._segments = dict(state.segments)
-        self._sequence = state.next_sequence - 1
 
     def _check_segments(self) -> None:
         size_bytes = self._geometry.segment_bytes
@@ -238,24 +167,24 @@ class _Check:
                 self.report.notes.append(f"segments/{name} is none of ours, left alone")
                 continue
             self._files[number] = (folder / name).lstat().st_size
-            if number not in self._segments:
+            if number not in self._tables.segments:
                 whole = self._files[number] == size_bytes
                 what = "not in use yet" if whole else "not made to its end, the next daemon removes it"
                 self.report.notes.append(f"segment {number}: {what}")
-        for number, slot_bytes in self._segments.items():
+        for number, slot_bytes in self._tables.segments.items():
             if self._files.get(number) != size_bytes:
                 has = f"has {self._files[number]} bytes, not {size_bytes}" if number in self._files else "has no file"
             elif slot_bytes <= 0 or slot_bytes % PAGE_BYTES or slot_bytes > size_bytes:
                 has = f"is divided into slots of {slot_bytes} bytes"
             else:
                 continue
-            self._lost_segments.append(number)
-            self._kinds.add("segments", f"segment {number} {has}: its blocks are lost")
+            self._tables.lost_segments.append(number)
+            self._findings.add("segments", f"segment {number} {has}: its blocks are lost")
 
     # --- rows ------------------------------------------------------------------------------------
 
     def _read_rows(self) -> None:
-        """Check every row by itself, and number the readable ones."""
+        """Check every row by itself, and add the readable ones to the chains."""
         highest = 0
         for place, row in check_rows(self.path):
             self.report.rows += 1
@@ -263,135 +192,50 @@ class _Check:
                 self._progress("rows", self.report.rows, 0)
             if row is None:
                 self._damaged.append(place)
-                self._kinds.add("damaged rows", f"{_where(place)}: the row is damaged")
+                self._findings.add("damaged rows", f"{where(place)}: the row is damaged")
                 continue
-            number = len(self._places)
-            self._places.append(place)
-            self._parents.append(_MISSING)
-            self._epochs.append(row.epoch)
             highest = max(highest, row.sequence)
-            state = _UNKNOWN
-            if (problem := self._problem(place, row)) is not None:
-                state = _BAD
-                self._kinds.add(problem[0], f"{_where(place)}: {problem[1]}")
-            elif self._is_flushed(row):
-                state = _FLUSHED
-            name = _name(row.namespace, row.key)
-            if state != _BAD and (other := self._numbers.setdefault(name, number)) != number:
-                state = _BAD
-                twice = f"block {row.key.hex()} is also in {_where(self._places[other])}"
-                self._kinds.add("blocks in two slots", f"{_where(place)}: {twice}")
-            self._states.append(state)
-        if highest > self._sequence:
-            text = f"{self._sequence} insertions are counted, a row has number {highest}"
-            self._kinds.add("counters", f"{DATABASE_NAME}: {text}")
-            self._sequence = highest
+            state = UNKNOWN
+            if (problem := self._tables.problem(place, row)) is not None:
+                state = BAD
+                self._findings.add(problem[0], f"{where(place)}: {problem[1]}")
+            elif self._tables.is_flushed(row):
+                state = FLUSHED
+            if (other := self._chains.add(place, row, state)) is not None:
+                twice = f"block {row.key.hex()} is also in {where(other)}"
+                self._findings.add("blocks in two slots", f"{where(place)}: {twice}")
+        if highest > self._tables.sequence:
+            text = f"{self._tables.sequence} insertions are counted, a row has number {highest}"
+            self._findings.add("counters", f"{DATABASE_NAME}: {text}")
+            self._tables.sequence = highest
 
-    def _problem(self, place: int, row: Row) -> tuple[str, str] | None:
-        """What cannot be true of a row, as a kind and in words."""
-        segment, slot = segment_and_slot(place)
-        slot_bytes = self._segments.get(segment)
-        if place < 0 or slot_bytes is None or segment in self._lost_segments:
-            return "rows outside segments", f"there is no segment {segment} in which it could be"
-        offset = slot * PAGE_BYTES
-        if offset % slot_bytes:
-            return "overlapping rows", f"offset {offset} is no slot of {slot_bytes} bytes, so it overlaps others"
-        if offset + slot_bytes > self._geometry.segment_bytes:
-            return "rows outside segments", f"its slot at {offset} ends behind the segment"
-        known = self._namespaces.get(row.namespace)
-        if known is None:
-            return "unknown namespaces", f"namespace {row.namespace} is not known"
-        spec, _ = known
-        needed = sealed_bytes(spec.frame_bytes, spec.block_bytes) if row.codec & codecs.SEALED else spec.frame_bytes
-        if slot_bytes not in (needed, sealed_bytes(spec.frame_bytes, spec.block_bytes)):
-            wanted = f"blocks of its namespace need slots of {needed} bytes, these have {slot_bytes}"
-            return "wrong slot sizes", wanted
-        if row.length != spec.block_bytes:
-            return "wrong lengths", f"{row.length} bytes, blocks of its namespace have {spec.block_bytes}"
-        if spec.window_blocks and row.parent != ROOT_KEY:
-            return "chains of windows", "a block of a windowed namespace names a block before it"
-        if row.kind not in KINDS or not codecs.known(row.codec):
-            return "unknown forms", f"codec {row.codec} or checksum kind {row.kind} is not known"
-        if not plausible_length(row.codec, row.stored_length, row.length):
-            return "wrong lengths", f"{row.stored_length} bytes are stored of a block of {row.length}"
-        return None
-
-    def _is_flushed(self, row: Row) -> bool:
-        stone = self._tombstones.get((row.namespace, row.key), 0)
-        return row.epoch < max(self._namespaces[row.namespace][1], stone)
-
-    # --- chains ----------------------------------------------------------------------------------
+    def _readable_rows(self) -> Iterator[PlacedRow]:
+        return ((place, row) for place, row in check_rows(self.path) if row is not None)
 
     def _link_rows(self) -> None:
-        number = 0
-        for _, row in check_rows(self.path):
-            if row is None:
-                continue
-            if row.parent == ROOT_KEY:
-                self._parents[number] = _ROOT
-            else:
-                parent = self._parents[number] = self._numbers.get(_name(row.namespace, row.parent), _MISSING)
-                # The row of a block that was flushed by its key may be deleted already, or replaced by one stored
-                # since, while the rows behind it remain.
-                stone = self._tombstones.get((row.namespace, row.parent), 0)
-                since = stone if parent == _MISSING else self._epochs[parent]
-                if self._states[number] == _UNKNOWN and row.epoch < since:
-                    self._states[number] = _FLUSHED
-            number += 1
-        self._numbers.clear()
-
-    def _judge(self) -> None:
-        """Follow every chain to its root: each row has a state afterwards."""
-        states, parents = self._states, self._parents
-        for start in range(len(states)):
-            path = []
-            at = start
-            while at >= 0 and states[at] == _UNKNOWN:
-                states[at] = _WALKING
-                path.append(at)
-                at = parents[at]
-            if not path:
-                continue
-            if at == _ROOT:
-                verdict = _GOOD
-            elif at == _MISSING or states[at] == _WALKING:  # the second is a cycle
-                states[path.pop()] = _ORPHAN
-                verdict = _BEHIND
-            else:
-                verdict = states[at] if states[at] in (_GOOD, _FLUSHED) else _BEHIND
-            for number in path:
-                states[number] = verdict
-
-    def _tell_orphans(self) -> None:
-        for number, state in enumerate(self._states):
-            if state == _ORPHAN:
-                where = _where(self._places[number])
-                self._kinds.add("rows without a parent", f"{where}: the block before it is not here")
-        if flushed := self._states.count(_FLUSHED):
+        self._chains.link(self._readable_rows(), self._tables.flushed_before)
+        for place in self._chains.orphans():
+            self._findings.add("rows without a parent", f"{where(place)}: the block before it is not here")
+        if flushed := self._chains.flushed_count:
             self.report.notes.append(f"{flushed:,} flushed blocks whose rows the next daemon removes")
 
     # --- bytes -----------------------------------------------------------------------------------
 
     def _scan(self, sample: int, rate: int) -> None:
         """Read blocks and compare them with their checksums."""
-        good = self._states.count(_GOOD)
+        good = self._chains.good_count
         total = good if sample == ALL else min(sample, good)
         if total == 0:
             return
-        chosen = self._choose(total) if total < good else None
-        bad = 0
+        bad: list[int] = []
         unreadable_codecs: dict[str, int] = {}
-        with closing(_BlockReader(self.path)) as reader:
+        with closing(BlockReader(self.path)) as reader:
             started_s = time.monotonic()
-            for number, place, row in self._good_rows():
-                if chosen is not None and number not in chosen:
-                    continue
-                spec, _ = self._namespaces[row.namespace]
-                problem = reader.problem(place, row, spec.fingerprint())
+            for number, place, row in self._chains.good(self._readable_rows(), total):
+                problem = reader.problem(place, row, self._tables.fingerprint(row.namespace))
                 if problem:
-                    bad += 1
-                    self._states[number] = _BAD
-                    self._kinds.add("bad blocks", f"{_where(place)}: {problem}")
+                    bad.append(number)
+                    self._findings.add("bad blocks", f"{where(place)}: {problem}")
                 elif row.codec != codecs.RAW and not _has_library(row.codec):
                     name = codecs.codec_name(row.codec)
                     unreadable_codecs[name] = unreadable_codecs.get(name, 0) + 1
@@ -404,27 +248,7 @@ class _Check:
         for name, count in unreadable_codecs.items():
             self.report.notes.append(f"{count:,} blocks are stored with {name}, whose library is not installed")
         if bad:
-            self._judge_again()
-
-    def _choose(self, count: int) -> set[int]:
-        numbers = array("q", (number for number, state in enumerate(self._states) if state == _GOOD))
-        return {numbers[at] for at in random.sample(range(len(numbers)), count)}
-
-    def _good_rows(self) -> Iterator[tuple[int, int, Row]]:
-        number = 0
-        for place, row in check_rows(self.path):
-            if row is None:
-                continue
-            if self._states[number] == _GOOD:
-                yield number, place, row
-            number += 1
-
-    def _judge_again(self) -> None:
-        """Blocks behind a bad one are bad too."""
-        for number, state in enumerate(self._states):
-            if state == _GOOD:
-                self._states[number] = _UNKNOWN
-        self._judge()
+            self._chains.spoil(bad)
 
     # --- repairing -------------------------------------------------------------------------------
 
@@ -438,70 +262,12 @@ class _Check:
                 if segment_id(name) is not None:
                     (self.path / "segments" / name).unlink()
             return
-        gone = [*self._damaged]
-        gone += [place for place, state in zip(self._places, self._states, strict=True) if state >= _ORPHAN]
-        mend(self.path, gone, self._lost_segments, self._sequence)
+        gone = [*self._damaged, *self._chains.lost()]
+        mend(self.path, gone, self._tables.lost_segments, self._tables.sequence)
         self.report.deleted_rows = len(gone)
-        for number in self._lost_segments:
+        for number in self._tables.lost_segments:
             if self._files.get(number, self._geometry.segment_bytes) != self._geometry.segment_bytes:
                 (self.path / "segments" / f"{number:08d}.seg").unlink()
-
-
-class _BlockReader:
-    """Reads blocks of a closed directory, bypassing the page cache where possible. Blocks."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._area = mmap.mmap(-1, PAGE_BYTES)
-        self._segment = -1
-        self._files = ExitStack()
-        self._fd = -1
-
-    def close(self) -> None:
-        self._files.close()
-
-    def problem(self, place: int, row: Row, fingerprint: str) -> str:
-        """What is wrong with a block's bytes; empty when they are right."""
-        segment, slot = segment_and_slot(place)
-        size = round_up(row.stored_length, PAGE_BYTES)
-        if len(self._area) < size:
-            self._area = mmap.mmap(-1, size)
-        view = memoryview(self._area)[:size]
-        try:
-            if segment != self._segment:
-                self._open(segment)
-            done = 0
-            while done < size:
-                count = os.preadv(self._fd, [view[done:]], slot * PAGE_BYTES + done)
-                if count == 0:
-                    return f"the segment ends {size - done} bytes too early"
-                done += count
-        except OSError as error:
-            return f"cannot be read: {error.strerror}"
-        seed = block_seed(row.key, fingerprint, row.length, row.codec, row.kind)
-        if block_checksum(view[: row.stored_length], seed, row.kind) != row.checksum:
-            return f"the bytes of block {row.key.hex()} fail their checksum"
-        return ""
-
-    def _open(self, segment: int) -> None:
-        self._files.close()
-        path = self._path / "segments" / f"{segment:08d}.seg"
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self._fd = os.open(path, flags | os.O_DIRECT)
-        except OSError:
-            self._fd = os.open(path, flags)
-        self._files.callback(os.close, self._fd)
-        self._segment = segment
-
-
-def _name(namespace: int, key: bytes) -> bytes:
-    return namespace.to_bytes(4, "little") + key
-
-
-def _where(place: int) -> str:
-    segment, slot = segment_and_slot(place)
-    return f"segment {segment} offset {slot * PAGE_BYTES}"
 
 
 def _has_library(codec: int) -> bool:

@@ -17,7 +17,8 @@ from cluster import BLOCK_BYTES, Cluster
 
 from tiercache.daemon.tiers.nvme.catalog.database import row_checksum as _checksum
 from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row
-from tiercache.daemon.tiers.nvme.check.directory_check import ALL, MAX_NAMED, Report, check_directory
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
+from tiercache.daemon.tiers.nvme.check.findings import MAX_NAMED, Report
 from tiercache.daemon.tiers.nvme.disk.lock import take_lock
 from tiercache.errors import ConfigError
 from tiercache.protocol.namespaces import NamespaceSpec
