@@ -28,11 +28,11 @@ def fail(name: str, number: int, code: int = errno.EIO) -> Callable[[str, int], 
 
 def hang(catalog: Catalog) -> threading.Event:
     """The database's disk hangs until the event is set."""
-    gate, commit = threading.Event(), catalog._commit
+    gate, commit = threading.Event(), catalog._writer._commit
 
     def hanging(db: Any, batch: Any) -> str:
         assert gate.wait(30)
         return commit(db, batch)
 
-    catalog._commit = hanging  # type: ignore[method-assign]
+    catalog._writer._commit = hanging  # type: ignore[method-assign]
     return gate

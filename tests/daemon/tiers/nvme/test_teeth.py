@@ -243,14 +243,14 @@ def test_a_row_that_was_refused_is_asked_for_again(tmp_path: Path) -> None:
         space, chain = rig.namespace(), chain_of("a", 20)
         rig.store(space, chain_of("first", 1))
         await rig.settled()
-        catalog = rig.shelves[0].catalog
-        commit, full = catalog._commit, threading.Event()
+        writer = rig.shelves[0].catalog._writer
+        commit, full = writer._commit, threading.Event()
         full.set()
-        catalog._commit = lambda db, batch: "full" if full.is_set() else commit(db, batch)  # type: ignore[method-assign]
+        writer._commit = lambda db, batch: "full" if full.is_set() else commit(db, batch)  # type: ignore[method-assign]
         rig.store(space, chain)
         await rig.until(lambda: rig.tier.stats()["blocks"] == 21 and len(rig.shelves[0]._unrecorded) > 0)
         full.clear()
-        await rig.until(lambda: not rig.shelves[0]._unrecorded and not catalog.error)
+        await rig.until(lambda: not rig.shelves[0]._unrecorded and not writer.error)
         await rig.settled()
         await rig.crash()
         again = await TierRig(tmp_path).open()

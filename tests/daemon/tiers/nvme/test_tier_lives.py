@@ -155,9 +155,9 @@ def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             return None
 
-        commit = one.catalog._commit
+        commit = one.catalog._writer._commit
         disk.hook = read_only
-        one.catalog._commit = lambda db, batch: "attempt to write a readonly database"  # type: ignore[method-assign]
+        one.catalog._writer._commit = lambda db, batch: "attempt to write a readonly database"  # type: ignore[method-assign]
         for number in range(3):
             rig.store(space, chain_of(str(number), 10))
             for _ in range(50):
@@ -169,7 +169,7 @@ def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
         assert not await rig.flush(), "a flush that no disk has noted is no flush"
         assert await rig.load(space, chain) == 0, "here it is one all the same"
         disk.hook = lambda name, size: None
-        one.catalog._commit = commit  # type: ignore[method-assign]
+        one.catalog._writer._commit = commit  # type: ignore[method-assign]
         one.health.off_until_s = 0.0
         await rig.until(lambda: not one.catalog.error)
         rig.store(space, chain)

@@ -88,8 +88,8 @@ def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> N
             await rig.settled()
         one = rig.shelves[0]
         before = rig.tier.stats()["blocks"]
-        commit = one.catalog._commit
-        one.catalog._commit = lambda db, batch: "database or disk is full"  # type: ignore[method-assign]
+        commit = one.catalog._writer._commit
+        one.catalog._writer._commit = lambda db, batch: "database or disk is full"  # type: ignore[method-assign]
         rig.store(space, chain_of("more", 40))
         await rig.until(lambda: bool(one.catalog.error))
         for _ in range(300):
@@ -98,7 +98,7 @@ def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> N
         assert rig.tier.stats()["blocks"] >= before - 64 - 40
         assert any("full" in reason for reason in rig.tier.reasons())
         assert one.slots.lost > 0, "slots whose old row is still there are not used"
-        one.catalog._commit = commit  # type: ignore[method-assign]
+        one.catalog._writer._commit = commit  # type: ignore[method-assign]
         await rig.until(lambda: not one.catalog.error and one.slots.lost == 0)
         await rig.settled()
         rig.check()

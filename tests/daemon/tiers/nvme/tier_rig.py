@@ -118,7 +118,7 @@ class TierRig:
         for shelf in self.shelves:
             self.disks[shelf.directory.path].gate.set()
             shelf.queue.stop(time.monotonic() + DEADLINE_S)
-            shelf.catalog._abandoned = shelf.catalog._closing = True  # what waits for a commit is lost
+            shelf.catalog._writer.give_up()  # what waits for a commit is lost
             shelf.catalog.close(DEADLINE_S)
             shelf.directory.close()
         self.tier._shelves.clear()

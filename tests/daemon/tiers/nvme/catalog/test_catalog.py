@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from catalog_bench import ID, WAIT_S, Answers, Bench, row
 
-from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
-from tiercache.daemon.tiers.nvme.catalog import database
+from tiercache.daemon.tiers.nvme.catalog import database, writer
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace, Tombstone
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
 from tiercache.daemon.tiers.nvme.catalog.database import NAME
@@ -111,7 +110,7 @@ def test_answers_come_on_the_loop_in_order(bench: Bench) -> None:
     bench.loop.until(lambda: len(answers.got) == 3000)
     assert answers.got == [(number, True) for number in range(3000)]
     assert catalog.pending == 0
-    assert catalog.commits <= 10  # and not one each
+    assert catalog._writer.commits <= 10  # and not one each
 
 
 def test_a_change_is_pending_from_its_posting_to_its_commit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +122,7 @@ def test_a_change_is_pending_from_its_posting_to_its_commit(bench: Bench, monkey
             seen.append(catalog.pending)
             return True
 
-    monkeypatch.setattr(catalog, "_hurry", Collecting())
+    monkeypatch.setattr(catalog._writer, "_hurry", Collecting())
     answers = Answers()
     for number in range(3):
         catalog.insert(number, row(number), answers(number))
@@ -189,8 +188,8 @@ def test_closing_gives_the_log_back(bench: Bench) -> None:
 
 
 def test_a_log_that_grew_is_given_back_when_idle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "IDLE_S", 0.02)
-    for module in (catalog_module, database):
+    monkeypatch.setattr(writer, "IDLE_S", 0.02)
+    for module in (writer, database):
         monkeypatch.setattr(module, "TRUNCATE_WAL_BYTES", 1 << 20)
     journal = Path(f"{bench.path}-wal")
     catalog, _ = bench.open()

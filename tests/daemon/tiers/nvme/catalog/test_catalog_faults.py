@@ -13,6 +13,7 @@ import pytest
 from catalog_bench import ID, WAIT_S, Answers, Bench, fill, row
 
 from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.nvme.catalog import writer
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, SavedNamespace, Tombstone
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
 from tiercache.errors import CatalogUnavailable
@@ -46,7 +47,7 @@ def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
     bench.loop.until(lambda: len(answers.got) == 9)
     assert {ok for _, ok in answers.got} == {False}
     assert catalog.error == "database is locked"
-    assert catalog.failures >= 1
+    assert catalog._writer.failures >= 1
     assert catalog.pending == 6  # the segment is in it once
     assert not catalog.sync(WAIT_S)
     lock.release()
@@ -105,13 +106,13 @@ def test_closing_says_what_was_not_written(bench: Bench) -> None:
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set, writing hangs as on a disk that does not answer."""
     answers = threading.Event()
-    real_apply = catalog_module._apply
+    real_apply = writer.apply
 
     def apply(db: sqlite3.Connection, batch: Any) -> None:
         assert answers.wait(WAIT_S)
         real_apply(db, batch)
 
-    monkeypatch.setattr(catalog_module, "_apply", apply)
+    monkeypatch.setattr(writer, "apply", apply)
     yield answers
     answers.set()
 
@@ -144,8 +145,8 @@ def test_closing_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.
     catalog.insert(1, row(1))
     assert not catalog.close(0.01)
     stuck.set()
-    catalog._thread.join(WAIT_S)
-    assert not catalog._thread.is_alive()
+    catalog._writer._thread.join(WAIT_S)
+    assert not catalog._writer._thread.is_alive()
 
 
 def test_opening_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
@@ -154,7 +155,7 @@ def test_opening_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.
     with pytest.raises(CatalogUnavailable, match=r"did not open within 0.01 s: check that its disk answers"):
         first.open(timeout_s=0.01)
     stuck.set()
-    first._thread.join(WAIT_S)
+    first._writer._thread.join(WAIT_S)
     later, state = bench.open()  # another one finds what the first left
     assert state.namespaces == []
     assert later.close(WAIT_S)

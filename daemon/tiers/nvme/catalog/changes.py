@@ -1,0 +1,64 @@
+"""Changes of the catalog, and how a batch of them is applied."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from tiercache.daemon.tiers.nvme.catalog.database import write_rows
+
+Done = Callable[[bool], None]
+"""Called on the loop once a change is written (True) or cannot be written now (False)."""
+Statement = tuple[str, Sequence[Any]]
+
+
+class RowChange(NamedTuple):
+    place: int
+    record: bytes | None  # None deletes
+    sequence: int
+    done: Done | None
+
+
+class TableChange(NamedTuple):
+    """Statements that must not be lost. `name`: a later change of the same name makes this one needless."""
+
+    name: tuple[Any, ...]
+    statements: tuple[Statement, ...]
+    durable: bool
+    done: Done | None
+
+
+class Burial(NamedTuple):
+    """Removal of something that rows may still need: refused like a row, and also once any row was refused."""
+
+    statements: tuple[Statement, ...]
+    done: Done | None
+
+
+class Sync(NamedTuple):
+    """Everything posted before is durable when `result` is set, by the catalog's thread."""
+
+    result: Future[bool]
+
+
+Change = RowChange | TableChange | Burial | Sync
+
+
+def apply(db: sqlite3.Connection, batch: Sequence[Change]) -> None:
+    """Apply the changes in order. Of several at one place only the last counts, as all become visible at once."""
+    rows: dict[int, bytes | None] = {}
+    sequence = 0
+    for change in batch:
+        if isinstance(change, RowChange):
+            rows[change.place] = change.record
+            sequence = max(sequence, change.sequence)
+        elif isinstance(change, (TableChange, Burial)):
+            write_rows(db, rows)
+            rows.clear()
+            for statement, values in change.statements:
+                db.execute(statement, values)
+    write_rows(db, rows)
+    if sequence:
+        db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))
