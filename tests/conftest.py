@@ -10,12 +10,23 @@ from collections.abc import Iterator
 
 import pytest
 
+import tiercache
+
 with contextlib.suppress(ImportError):  # not in every environment that runs tests
     from hypothesis import settings
 
     # By default an example that takes more than 200 ms fails, which is what a busy machine does.
     settings.register_profile("tiercache", deadline=None)
     settings.load_profile("tiercache")
+
+PATIENCE_S = 10.0
+"""Deadline of a client's request where a test sets none.
+
+Half a second, the default, is what an engine waits before it computes; on a busy machine a good daemon takes longer.
+"""
+
+for connecting in (tiercache.connect, tiercache.Client.__init__, tiercache.Client.connect.__func__):  # type: ignore[attr-defined]
+    connecting.__kwdefaults__["request_timeout_s"] = PATIENCE_S
 
 
 @pytest.fixture

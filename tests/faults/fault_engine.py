@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 
 _DIRT = 0xDD
+_PATIENCE_S = 10.0
+"""A good daemon on a busy machine takes longer to answer than engines wait by default."""
 
 
 class Engine:
@@ -25,7 +29,10 @@ class Engine:
         self.spec = spec
         self.pool = np.full((blocks, spec.block_bytes), _DIRT, np.uint8)
         self.connector = tiercache.connect(
-            run_dir, namespace=spec, pool=tiercache.Pool.from_blocks(self.pool), **{"required": True, **settings}
+            run_dir,
+            namespace=spec,
+            pool=tiercache.Pool.from_blocks(self.pool),
+            **{"required": True, "request_timeout_s": _PATIENCE_S, **settings},
         )
 
     def write(self, keys: bytes, first: int = 0) -> list[int]:
@@ -47,15 +54,26 @@ class Engine:
             assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, [self.spec])}"
         return good
 
-    def load_match(self, match: Match, keys: bytes) -> int:
+    def load_match(self, match: Match, keys: bytes, timeout_s: float | None = None) -> int:
         """Load what was matched into a dirty pool, and verify what is said to be good."""
         blocks = min(match.blocks, len(self.pool))
         self.pool[:blocks] = _DIRT
-        return self.verify(keys, self.connector.load(match, list(range(blocks))))
+        return self.verify(keys, self.connector.load(match, list(range(blocks)), timeout_s=timeout_s))
 
     def load(self, keys: bytes) -> int:
         """Match, load and verify; how many blocks were good."""
         return self.load_match(self.connector.match(keys), keys)
+
+    @contextmanager
+    def hurried(self, deadline_s: float = 0.5) -> Iterator[None]:
+        """Requests meanwhile have this deadline. Before and after, a daemon that is only slow is waited for."""
+        session = self.connector.client.session()
+        patient_s = session.timeout_s
+        session.timeout_s = session._channels.timeout_s = deadline_s
+        try:
+            yield
+        finally:
+            session.timeout_s = session._channels.timeout_s = patient_s
 
     def try_flush(self, key: bytes) -> int:
         """Flush; 0 when the daemon cannot be asked."""

@@ -24,7 +24,7 @@ from tiercache.protocol import messages as m
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
-DEADLINE_S = 5.0
+DEADLINE_S = 40.0
 _ids = itertools.count(1)
 _decode_packet = msgspec.msgpack.Decoder(m.SessionMessage).decode
 _decode_reply = msgspec.msgpack.Decoder(m.AnyReply).decode

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from waiting import wait_until
 
 from tiercache.config.daemon_config import control_endpoint, session_socket_path
 from tiercache.protocol import messages as m
@@ -165,7 +166,8 @@ class Relay:
             heapq.heappush(self._due, (time.monotonic() + delay_s, next(self._order), [client, *parts]))
 
     def let_go(self) -> None:
-        """Send every reply that is kept, now."""
+        """Send every reply that is kept, now; wait for the first one, which the daemon may still owe."""
+        wait_until(lambda: any(due_s == HELD for due_s, *_ in list(self._due)), "a reply is kept")
         self._letting_go = True
 
     def close(self) -> None:

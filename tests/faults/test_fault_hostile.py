@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fault_processes import Daemon
 from fault_tenants import free_port
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
@@ -111,13 +112,14 @@ def test_a_tenant_asks_how_much_of_its_prompts_is_stored(
         def ask(**fields: Any) -> dict[str, Any]:
             return affinity.ask(Query(**{"model": "demo", "tokens": tokens, "salt": "s", **fields}))
 
-        for _ in range(200):
+        def is_known() -> bool:
             try:
-                answer = ask()
-                break
+                return bool(ask())
             except UnknownModel:
-                continue  # cards are reported every few seconds, and asked for again at most ten times a second
-        assert (answer["matched"], ask(salt="")["matched"]) == (16, 0)
+                return False
+
+        wait_until(is_known, "the card is reported")
+        assert (ask()["matched"], ask(salt="")["matched"]) == (16, 0)
     (tmp_path / "tokens").write_text(str(tokens))
     question = ["affinity", "--model", "demo", "--tokens", str(tmp_path / "tokens"), "--salt", "s"]
     assert main([*question, "--address", site.address("team-a")]) == 0

@@ -7,6 +7,7 @@ that the kernel has frozen, where writes wait in the kernel itself.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from chains import chain_of, key_of
 from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_hang import FrozenDisk, Gate, patch
-from fault_processes import Daemon
+from fault_processes import Daemon, state_of
 from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
@@ -348,5 +349,4 @@ def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks],
 
 def _threads(pid: int) -> str:
     """The states of a process's threads, a letter each."""
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return "".join(stat.read_text().rpartition(")")[2].split()[0] for stat in stats)
+    return "".join(state_of(f"{pid}/task/{thread}") for thread in os.listdir(f"/proc/{pid}/task"))

@@ -111,7 +111,9 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     make_server(tmp_path / "else")
     make_client(tmp_path / "else", "team-c", tmp_path / "team-c.toml")
     with pytest.raises(DaemonUnavailable, match="it has other keys, or it does not let ours in"):
-        Client.connect(site.address("team-c"), timeout_s=1.0)  # another daemon's key, and nobody's here
+        Client.connect(
+            site.address("team-c"), timeout_s=1.0, request_timeout_s=0.5
+        )  # another daemon's key, and nobody's here
     right = load_client(tmp_path / "team-a.toml")
     stranger, secret = zmq.curve_keypair()
     keys = {"public_key": stranger, "secret_key": secret, "server_key": right.server}
@@ -119,7 +121,7 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     unknown.write_text("".join(f"{name} = '{key.decode()}'\n" for name, key in keys.items()))
     unknown.chmod(0o600)
     with pytest.raises(DaemonUnavailable, match="does not let ours in"):
-        Client.connect(site.address("unknown"), timeout_s=1.0)
+        Client.connect(site.address("unknown"), timeout_s=1.0, request_timeout_s=0.5)
     with Client.connect(remote.run_dir, map_arena=False) as local:
         assert local.stats()["counters"]["handshakes_refused"] >= 1
     Client.connect(site.address("team-a")).close()

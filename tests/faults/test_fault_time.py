@@ -29,11 +29,11 @@ def asleep(daemon: Daemon, seconds: float) -> None:
 def test_45_leases_do_not_expire_while_the_daemon_stands_still(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     peer, other, keys = connect(daemon), connect(daemon), chain_of("still", 4)
     peer.store(SPEC, keys)
-    read = peer.match(SPEC, keys, ttl_ms=500).lease
-    reserved = peer.reserve(SPEC, chain_of("being written", 3), ttl_ms=500)
+    read = peer.match(SPEC, keys, ttl_ms=2000).lease
+    reserved = peer.reserve(SPEC, chain_of("being written", 3), ttl_ms=2000)
     indices = peer.fill(SPEC, chain_of("being written", 3), reserved)
-    assert other.ask(m.Pin, namespaces=[other.register(SPEC)], keys=keys, ttl_ms=500).blocks == 4
-    asleep(daemon, 1.2)
+    assert other.ask(m.Pin, namespaces=[other.register(SPEC)], keys=keys, ttl_ms=2000).blocks == 4
+    asleep(daemon, 2.5)
     stats = other.stats()
     assert stats["counters"]["leases_expired"] == 0
     assert stats["pins"]["count"] == 1
@@ -47,11 +47,11 @@ def test_45_renewals_in_the_queue_are_read_before_leases_are_judged(
 ) -> None:
     peer, keys = connect(daemon), chain_of("queue", 4)
     peer.store(SPEC, keys)
-    leases = [peer.match(SPEC, keys, ttl_ms=400).lease for _ in range(20)]
+    leases = [peer.match(SPEC, keys, ttl_ms=1500).lease for _ in range(20)]
     daemon.stop()
     renewals = [peer.post(m.Renew, leases=[lease], ttl_ms=30_000, deadline_s=60) for lease in leases]
-    end_s = time.monotonic() + 0.8
-    wait_until(lambda: time.monotonic() > end_s, "twice the lease")
+    end_s = time.monotonic() + 2
+    wait_until(lambda: time.monotonic() > end_s, "more than the lease")
     daemon.go_on()
     assert all(list(peer.answer_to(request_id)[0].alive) == [1] for request_id in renewals)
     assert all(peer.ask(m.Release, lease=lease).good for lease in leases)
@@ -86,7 +86,8 @@ def test_45_an_engine_keeps_its_match_through_a_standstill(daemon: Daemon, engin
     engine.store(keys)
     match = engine.connector.match(keys)
     daemon.stop()
-    assert engine.connector.match(keys).blocks == 0
+    with engine.hurried():
+        assert engine.connector.match(keys).blocks == 0
     wait_until(lambda: not engine.connector.available, "the client is down")
     daemon.go_on()
     wait_until(lambda: engine.connector.available, "the client has found the daemon again")
@@ -98,7 +99,7 @@ def test_20_a_stopped_client_does_not_hold_its_leases_for_ever(
 ) -> None:
     child, other, spec = start_child("peer", daemon, block_bytes=256 << 10), connect(daemon), spec_of(256 << 10)
     child.do("store", seed="held", blocks=60)
-    held = child.do("hold", seed="held", blocks=60, ttl_ms=300)
+    held = child.do("hold", seed="held", blocks=60, ttl_ms=2000)
     assert held["blocks"] == 60
     child.stop()
     assert len(other.store(spec, chain_of("early", 64))) == 4, "held, while the lease lasts"
@@ -138,23 +139,24 @@ def test_20_a_dead_client_holds_nothing(
 def test_20_a_lease_lives_as_long_as_it_is_renewed(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     peer, other, keys = connect(daemon), connect(daemon), chain_of("renewed", 4)
     peer.store(SPEC, keys)
-    lease = peer.match(SPEC, keys, ttl_ms=300).lease
-    end_s = time.monotonic() + 1
+    lease = peer.match(SPEC, keys, ttl_ms=2000).lease
+    end_s = time.monotonic() + 2.5
     while time.monotonic() < end_s:
-        assert list(peer.ask(m.Renew, leases=[lease], ttl_ms=300).alive) == [1]
+        assert list(peer.ask(m.Renew, leases=[lease], ttl_ms=2000).alive) == [1]
         other.store(SPEC, chain_of(time.monotonic(), 300))
     assert peer.ask(m.Release, lease=lease).good
-    assert list(peer.ask(m.Renew, leases=[lease], ttl_ms=300).alive) == [0]
+    assert list(peer.ask(m.Renew, leases=[lease], ttl_ms=2000).alive) == [0]
 
 
 def test_21_a_pin_holds_until_its_time_and_not_longer(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     peer, keys, spec = connect(daemon), chain_of("pinned", 8), spec_of(256 << 10)
     peer.store(spec, keys)
     number = peer.register(spec)
-    assert peer.ask(m.Pin, namespaces=[number], keys=keys, ttl_ms=700).blocks == 8
+    assert peer.ask(m.Pin, namespaces=[number], keys=keys, ttl_ms=60_000).blocks == 8
     for _ in range(4):
         assert len(peer.store(spec, chain_of(time.monotonic(), 64))) == 56
     assert peer.load(spec, keys) == 8
+    assert peer.ask(m.Pin, namespaces=[number], keys=keys, ttl_ms=200).blocks == 8, "from now on for less long"
     wait_until(lambda: peer.stats()["pins"]["count"] == 0, "the pin is over")
     assert peer.stats()["pins"]["bytes"] == 0
     for _ in range(2):

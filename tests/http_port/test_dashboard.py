@@ -69,7 +69,7 @@ class Told:
 
 
 @pytest.fixture
-def told(client: tiercache.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Told]]:
+def told(chromium: Browser, client: tiercache.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Told]]:
     """The real app on a port, in front of a client that tells whatever it is given."""
     monkeypatch.setattr(history, "SLOW_EVERY_S", 0.0)
     nothing = {"hot_prefixes": [], "namespaces": [], "what_if": {"curve": []}}
@@ -80,6 +80,7 @@ def told(client: tiercache.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", story
+        chromium.open("about:blank")  # while there is a server: a page still asks for its icon
         server.should_exit = True
         thread.join(TIMEOUT_S)
 
@@ -417,6 +418,7 @@ def test_a_daemon_that_is_killed_and_comes_back(browser: Browser, tmp_path: Path
                 browser.wait(LIVE, "the port is back")
                 again.terminate()
                 assert again.wait(TIMEOUT_S) == 0
+    browser.open("about:blank")
     refused = [entry for entry in browser.log("browser") if "ERR_CONNECTION_REFUSED" not in entry["message"]]
     assert refused == []  # the browser's own words about the port that was gone
 
