@@ -27,39 +27,22 @@ import argparse
 import json
 import statistics
 import sys
-import tracemalloc
-from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from common import ROOT, SEED, Report
+from common import SEED, Report
 from policies import ALL
+from policy_costs import add_costs, measure_speed
 from policy_promises import DEFAULT, DIVISORS, Promise, Rates, of_cost, of_means, on_small_workloads, on_traces
+from policy_runs import BLOCK_BYTES, NVME_TIMES, SAMPLE, Faster, name_of, open_trace, replay
 from traces import trace_files
 
-from tiercache.protocol.messages import KEY_BYTES
-from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.formats.mooncake import Mooncake
-from tiercache.replay.formats.trace import Trace
 from tiercache.replay.optimum import Accesses
-from tiercache.replay.played import Played, Requests, engine_for, play
-from tiercache.replay.requests import Request
 from tiercache.replay.simulation import Sizes
 
 PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MEAN_PERCENTS = (1.0, 2.0, 5.0)
-NVME_TIMES = 5
-BLOCK_BYTES = 64 << 20
-"""Bytes of 512 tokens of an 8B model; the NVMe tier keeps one such block free ahead."""
-SAMPLE = ROOT / "tests" / "replay" / "sample.jsonl.gz"
-SPEED_PERCENT = 5.0
-PASSES = 3
-EVICTING = ("victim", "follows", "replaced", "evicted")
 DEPTH_S = 7_200.0
 DAY_S = 86_400.0
 
@@ -115,35 +98,6 @@ class PolicyReport(Report):
 
     def _as_json(self) -> dict[str, Any]:
         return {**super()._as_json(), "cells": self.cells, "promises": self.promises}
-
-
-def open_trace(path: Path) -> Trace:
-    return Trace(path, [Mooncake()], lambda tokens: BLOCK_BYTES)
-
-
-class Faster:
-    """A trace with its times divided."""
-
-    def __init__(self, trace: Trace, divisor: float) -> None:
-        self._trace = trace
-        self._divisor = divisor
-
-    @property
-    def specs(self) -> Mapping[int, NamespaceSpec]:
-        return self._trace.specs
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request._replace(time_s=request.time_s / self._divisor) for request in self._trace)
-
-
-def replay(requests: Requests, sizes: Sizes, exact: bool = False) -> Played:
-    """`play`, with any of the policies compared."""
-    start_s = next(iter(requests)).time_s
-    return play(requests, sizes, engine=engine_for(sizes, exact, start_s, ALL))
-
-
-def name_of(path: Path) -> str:
-    return path.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def best_of(path: Path, percents: tuple[float, ...]) -> Best:
@@ -275,7 +229,7 @@ def rates_of(cells: list[Cell], policy: str) -> Rates:
 
 
 def check_promises(
-    paths: list[Path], cells: list[Cell], percents: tuple[float, ...], jobs: int, tight: bool
+    report: Report, paths: list[Path], cells: list[Cell], percents: tuple[float, ...], jobs: int, tight: bool
 ) -> list[Promise]:
     """See `policy_promises`; those of cells that were not played are left out."""
     rows = on_small_workloads()
@@ -295,18 +249,7 @@ def check_promises(
     if len({cell.percent for cell in means}) == len(MEAN_PERCENTS):
         dram, both = ([getattr(cell, f"share_{tier}") for cell in means] for tier in ("dram", "total"))
         rows += of_means(statistics.fmean(dram), statistics.fmean(both))
-    return rows + of_cost(cost_us(Listed(open_trace(paths[0]))))
-
-
-def cost_us(listed: Listed) -> float:
-    """CPU of the default policy for a block that comes and goes, beyond that of lru: whole replays of DRAM alone."""
-    took_s, moved = {}, 1
-    for policy in (DEFAULT, "lru"):
-        size = Sizes(sizes_of(listed, policy).dram_bytes, policy=policy)
-        plays = [replay(listed, size) for _ in range(PASSES)]
-        took_s[policy] = min(played.cpu_s for played in plays)
-        moved = max(1, plays[0].tallies.dram_evicted)
-    return 1e6 * (took_s[DEFAULT] - took_s["lru"]) / moved
+    return rows + of_cost(add_costs(report, paths))
 
 
 def print_promises(rows: list[Promise]) -> None:
@@ -315,144 +258,6 @@ def print_promises(rows: list[Promise]) -> None:
         bound = f"{'>=' if row.least else '<='} {row.bound:g}"
         print(f"{row.name:20} {row.what:75.75} {row.value:9.4f} {bound:>8}  {'pass' if row.kept else 'FAIL'}")
     sys.stdout.flush()
-
-
-# --- speed ---------------------------------------------------------------------------------------
-
-
-class Timed:
-    """A policy with timed calls, each recorded with its number of blocks."""
-
-    def __init__(self, policy: Any, samples: dict[str, array[int]]) -> None:
-        self._policy = policy
-        self._samples = samples
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._policy, name)
-        if not callable(method):
-            return method
-        samples = self._samples[name]
-
-        def timed(*arguments: Any) -> Any:
-            start_ns = perf_counter_ns()
-            result = method(*arguments)
-            took_ns = perf_counter_ns() - start_ns
-            samples.append(took_ns // len(arguments[0]) if name == "inserted_run" else took_ns)
-            return result
-
-        setattr(self, name, timed)
-        return timed
-
-
-class Listed:
-    """A trace in memory, so that reading it is not measured."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._requests = list(trace)
-        self.specs = trace.specs
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-
-def sizes_of(listed: Listed, policy: str) -> Sizes:
-    keys = {request.keys[at : at + KEY_BYTES] for request in listed for at in range(0, len(request.keys), KEY_BYTES)}
-    blocks = max(1, round(len(keys) * SPEED_PERCENT / 100))
-    return Sizes(blocks * BLOCK_BYTES, blocks * NVME_TIMES * BLOCK_BYTES, policy=policy)
-
-
-def measure_speed(report: Report, paths: list[Path], policies: list[str]) -> None:
-    for path in paths:
-        listed = Listed(open_trace(path))
-        for policy in policies:
-            sizes = sizes_of(listed, policy)
-            both, alone = [], []
-            for _ in range(PASSES):
-                for rates, size in ((both, sizes), (alone, Sizes(sizes.dram_bytes, policy=policy))):
-                    played = replay(listed, size)
-                    rates.append(played.asked_blocks / played.cpu_s)
-            key = f"{policy}_{name_of(path)}"
-            report.add(
-                f"accesses_per_s_dram_{key}",
-                f"{policy}, {name_of(path)}: DRAM alone",
-                statistics.median(alone),
-                "block accesses/s",
-                samples=alone,
-            )
-            report.add(
-                f"accesses_per_s_{key}",
-                f"{policy}, {name_of(path)}: DRAM and NVMe",
-                statistics.median(both),
-                "block accesses/s",
-                samples=both,
-            )
-            report_calls(report, listed, sizes, policy, key)
-    for policy in policies:
-        measure_memory(report, policy)
-
-
-def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key: str) -> None:
-    """Microseconds of the policy's own calls, clock included; `clock_us` is what the clock takes of that.
-
-    `inserted_run` is for each block of the run. `evicting`: what it takes to choose and give up a block, less the
-    clock, all calls for that at their medians, since most blocks go in runs and cost a `follows` only.
-    """
-    samples: dict[str, array[int]] = defaultdict(lambda: array("q"))
-    engine = FastCache(Sizes(sizes.dram_bytes, policy=policy), policies=ALL)
-    engine.declare(1, listed.specs[1])
-    engine._dram.policy = engine._dram.table.policy = Timed(engine._dram.policy, samples)
-    for request in listed:
-        engine.play(request)
-    clock = array("q")
-    for _ in range(10_000):
-        start_ns = perf_counter_ns()
-        clock.append(perf_counter_ns() - start_ns)
-    report.add(f"clock_us_{key}", f"{policy}: of each of these, the clock", statistics.median(clock) / 1000, "us")
-    # By medians: on a busy machine the sums are those of what came between.
-    evicting = [(len(samples[name]), statistics.median(samples[name])) for name in EVICTING if samples[name]]
-    evicting_ns = sum(calls * (took_ns - statistics.median(clock)) for calls, took_ns in evicting)
-    report.add(
-        f"evicting_us_{key}",
-        f"{policy}, {key.removeprefix(policy + '_')}: evicting, for each block",
-        evicting_ns / 1000 / max(1, engine.tallies().dram_evicted),
-        "us",
-    )
-    for name, its in sorted(samples.items()):
-        if len(its) > 100:
-            label = f"{policy}, {key.removeprefix(policy + '_')}: {name}()"
-            times = [value / 1000 for value in its]
-            report.add(f"{name}_us_{key}", label, statistics.median(times), "us", samples=times)
-
-
-MEMORY_BLOCKS = 100_000
-
-
-def measure_memory(report: Report, policy: str) -> None:
-    """Bytes of an index full of single blocks, and what it has grown by when as many have passed through it."""
-
-    def chain(number: int) -> Request:
-        return Request(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
-
-    tracemalloc.start()
-    engine = FastCache(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), policies=ALL)
-    trace = open_trace(SAMPLE)
-    engine.declare(1, trace.specs[1])
-    before = tracemalloc.get_traced_memory()[0]
-    for number in range(MEMORY_BLOCKS):
-        engine.play(chain(number))
-    full = tracemalloc.get_traced_memory()[0]
-    for number in range(MEMORY_BLOCKS, 2 * MEMORY_BLOCKS):
-        engine.play(chain(number))
-    after = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    here = (full - before) / MEMORY_BLOCKS
-    report.add(f"bytes_per_block_{policy}", f"{policy}: per block that is here", here, "bytes")
-    report.add(
-        f"bytes_per_ghost_{policy}",
-        f"{policy}: more, per block of as many that have left",
-        max(0.0, (after - full) / MEMORY_BLOCKS),
-        "bytes",
-    )
 
 
 def main() -> None:
@@ -485,7 +290,7 @@ def main() -> None:
             {**cell._asdict(), "share_dram": cell.share_dram, "share_total": cell.share_total} for cell in cells
         ]
         if options.promises:
-            rows = check_promises(paths, cells, percents, options.jobs, options.tight)
+            rows = check_promises(report, paths, cells, percents, options.jobs, options.tight)
             print_promises(rows)
             report.promises = [{**row._asdict(), "pass": row.kept} for row in rows]
         report.cells = json.loads(json.dumps(report.cells), parse_float=lambda text: round(float(text), 5))

@@ -213,13 +213,16 @@ def _named(steps: Any) -> str:
 
 
 class _Stacks:
-    """Samples the loop's stack regularly, and reports long holds."""
+    """Samples the loop's stack regularly, and reports long holds.
+
+    Each sample sets the timer for the next: a timer that repeats could take all the time of a busy machine for samples.
+    """
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a")  # noqa: SIM115 (for as long as the daemon lives)
         self._seen: list[str] = []
         signal.signal(signal.SIGALRM, self._look)
-        signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S, _SAMPLE_S)
+        signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S)
 
     def _look(self, number: int, frame: FrameType | None) -> None:
         names = []
@@ -227,6 +230,7 @@ class _Stacks:
             names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
             frame = frame.f_back
         self._seen.append(" < ".join(names))
+        signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S)
 
     def end(self, cpu_ms: float, what: str) -> None:
         """End a hold."""
