@@ -70,7 +70,7 @@ def test_memory_counts_the_arena(path: Path) -> None:
     for name, default in (("RUN_DIR", "/run/tiercache"), ("NVME", "")):
         path = env.get(f"TIERCACHE_{name}", default)
         [mount] = [mount for mount in mounts if path == mount or path.startswith(f"{mount}/")]
-        # The kubelet makes them as root's, and open to everybody: the daemon uses none but its own.
+        # The kubelet makes them as root's, and open to all users: the daemon uses only a folder of its own.
         assert "emptyDir" not in mounts[mount] or path != mount, f"{name} is the emptyDir itself"
 
 

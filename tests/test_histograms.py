@@ -114,7 +114,7 @@ def test_one_thread_observes_while_another_reads() -> None:
     assert sum(count for _, count in latency.buckets()) == len(values)
 
 
-def test_what_nobody_reads_takes_no_memory() -> None:
+def test_an_unread_histogram_takes_no_memory() -> None:
     latency = LatencyHistogram()
     for value in range(10 * MAX_FRESH + 1):
         latency.observe(value)

@@ -34,8 +34,8 @@ class Connections:
     """Counts the peers of one socket. Make it before the socket is bound; `close` it before the socket. One thread.
 
     A connection beyond the limit replaces the oldest one that may not have completed its handshake, which may be
-    itself: so clients that open many and stay silent keep no one out. ZeroMQ does not say which have; we count those
-    that were `heard`, and those that have lived longer than a handshake may take.
+    itself: so clients that open many connections and stay silent keep no other client out. ZeroMQ does not say which
+    have completed it; we count those that were `heard`, and those that have lived longer than a handshake may take.
 
     Attributes:
         refused: connections that were shut down so far.

@@ -18,7 +18,7 @@ EVERY_OTHER = "*"
 """In the setting: every tenant not named there. Clients that name no tenant have no quota."""
 NAMESPACE = "ns:"
 """In the setting: prefix of a fingerprint's beginning. No tenant's name may start so (`NamespaceSpec.problem`)."""
-NOBODY = ""
+UNLIMITED = ""
 """The account of everything without a limit."""
 
 
@@ -50,7 +50,7 @@ class Quotas:
     def enter(self, number: int, tenant: str, fingerprint: str) -> str:
         """Add a new namespace; returns its account."""
         account = self.account_of(tenant, fingerprint)
-        if account != NOBODY:
+        if account != UNLIMITED:
             self.members.setdefault(account, []).append(number)
             self.numbers.setdefault(account, len(self.numbers) + 1)
         return account
@@ -61,10 +61,10 @@ class Quotas:
             if fingerprint.startswith(name.removeprefix(NAMESPACE)):
                 return name
         limited = bool(tenant) and (tenant in self._limits or self._every_other is not None)
-        return tenant if limited else NOBODY
+        return tenant if limited else UNLIMITED
 
     def limit_bytes(self, account: str) -> int | None:
         """The limit of an account, or None for no limit."""
-        if account == NOBODY or (account.startswith(NAMESPACE) and account not in self._limits):
+        if account == UNLIMITED or (account.startswith(NAMESPACE) and account not in self._limits):
             return None
         return self._limits.get(account, self._every_other)

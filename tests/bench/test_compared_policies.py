@@ -207,7 +207,7 @@ def test_reuse_times_are_fitted_though_many_still_wait(share: float, mean_s: flo
 
 
 def test_workload_aware_keeps_conversations_and_lets_single_prompts_go() -> None:
-    """Prompts that nobody asks again come thrice as often as the turns of eight conversations."""
+    """Prompts that no client repeats come three times as often as the turns of eight conversations."""
     hits = {}
     for policy in ("lru", "workload-aware"):
         play, fresh, turns = Play(policy, 150, ALL), iter(range(10_000, 1 << 30)), 0

@@ -89,7 +89,7 @@ class FakeDaemon:
         self._commands.append(self._drop_sessions)
 
     def send_regions(self) -> None:
-        """Send the region to everybody now."""
+        """Send the region to all clients now."""
         self._commands.append(lambda: [self._send_region(sock) for sock in self._tokens.values()] and None)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError,
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES, TOKEN_BYTES, AnyReply, Done, Ping, Stats
 
 DEADLINE_S = 600.0
-"""Nobody waits this long: a test that did would fail by its own limit."""
+"""No test waits this long: its own limit would fail it first."""
 
 
 @pytest.fixture

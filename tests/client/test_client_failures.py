@@ -416,7 +416,7 @@ def test_while_down_a_held_match_costs_no_further_deadline(daemon: FakeDaemon, c
     assert connector.match(KEYS).blocks == 0
     before = len(daemon.seen(m.Release))
     assert connector.load(match, [3, 4, 5]) == 0
-    assert len(daemon.seen(m.Release)) == before  # nobody was asked, so nobody was waited for
+    assert len(daemon.seen(m.Release)) == before  # the client did not ask the daemon, so it did not wait for it
     daemon.rules.clear()
     wait_until(lambda: len(daemon.seen(m.Release)) == before + 1)
 
@@ -475,7 +475,7 @@ def test_who_does_not_answer_holds_up_no_end_of_a_client(
 def test_a_lease_whose_end_was_not_heard_is_ended_later(
     daemon: FakeDaemon, client: tiercache.Client, code: m.ErrorCode
 ) -> None:
-    """Frames that nobody writes to any more would else be ours for as long as this process lives."""
+    """Else the daemon would keep these frames for us, though we no longer write to them, until this process ends."""
 
     def unheard(request: m.Request, reply: m.Reply) -> list[bytes] | None:
         unheard_now = len(daemon.seen(m.Abort)) <= 2

@@ -154,7 +154,7 @@ def test_finish_waits_no_longer_than_it_is_told() -> None:
     assert not gate.is_set()
     assert background.finish(30)
     background.later(gate.set)
-    assert not background.finish(30), "nobody is there to do it"
+    assert not background.finish(30), "no thread is left to run it"
 
 
 def test_tasks_that_get_no_thread_wait_for_one(no_threads: pytest.MonkeyPatch) -> None:

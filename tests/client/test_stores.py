@@ -39,7 +39,7 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
 @pytest.fixture
 def connector(daemon: FakeDaemon) -> Iterator[tiercache.Connector]:
     pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, BLOCK), np.uint8))
-    # On a busy machine nobody is down because of that.
+    # A busy machine must not make the daemon look down.
     with tiercache.connect(
         daemon.address, namespace=SPEC, pool=pool, required=True, request_timeout_s=30.0
     ) as connector:

@@ -69,7 +69,7 @@ def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def store_all(connector: tiercache.Connector, chain: bytes) -> None:
-    """Store a chain; again while a grant that nobody waited for is on its way back: its blocks are pending so long."""
+    """Store a chain, and try again while its blocks are pending, until an abandoned grant has come back."""
 
     def is_there() -> bool:
         connector.store(chain, range(8))

@@ -300,10 +300,10 @@ def test_calls_that_cannot_be_served_are_plain_ones(open_cache: Open, caplog: py
 def test_without_a_daemon_it_is_plain_generate(tmp_path: Path) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)
-    with PrefixCache(model, tmp_path / "nobody") as cache:
+    with PrefixCache(model, tmp_path / "absent") as cache:
         assert greedy(cache, ids) == greedy(model, ids)
     with pytest.raises(DaemonUnavailable, match="no tiercache daemon answers"):
-        PrefixCache(model, tmp_path / "nobody", required=True, connect_timeout_s=0.1)
+        PrefixCache(model, tmp_path / "absent", required=True, connect_timeout_s=0.1)
 
 
 @pytest.mark.faults

@@ -17,7 +17,7 @@ LOGGER = "tiercache.connectors.vllm"
 
 @pytest.fixture
 def vllm() -> Iterator[logging.Logger]:
-    """vLLM's logger as vLLM sets it up, and ours as nobody has."""
+    """vLLM's logger as vLLM sets it up, and ours as it is before any setup."""
     ours, theirs = logging.getLogger("tiercache"), logging.getLogger("vllm")
     before = [(one, one.level, one.propagate, list(one.handlers)) for one in (ours, theirs)]
     theirs.handlers, theirs.propagate = [logging.NullHandler()], False
@@ -52,7 +52,7 @@ def test_the_cache_is_introduced(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (tmp_path / "disk").mkdir()
     disk = {"nvme": str(tmp_path / "disk"), "nvme_size": "64MiB", "nvme_segment": "16MiB"}
     with caplog.at_level(logging.INFO):
-        absent = tiercache.connect(tmp_path / "nobody", namespace=spec, warn=False)
+        absent = tiercache.connect(tmp_path / "absent", namespace=spec, warn=False)
         assert not introduce(absent, 1)
         assert not caplog.records
         with (

@@ -94,7 +94,7 @@ def test_nothing_waits_for_a_device(runner: Runner, monkeypatch: pytest.MonkeyPa
     UPDATES[0](runner)
     second = weights.look()
     assert (weights.settle(), weights.moves) == (False, 0)
-    assert (first(), second()) == (True, False), "whoever can wait gets the answer"
+    assert (first(), second()) == (True, False), "a caller that can wait gets the answer"
     UPDATES[1](runner)
     third = weights.look()
     arrived = True

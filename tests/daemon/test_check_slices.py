@@ -147,7 +147,7 @@ def _blocks(h: Busy) -> None:
 
 
 def _held(h: Busy) -> None:
-    h.cache.writes.unfinished._held["nobody"] += 4096
+    h.cache.writes.unfinished._held["unknown"] += 4096
 
 
 WRONG: dict[str, Callable[[Busy], None]] = {

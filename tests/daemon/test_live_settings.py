@@ -22,7 +22,7 @@ from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig, Resolved
 from tiercache.daemon.ground.run_directory import RunDir
 from tiercache.daemon.live_settings import LiveSettings
-from tiercache.daemon.tiers.quotas import NOBODY, Quotas
+from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
 from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'
@@ -162,11 +162,11 @@ def test_quotas_change_under_those_who_have_one() -> None:
     quotas = Quotas({"a": 5, "ns:5d1e0b3a": 3})
     assert [quotas.enter(1, "a", "x"), quotas.enter(2, "b", "x"), quotas.enter(3, "a", fingerprint)] == [
         "a",
-        NOBODY,
+        UNLIMITED,
         "ns:5d1e0b3a",
     ]
     quotas.change({"b": 7, "*": 9})
-    assert [quotas.limit_bytes(name) for name in ("a", "b", NOBODY, "ns:5d1e0b3a")] == [9, 7, None, None]
+    assert [quotas.limit_bytes(name) for name in ("a", "b", UNLIMITED, "ns:5d1e0b3a")] == [9, 7, None, None]
     assert quotas.account_of("b", "x") == "b", "for namespaces to come"
     assert quotas.enter(4, "b", "y") == "b"
     assert len(set(quotas.numbers.values())) == len(quotas.numbers)

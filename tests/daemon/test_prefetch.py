@@ -72,7 +72,7 @@ def test_what_is_said_anew_counts() -> None:
     assert rig.at(1180.0) == [chain_of(1)]
 
 
-def test_nobody_is_awaited_for_ever() -> None:
+def test_a_late_client_is_not_awaited_for_ever() -> None:
     rig = Rig()
     rig.say(chain_of(1), return_in_s=10.0)
     assert rig.at(1100.0) == [], "the daemon was busy elsewhere, and who was to be back is late"

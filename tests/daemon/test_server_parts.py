@@ -31,7 +31,7 @@ def test_systemd_is_told_wherever_it_listens(tmp_path: Path, monkeypatch: pytest
 def test_a_systemd_that_does_not_listen_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
     _notify_systemd("READY=1")
     assert "systemd could not be told READY=1: No such file or directory" in caplog.text
 

@@ -55,7 +55,7 @@ def test_a_block_is_inspected_in_every_place(client: Client, run_dir: Path) -> N
     assert client.ask("inspect", [two], keys[32:], True) == ["inspected", [], 0, b""]
     _, lease, _ = client.match([one], keys)
     assert places(one, keys[32:])[0][5] >= 1, "the lease pins the deepest block"
-    wait_until(lambda: places(one, keys[32:])[0][5] == 1)  # nobody is waited for any longer to go on with the chain
+    wait_until(lambda: places(one, keys[32:])[0][5] == 1)  # the daemon no longer expects a client to continue the chain
     assert client.release(lease)
     after = client.stats()["counters"]
     assert after["match_requests"] == before["match_requests"] + 1, "looking is not asking"

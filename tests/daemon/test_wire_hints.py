@@ -93,7 +93,7 @@ def test_what_is_named_is_checked(client: Client) -> None:
     assert client.refusal("hint", [number], bytes(16 * 65_537)) == "too_large"
 
 
-def test_the_longest_chain_and_many_hints_hold_nobody_up(client: Client) -> None:
+def test_the_longest_chain_and_many_hints_delay_no_other_request(client: Client) -> None:
     """A chain that is asked about in full, again and again; the daemon's own books agree afterwards."""
     number, keys = stored(client, 64)
     for turn in range(50):

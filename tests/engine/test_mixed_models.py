@@ -160,7 +160,7 @@ def test_places_without_a_layer_are_not_stored(save_model: SaveModel) -> None:
         assert [spec.block_bytes for spec in engine.namespaces] == [block_bytes, block_bytes, block_bytes // 2]
         output = Watch(engine).serve(PROMPTS[0], COUNT)
         assert output.tokens == said(folder, PROMPTS[:1])[0]
-        engine.pool.blocks.fill_(float("nan"))  # what is in places that nobody writes must not matter
+        engine.pool.blocks.fill_(float("nan"))  # what is in unwritten places must not matter
         engine.reset_pool()
         loaded = Watch(engine).serve(PROMPTS[0], COUNT)
     assert loaded.external_hit_tokens == 96

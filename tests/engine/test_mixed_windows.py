@@ -256,7 +256,7 @@ def test_without_a_cache_a_victim_is_computed_again(caching: bool) -> None:
         assert engine.stats()["idle_blocks"] == 36
 
 
-def test_what_nobody_will_ask_for_again_is_kept_in_no_group() -> None:
+def test_blocks_that_no_request_can_use_again_are_kept_in_no_group() -> None:
     with plain_engine(windows=(0, 4), pool_blocks=36, enable_prefix_caching=False) as engine:
         engine.add_request(plain_prompt(13), greedy(3))
         engine.step()

@@ -243,7 +243,7 @@ def test_a_victim_is_computed_again_where_that_is_faster() -> None:
     assert outputs[late, 0].tokens == continuation(prompt_of(5, 1), 12)
 
 
-def test_nobody_else_ever_finds_what_a_victim_left() -> None:
+def test_no_other_request_finds_what_a_victim_left() -> None:
     with plain_engine(pool_blocks=12, chunk_size=2) as engine:
         late = engine.add_request(prompt_of(5, 1), greedy(12), priority=1)
         engine.step()
@@ -303,7 +303,7 @@ def test_prefixes_of_waiting_requests_are_brought_up_once() -> None:
         for seed in (1, 2, 3):
             engine.add_request(prompt_of(5 + 2 * seed, seed), greedy(2))
         engine.step()
-        assert cache.prefetches == [3, 4]  # two in a step; nobody asks for the one that is admitted
+        assert cache.prefetches == [3, 4]  # two in a step; the engine does not ask for the one that is admitted
         for _ in range(4):
             engine.step()
         assert cache.prefetches == [3, 4, 5]

@@ -104,7 +104,7 @@ def test_loose_keys_go_on_with_what_is_generated() -> None:
     assert sequence.chain.packed() == KeyChain(ROOT, 4, range(1, 13)).packed()
 
 
-def test_preempted_sequences_have_keys_that_nobody_else_has() -> None:
+def test_preempted_sequences_have_keys_of_their_own() -> None:
     sequence, twin = sequence_of(39, EXACT), sequence_of(39, EXACT)
     for one in (sequence, twin):
         one.tokens += range(40, 47)

@@ -67,7 +67,7 @@ def test_killing_the_daemon_fails_no_request(daemon: tiercache.LaunchedDaemon, l
 
 
 def test_an_engine_starts_without_its_daemon(llama: Path, tmp_path: Path) -> None:
-    with Engine(llama, SETTINGS, connect_to(tmp_path / "nobody")) as engine:
+    with Engine(llama, SETTINGS, connect_to(tmp_path / "absent")) as engine:
         [output] = engine.generate([PROMPT], GREEDY)
     assert len(output.tokens) == 6
 
@@ -105,4 +105,4 @@ def test_a_daemon_that_hangs_costs_a_deadline_and_no_token(daemon: tiercache.Lau
             os.kill(daemon.pid, signal.SIGCONT)
         engine.check_integrity()
     assert sequence.output == cold.tokens
-    assert sequence.external_hit_tokens == 0  # good or miss: nobody said that what was copied is good
+    assert sequence.external_hit_tokens == 0  # good or miss: the daemon did not confirm what was copied

@@ -37,4 +37,4 @@ def whose(data: bytes, keys: bytes, specs: list[NamespaceSpec]) -> str:
         for number in range(len(keys) // KEY_BYTES):
             if content(key_of(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
                 return f"block {number} of rank {spec.tp_rank}"
-    return "nobody known"
+    return "no known writer"

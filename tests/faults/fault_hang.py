@@ -43,7 +43,7 @@ class Gate:
 
 
 class FrozenDisk:
-    """An ext4 of its own that the kernel freezes: whoever writes there waits in state D, and cannot be killed.
+    """An ext4 of its own that the kernel freezes: a thread that writes there waits in state D and cannot be killed.
 
     Raises OSError where one may not be made. A process of its own thaws it when it is told to, when this one
     has ended, or after a minute, whatever comes first.

@@ -173,7 +173,7 @@ class Peer:
         return list(zip(message.regions, fds, strict=True))
 
     def write(self, frame: int, data: bytes) -> None:
-        """Put bytes into a frame, whoever it belongs to by now."""
+        """Put bytes into a frame, even if it belongs to another writer by now."""
         self.map([frame])
         self.regions[frame >> m.REGION_SHIFT].view(frame & m.OFFSET_MASK, len(data))[:] = data
 

@@ -21,7 +21,7 @@ WAIT_MS = 20_000
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on, and that stays free until a daemon takes it.
+    """A port of the loopback on which no process listens, and that stays free until a daemon takes it.
 
     The kernel gives none of those below its own range to a test beside this one that asks for any port.
     """

@@ -170,7 +170,7 @@ def test_14_a_block_of_zeros_is_stored_as_such(daemon: Daemon, engine_of: Callab
     assert np.all(engine.pool[1:5] == 7)
 
 
-def test_26_committed_is_visible_to_everybody(daemon: Daemon, connect: Callable[..., Peer]) -> None:
+def test_26_committed_is_visible_to_all_clients(daemon: Daemon, connect: Callable[..., Peer]) -> None:
     writer, reader, spec = connect(daemon), connect(daemon), spec_of()
     reader.register(spec)
     for number in range(300):
@@ -225,7 +225,7 @@ def test_44_a_parent_that_is_given_up_takes_its_child_along(
 
 
 def test_44_a_child_whose_parent_was_flushed_while_it_was_written(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    """The keys are a chain, and still the pending child is not below the new parent: nobody is to blame."""
+    """The keys are a chain, and still the pending child is not below the new parent: neither client is to blame."""
     spec, keys = spec_of(), chain_of("flushed parent", 3)
     first, second = connect(daemon), connect(daemon)
     first.store(spec, keys[:16])

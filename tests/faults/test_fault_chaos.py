@@ -20,7 +20,7 @@ TINY = ("--arena", "4MiB", "--region", "2MiB")
 
 
 def check(daemon: Daemon) -> None:
-    """Nobody holds anything any more, and nothing has contradicted itself."""
+    """No client holds anything any more, and the daemon's books agree."""
     wait_until(lambda: _quiet(daemon.stats()), f"all leases are over: {daemon.stats()['leases']}", 60)
     stats = daemon.stats()
     assert stats["health"]["state"] == "ok", stats["health"]

@@ -69,7 +69,7 @@ def gated(daemon: Daemon, engine_of: Callable[..., Engine]) -> tuple[Engine, Gat
 
 
 def stored(daemon: Daemon, connect: Callable[..., Peer], seed: str) -> bytes:
-    """A chain that somebody else has stored."""
+    """A chain that another client has stored."""
     keys = chain_of(seed, BLOCKS)
     connect(daemon).store(SPEC, keys)
     return keys
@@ -234,7 +234,7 @@ def test_37_a_store_overtaken_in_mid_copy(
 def test_46_the_mapping_outlives_a_daemon_that_dies_in_mid_copy(
     daemon: Daemon, gated: tuple[Engine, Gate], connect: Callable[..., Peer]
 ) -> None:
-    """A copy that has begun reads memory that nobody unmaps under it; afterwards it is let go."""
+    """The client does not unmap memory while a copy reads it; it does so afterwards."""
     engine, gate = gated
     keys = stored(daemon, connect, "mapping")
     session = engine.connector.client.session()

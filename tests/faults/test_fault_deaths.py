@@ -103,12 +103,12 @@ def test_15_the_daemon_dies_between_match_and_load(daemon: Daemon, engine_of: Ca
     match = engine.connector.match(keys)
     assert match.blocks == 20
     daemon.restart()
-    assert engine.load_match(match, keys) == 0, "nobody could say that these blocks were good"
+    assert engine.load_match(match, keys) == 0, "no daemon could confirm these blocks"
     comes_back(engine, keys)
 
 
 def test_15_the_daemon_hangs_between_match_and_load(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
-    """The bytes can be copied, and still nobody says that they are good."""
+    """The bytes can be copied, but the daemon does not confirm that they are good."""
     engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
     engine.store(keys)
     match = engine.connector.match(keys)
@@ -287,7 +287,7 @@ def test_8_a_grant_that_comes_too_late_is_given_back(
 
 
 LOST = [m.Match, m.Resolve, m.Release, m.Commit, m.Abort, m.Renew, pytest.param(m.Reserve, marks=pytest.mark.slow)]
-"""A reservation that nobody heard of is in the way until it expires, which takes 10 s."""
+"""A reservation whose answer was lost blocks its keys until it expires, which takes 10 s."""
 
 
 @pytest.mark.parametrize("lost", LOST)

@@ -41,8 +41,8 @@ def test_24_a_frame_of_a_gigabyte_and_a_half_is_not_awaited(
     assert rss_bytes(hardened.pid) - before < 64 * MIB
 
 
-def test_24_zmtp_noise_disturbs_nobody(hardened: Daemon, bystander: Peer) -> None:
-    """Some noise is a greeting of ZMTP 1.0 and its peer stays connected; nobody notices."""
+def test_24_zmtp_noise_disturbs_no_other_client(hardened: Daemon, bystander: Peer) -> None:
+    """Some noise is a greeting of ZMTP 1.0, and its peer stays connected; other clients do not notice."""
     before = open_fds(hardened.pid)
     dice = random.Random(24)
     with ExitStack() as raws:
@@ -100,7 +100,7 @@ def test_24_idle_connections_on_the_session_socket(
         if len(idle) % 100 == 0:
             assert peer.load(spec, keys) == 4
     assert open_fds(daemon.pid) - before <= 64, "few are let in without a word"
-    wait_until(lambda: _greets(daemon), "somebody who says hello is let in")
+    wait_until(lambda: _greets(daemon), "a peer that says hello is let in")
     wait_until(lambda: open_fds(daemon.pid) <= before, "those who said nothing are let go")
     assert peer.load(spec, keys) == 4
 
@@ -236,7 +236,7 @@ def test_42_every_request_of_many_clients_is_answered(
 
 
 def test_42_the_last_request_before_silence_is_answered(hardened: Daemon, connect: Callable[..., Peer]) -> None:
-    """Threads that all stop at once: nobody's further request pushes a forgotten one along."""
+    """All threads stop at once, so no further request wakes the daemon for one that it has missed."""
     peers = [connect(hardened, map_arena=False) for _ in range(8)]
     failures: list[str] = []
 

@@ -110,7 +110,7 @@ def test_22_a_name_cannot_write_the_log(hardened: Daemon, bystander: Peer, conne
     assert "\x1b" not in hardened.log()
 
 
-def test_24_nobody_else_may_open_the_sockets(hardened: Daemon, bystander: Peer) -> None:
+def test_24_no_other_user_may_open_the_sockets(hardened: Daemon, bystander: Peer) -> None:
     control = Path(bystander.welcome.control.removeprefix("ipc://"))
     for path in (session_socket_path(hardened.run_dir), control):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

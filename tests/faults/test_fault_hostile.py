@@ -143,8 +143,8 @@ def test_a_tenant_cannot_speak_for_another_ones_namespaces(site: Site, closing: 
 
 
 @needs_root
-def test_a_false_daemon_in_a_folder_for_everybody(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
-    """Somebody was first in /tmp: his daemon would get all blocks, and could give anything for them."""
+def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    """Another user took the path in /tmp first: that daemon would get all blocks, and could answer with anything."""
     daemon = start_daemon()  # below /tmp, and root's
 
     def outcome(run_dir: str) -> str:
@@ -181,7 +181,7 @@ def test_a_false_daemon_in_a_folder_for_everybody(start_daemon: Callable[..., Da
         os.chown(daemon.run_dir, 0, -1)
 
 
-def test_keys_that_everybody_could_add_to(tmp_path: Path) -> None:
+def test_keys_that_all_users_could_add_to(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_server(keys)
     assert keys.stat().st_mode & 0o777 == 0o700

@@ -183,7 +183,7 @@ def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gat
     assert disks.engine.load(in_dram) == BLOCKS
     gate.hang()
     lost = disks.chains[hung][1]
-    assert disks.length(lost) == BLOCKS, "nobody knows yet"
+    assert disks.length(lost) == BLOCKS, "the daemon does not know yet"
     match = disks.engine.connector.match(lost)
     waiting = disks.engine.connector.load_async(match, list(range(BLOCKS)), timeout_s=SOON_S)
     other = disks.engine.connector.match(lost)
@@ -195,7 +195,7 @@ def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gat
     assert disks.engine.load(in_dram) == BLOCKS, "DRAM has it, wherever else it is"
     assert disks.length(lost) == 0, "a miss at once"
     _is_told(disks, hung)
-    # What is computed again is kept in DRAM; what is new goes to the disk that works, whoever's turn it was.
+    # What is computed again is kept in DRAM; what is new goes to the disk that works.
     assert disks.engine.store(lost).stored == BLOCKS
     assert disks.engine.load(lost) == BLOCKS
     before = disks.blocks(well)

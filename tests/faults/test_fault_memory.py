@@ -105,7 +105,7 @@ def test_29_what_is_no_memory_is_not_mapped(kind: str, tmp_path: Path, closing: 
 def test_29_a_client_does_not_use_an_arena_that_it_cannot_trust(
     daemon: Daemon, engine_of: Callable[..., Engine], closing: ExitStack, tmp_path: Path, case: str
 ) -> None:
-    """Whoever answers at the address: misses, no mapping, no exception; and right again when all is well."""
+    """Misses, no mapping and no exception; hits again once the right daemon answers."""
     relay = closing.enter_context(Relay(daemon.run_dir))
 
     def replacements(fds: list[int]) -> list[int]:
@@ -302,10 +302,10 @@ GARBAGE: dict[str, Callable[[bytes], list[bytes]]] = {
     "frames outside their region": lambda good: [
         _as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, frames=[(4 * MIB - 1).to_bytes(8, "little") * 4])
     ],
-    "lists for nobody": lambda good: [
+    "lists for no namespace": lambda good: [
         _as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, frames=[bytes(32)] * 9)
     ],
-    "a payload that nobody asked for": lambda good: [good, b"x" * 100],
+    "an unexpected payload": lambda good: [good, b"x" * 100],
 }
 
 
@@ -332,7 +332,7 @@ def test_22_a_reply_that_makes_no_sense_is_a_miss(liar: Relay, engine_of: Callab
         keys, other = chain_of(f"{case} {kind}", 4), chain_of(f"new {case} {kind}", 4)
         wait_until(lambda k=keys: engine.store(k).present == 4, "the chain is there")
         liar.mangle = lambda request, parts, k=kind: GARBAGE[case](parts[0]) if isinstance(request, k) else parts
-        harmless = case == "a payload that nobody asked for" or kind not in (m.Match, m.Release)
+        harmless = case == "an unexpected payload" or kind not in (m.Match, m.Release)
         with ExitStack() as hurry:
             if not harmless:
                 hurry.enter_context(engine.hurried(0.3))

@@ -242,7 +242,7 @@ def test_23_a_request_is_answered_even_when_its_session_ends_with_it(
 
 
 def test_22_a_peer_without_a_session_gets_an_answer(hardened: Daemon, bystander: Peer) -> None:
-    """Whoever reaches the control socket without a hello is told so, and asks for nothing else."""
+    """A peer that reaches the control socket without a hello is told to say hello, and gets nothing else."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 0)

@@ -111,9 +111,8 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     make_server(tmp_path / "else")
     make_client(tmp_path / "else", "team-c", tmp_path / "team-c.toml")
     with pytest.raises(DaemonUnavailable, match="it has other keys, or it does not let ours in"):
-        Client.connect(
-            site.address("team-c"), timeout_s=1.0, request_timeout_s=0.5
-        )  # another daemon's key, and nobody's here
+        # The key of another daemon, unknown to this one.
+        Client.connect(site.address("team-c"), timeout_s=1.0, request_timeout_s=0.5)
     right = load_client(tmp_path / "team-a.toml")
     stranger, secret = zmq.curve_keypair()
     keys = {"public_key": stranger, "secret_key": secret, "server_key": right.server}
@@ -356,7 +355,7 @@ def test_keys_are_never_overwritten(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives sockets to a group that it is not in")
-def test_a_group_may_connect_and_nobody_else(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_group_may_connect_and_no_other_user(start_daemon: Callable[..., Daemon]) -> None:
     group = 54321
     daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--group", str(group))
     folder = Path(daemon.run_dir)

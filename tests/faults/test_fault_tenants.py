@@ -59,7 +59,7 @@ def test_frames_never_show_what_they_held_before(
             assert second.ask("write", lease, 0, 0, payload=b"x" * sent) == ["done"]
         assert second.commit(lease) == [DROPPED]
         assert second.load(ours, key, 4096) == b""
-    # A gap is not filled by what comes after it, and the rest of the frame behind the block is nobody's to read.
+    # A gap is not filled by what comes after it, and no client may read the rest of the frame behind the block.
     lease, _ = second.reserve(ours, key)
     assert second.ask("write", lease, 0, 1, payload=b"x")[:2] == ["error", "bad_value"]
     assert second.ask("write", lease, 0, 0, payload=b"y" * (MIB - 4000)) == ["done"]
@@ -175,4 +175,4 @@ def test_a_tenant_that_does_not_read_holds_no_frames_and_little_memory(
     again = tenant("team-a")
     wait_until(lambda: again.ask("match", [ours], key, 1)[1] or again.store(ours, key, data), "the block is there")
     lease = again.ask("match", [ours], key, 60_000)[3]
-    wait_until(lambda: again.ask("read", lease, ours, 0, 0, 4096)[0] == "payload", "what nobody reads is dropped")
+    wait_until(lambda: again.ask("read", lease, ours, 0, 0, 4096)[0] == "payload", "the unread answer is dropped")

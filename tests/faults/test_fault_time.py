@@ -74,7 +74,7 @@ def test_45_requests_whose_callers_have_gone_are_not_worked_through(
         reply, _ = peer.answer_to(request_id)
         assert isinstance(reply, m.Error)
         assert reply.code == m.ErrorCode.EXPIRED.value
-    assert peer.answer_to(live)[0].dram_blocks == 4, "the flush that nobody waits for was not done"
+    assert peer.answer_to(live)[0].dram_blocks == 4, "the flush whose client has stopped waiting was not done"
     stats = peer.stats()
     assert stats["leases"]["read"] == 0
     assert stats["counters"]["requests_expired"] == 51

@@ -1,6 +1,6 @@
 """Faults 9, 12, 39: writers that stop half-way, lose their session, fork, are stopped or killed.
 
-A frame that was given to a writer goes to nobody else until the writer has said that it is done, or
+A frame that was given to a writer goes to no other client until the writer has said that it is done, or
 its process has exited. All arenas here have 16 frames, so whatever is given away is seen.
 """
 
@@ -74,7 +74,7 @@ def test_9_late_write_after_reconnect_never_lands_in_new_owner(
     keys, given = press(other, FRAMES - TAKEN)
     assert not given & taken
     child.do("scribble")
-    assert other.load(SPEC, keys) == FRAMES - TAKEN, "the late write landed in nobody's block"
+    assert other.load(SPEC, keys) == FRAMES - TAKEN, "the late write landed in no other block"
     assert other.length(SPEC, chain_of("half", TAKEN)) == 0
     child.do("abort", finished=True)  # the new session of the same instance gives the word
     all_back(other)
@@ -120,7 +120,7 @@ def test_9_an_abort_without_the_word_keeps_the_frames(small: Daemon, connect: Ca
     all_back(other)
 
 
-def test_9_nobody_else_can_end_the_quarantine(small: Daemon, connect: Callable[..., Peer]) -> None:
+def test_9_no_other_client_can_end_the_quarantine(small: Daemon, connect: Callable[..., Peer]) -> None:
     writer, other = connect(small), connect(small)
     reserved = writer.reserve(SPEC, chain_of("mine", TAKEN))
     indices = list(range(TAKEN))
@@ -217,7 +217,7 @@ def test_39_killed_while_stopped(
 
 
 def test_39_a_peer_cannot_lend_another_process_for_its_own(small: Daemon, start_child: Callable[..., Child]) -> None:
-    """A pidfd of somebody else would end the quarantine too early, or never."""
+    """The pidfd of another process would end the quarantine too early, or never."""
     child = start_child("peer", small, **SETTINGS)
     answer = greet(small.run_dir, pid=child.pid)
     assert isinstance(answer, m.Refused)
@@ -252,7 +252,7 @@ def test_20_a_stopped_writer_cannot_take_the_whole_arena_along(
 
 
 def test_9_frames_in_quarantine_keep_their_old_bytes(small: Daemon, connect: Callable[..., Peer]) -> None:
-    """What the writer reads back is what it wrote: nobody else has written there meanwhile."""
+    """What the writer reads back is what it wrote: no other client has written there meanwhile."""
     writer, other = connect(small), connect(small)
     keys = chain_of("mine", TAKEN)
     reserved = writer.reserve(SPEC, keys, ttl_ms=50)

@@ -235,7 +235,7 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
         with pytest.raises(RequestRefused) as refused:
             call(messages.Extents, **{**good, **changes})
         assert refused.value.code == code, changes
-    # Blocks that were not named are not doubted: nobody can have read them.
+    # Blocks that were not named are not doubted: the client cannot have read them.
     for index in (0, 99, -1):
         call(messages.BadExtent, lease=matched.lease, namespace=number, index=index)
     assert cluster.nvme()["direct_reported_blocks"] == 0

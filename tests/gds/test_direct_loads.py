@@ -229,7 +229,7 @@ def test_the_daemon_dies_while_reads_are_under_way(make: Make) -> None:
     wait_until(lambda: not cluster.connector.available, "its death is known")
     assert not transfer.done()
     cluster.backend.resume()
-    assert transfer.result(30) == 0, "nobody has said that the lease was good to the end"
+    assert transfer.result(30) == 0, "the daemon has not confirmed the lease to its end"
     cluster.connector.close()
     cluster.daemon.close()
     cluster.start()
@@ -257,7 +257,7 @@ def test_a_lease_that_expired_is_a_miss(make: Make) -> None:
     taken = match._lease
     transfer = cluster.connector.load_async(match, range(10))
     wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
-    cluster.connector.client.leases.let_go(taken)  # nobody renews it any more
+    cluster.connector.client.leases.let_go(taken)  # the client no longer renews it
     wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "it is over")
     cluster.backend.resume()
     assert transfer.result(20) == 0

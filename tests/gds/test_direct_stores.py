@@ -191,7 +191,7 @@ def test_what_was_written_wrong_is_never_good(make: Make, number: int) -> None:
     """The checksum is of what was in the pool, and the disk says otherwise."""
     cluster = make(write_fault=fault_at(number, Fault.WRONG))
     chain = chain_of("a", BLOCKS)
-    assert store_backwards(cluster, chain).stored == BLOCKS, "nobody knows yet"
+    assert store_backwards(cluster, chain).stored == BLOCKS, "the daemon does not know yet"
     assert cluster.load(chain) == number
     wait_until(lambda: cluster.nvme()["blocks"] == number, "it is forgotten with what follows")
     assert store_backwards(cluster, chain).stored == BLOCKS - number
@@ -279,7 +279,7 @@ def asked(cluster: DirectCluster) -> int:
 
 
 def test_the_same_block_from_dram_and_past_it(make: Make) -> None:
-    """Write-behind and a direct store of one chain: whoever comes second gives way."""
+    """Write-behind and a direct store of one chain: the second one gives way."""
     cluster = make(write_fault=fault_at(0, Fault.HANG))
     chain = chain_of("a", BLOCKS)
     cluster.fill(chain, BACKWARDS)
@@ -289,7 +289,7 @@ def test_the_same_block_from_dram_and_past_it(make: Make) -> None:
         assert plain.store(chain, BACKWARDS).stored == BLOCKS
         wait_until(lambda: cluster.nvme()["written_blocks"] == BLOCKS, "DRAM's are written")
     cluster.backend.resume()
-    assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS), "visible, whoever has written them"
+    assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS), "visible, though write-behind has written them"
     assert cluster.nvme()["direct_stored_blocks"] == 0
     cluster.wait_written()
     assert cluster.nvme()["blocks"] == BLOCKS
@@ -352,7 +352,7 @@ def test_a_client_killed_in_mid_write_leaves_nothing(make: Make) -> None:
     assert cluster.load(chain) == BLOCKS
 
 
-def test_slots_of_a_stopped_client_are_nobodys_before_it_is_dead(make: Make) -> None:
+def test_slots_of_a_stopped_client_are_not_given_away_before_it_is_dead(make: Make) -> None:
     """Stopped, its lease runs out; but what it has begun may still reach the disk."""
     cluster = make(lease_ttl_max="1s", nvme_size="24MiB", nvme_segment="8MiB")
     with writing_child(cluster, "stopped", 20) as child:

@@ -240,7 +240,7 @@ def test_a_flush_ends_what_is_being_written(cluster: Cluster, writer: Writer) ->
 def test_a_parent_that_is_lost_takes_the_run_along(cluster: Cluster, writer: Writer) -> None:
     chain = chain_of("a", 10)
     reply = writer.granted(chain[: 16 * 5])
-    writer.commit(reply.lease, [number + 1 for number in range(5)])  # bytes that nobody has written
+    writer.commit(reply.lease, [number + 1 for number in range(5)])  # bytes that were never written
     rest = writer.granted(chain[16 * 5 :], parent=key_of(chain, 4))
     sums = writer.write(rest, chain[16 * 5 :])
     match = cluster.connector.match(chain)

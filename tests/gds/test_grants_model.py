@@ -64,7 +64,7 @@ class Game:
         return sums
 
     def take(self) -> tuple[Owner, Granted, list[int]] | None:
-        """One grant to end; its slots are written once more, which must hurt nobody."""
+        """Take one grant, to end it; its slots are written once more, which must harm no other block."""
         if not self.open:
             return None
         owner, got, keys, sums = self.open.pop(self.dice.randrange(len(self.open)))

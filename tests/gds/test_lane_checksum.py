@@ -131,7 +131,7 @@ def test_changing_one_bit_changes_half_of_the_checksum() -> None:
     assert 28 < sum(changed) / len(changed) < 36
 
 
-def test_a_daemon_that_stores_for_nobody_imports_no_numpy() -> None:
+def test_a_daemon_without_direct_stores_imports_no_numpy() -> None:
     code = (
         "import sys; from tiercache.protocol.checksums import block_checksum; block_checksum(b'x', 1, 1);"
         "print('numpy' in sys.modules); block_checksum(b'x', 1, 2); print('numpy' in sys.modules)"

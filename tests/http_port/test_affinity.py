@@ -160,7 +160,7 @@ def test_a_match_is_what_all_ranks_have(client: tiercache.Client, opened: Connec
     wait_until(lambda: ask(client, tokens)["matched"] == 0, "the new card")
 
 
-def test_a_model_is_known_while_somebody_announces_it(client: tiercache.Client) -> None:
+def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) -> None:
     with connect(client.address, spec()) as connector:
         connector.announce([card(spec(), name="first"), card(spec(), name="second", model="other")])
         assert ask(client, [1], "second")["chains"][0]["content"] == content_id("other").hex()
@@ -191,9 +191,7 @@ def test_what_two_engines_announce_is_listed_once(client: tiercache.Client, open
         ({"names": ["x" * 33_000]}, "too_large", "more than 32768 bytes"),
     ],
 )
-def test_a_card_that_nobody_could_use_is_refused(
-    client: tiercache.Client, wrong: dict[str, Any], code: str, words: str
-) -> None:
+def test_an_unusable_card_is_refused(client: tiercache.Client, wrong: dict[str, Any], code: str, words: str) -> None:
     fields = {"names": ["x"], "content": bytes(16), "namespaces": ["f"], "block_size": 4, **wrong}
     with pytest.raises(RequestRefused, match=words) as refused:
         client.call(Report, registration="none", counters={}, models=[ModelCard(**fields)])

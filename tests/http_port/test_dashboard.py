@@ -385,7 +385,7 @@ def test_a_keyboard_is_enough(browser: Browser, told: tuple[str, Told]) -> None:
     assert unnamed == 0
 
 
-# --- when nobody answers -----------------------------------------------------------------------
+# --- when the port is silent -------------------------------------------------------------------
 
 
 @pytest.mark.faults

@@ -105,7 +105,7 @@ def test_a_silent_daemon_is_a_gap_and_what_it_said_last_stays(daemon_told: Daemo
     assert told["now_unix_s"] - told["problem_since_unix_s"] == 4.0
     assert told["stats"]["daemon"]["run_dir"] == "/run"
     assert [sample[2] == [None] * len(COLUMNS) for sample in told["samples"]] == [True, False, True]
-    assert set(daemon_told.tell(asked_tokens=2).values()) == {None}  # nobody knows when that was
+    assert set(daemon_told.tell(asked_tokens=2).values()) == {None}  # its time is unknown
     assert daemon_told.told()["reachable"]
 
 
@@ -205,11 +205,11 @@ def test_prefixes_are_asked_for_now_and_then(monkeypatch: pytest.MonkeyPatch, da
 
 def test_the_client_down_is_a_miss(daemon_told: Daemon) -> None:
     def down(hot_prefixes: int) -> dict[str, Any]:
-        raise DaemonUnavailable("nobody there")
+        raise DaemonUnavailable("no daemon there")
 
     kept = History(down, dict)
     kept.start()
-    wait_until(lambda: json.loads(kept.encode(0, ""))["problem"] == "nobody there", "it says so")
+    wait_until(lambda: json.loads(kept.encode(0, ""))["problem"] == "no daemon there", "the history says why")
 
 
 def test_over_http_it_is_what_happened(url: str, client: tiercache.Client) -> None:

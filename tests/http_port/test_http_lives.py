@@ -46,7 +46,7 @@ def http_pid(daemon: tiercache.LaunchedDaemon) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended: it may wait for somebody to take note."""
+    """Whether a process has ended, be it a zombie that its parent has not reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def is_gone(pid: int) -> bool:
 
 
 class Launching(subprocess.Popen[bytes]):
-    """A daemon that nobody waits for. Its children end with it."""
+    """A daemon in the background. Its children end with it."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(directory / "run"), "--arena", "8MiB"]
@@ -105,7 +105,7 @@ def test_a_daemon_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["running", "starting"])
-def test_a_port_alone_ends_with_whoever_started_it(launched: Launch, tmp_path: Path, early: bool) -> None:
+def test_a_port_alone_ends_with_the_process_that_started_it(launched: Launch, tmp_path: Path, early: bool) -> None:
     log = tmp_path / "alone"
     program = (
         "import sys, time; from pathlib import Path; from http_helpers import http_alone\n"

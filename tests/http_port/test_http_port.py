@@ -120,7 +120,7 @@ def test_files_have_what_the_policy_allows() -> None:
 
 
 def test_who_asks_most_does_not_ask_the_daemon_most() -> None:
-    """Everybody gets an answer that is newer than the question, from few of them to the daemon."""
+    """Each client gets an answer that is newer than its question, and few questions reach the daemon."""
     asked = []
 
     async def ask() -> dict[str, Any]:
@@ -183,7 +183,7 @@ def test_other_wrong_requests(url: str) -> None:
     assert request(f"{url}/v1/affinity").status == 405
     assert request(f"{url}/healthz", b"{}").status == 405
     assert (request(f"{url}/etc/passwd").status, request(f"{url}/../x").code) == (404, "bad_request")
-    unknown = affinity(url, model="nobody's", tokens=[1], salt="")
+    unknown = affinity(url, model="unknown", tokens=[1], salt="")
     assert (unknown.status, unknown.code) == (404, "unknown_model")
 
 
@@ -229,7 +229,7 @@ def test_who_is_slow_is_cut(hasty: str, connected: Callable[[str], socket.socket
     drip.sendall(HEAD)
     deaf.sendall(b"GET /static/dashboard.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)  # 30 MB of answers
     assert body.recv(65536).startswith(b"HTTP/1.1 408")
-    for slow in (drip, deaf):  # a byte now and then gives nobody more time
+    for slow in (drip, deaf):  # a byte now and then does not extend the deadline
 
         def is_cut(slow: socket.socket = slow) -> bool:
             try:

@@ -93,7 +93,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(case: AttentionCase, device: str) -> Batch:
-    """Sequences on shuffled blocks. What nobody wrote is NaN, or the code of a large number: it must not count."""
+    """Sequences on shuffled blocks. What was not written is NaN, or the code of a large number: it must not count."""
     needed = [-(-end // case.block) for _, end in case.segments]
     ids = random.Random(1).sample(range(sum(needed) + 3), sum(needed))
     heads = (case.kv_heads, case.head_dim)

@@ -166,7 +166,7 @@ def stepping(library: FakeLibrary) -> tuple[GpuCopier, Any, Any]:
 
 
 def interrupted(copier: GpuCopier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second copy is submitted, and then somebody types Ctrl-C."""
+    """The second copy is submitted, and then the user types Ctrl-C."""
     copy_out, calls = copier._copier.copy_out, []
 
     def submit(*arguments: Any) -> Any:

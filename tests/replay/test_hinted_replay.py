@@ -118,7 +118,7 @@ def test_who_is_to_be_back_finds_its_blocks_in_dram(policy: str) -> None:
     for number in range(30, 38):
         play.ask(number, after_s=1.0)
     assert play.here(1, 1, 1) == (3, 3), "kept until it is asked for"
-    assert play.simulation.cache.counters.match_requests == asked + 8, "nobody has asked for what was brought up"
+    assert play.simulation.cache.counters.match_requests == asked + 8, "no request has asked for what was brought up"
     assert play.ask(1, 1, 1) == (3, 0)
 
 
@@ -136,7 +136,7 @@ def test_nothing_is_brought_up_that_would_not_be_kept() -> None:
     assert play.simulation.cache.ahead.plans == 0
     play.say(1, 1, 1, return_in_s=50.0)
     play.say(1, 1, 1, done=True)
-    assert play.simulation.cache.ahead.plans == 0, "and not when nobody comes back"
+    assert play.simulation.cache.ahead.plans == 0, "and none for a client that does not return"
 
 
 def test_a_return_that_is_put_off_has_its_own_time() -> None:

@@ -152,7 +152,7 @@ def test_more_chains_than_are_remembered(one: Recording, monkeypatch: pytest.Mon
     assert [request.keys for request in found[:12]] == [request.keys for request in found[12:24]]
 
 
-def test_a_store_below_a_block_that_nobody_looked_for_is_not_rooted(one: Recording) -> None:
+def test_a_store_below_a_block_that_was_not_looked_for_is_not_rooted(one: Recording) -> None:
     keys = chain_of("a", 5)
     one.recorder.stored(one.chain, keys[32:48], keys[48:])
     (found,) = one.requests()

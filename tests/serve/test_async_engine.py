@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
-from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, QueueFull, Stalled, Stream
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, QueueFull, Stalled, Stream, StreamUnread
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
@@ -97,20 +97,20 @@ def test_streams_may_be_closed_at_any_time(engine: Engine, model_dir: Path) -> N
         assert [item async for item in stream] == []
 
     async def use(served: AsyncEngine) -> None:
-        everybody = []
+        readers = []
         for number in range(60):
             params = SamplingParams(max_tokens=8, n=rng.randint(1, 3), temperature=1.0, seed=number)
             stream = served.submit([prompt(number)] * rng.randint(1, 2), params)
             if number % 6 == 0:
                 stream.close()
-            everybody.append(leave(stream, rng.randint(1, 60)))
+            readers.append(leave(stream, rng.randint(1, 60)))
             await asyncio.sleep(0)
-        await asyncio.gather(*everybody)
+        await asyncio.gather(*readers)
 
     assert run(engine, model_dir, use) == []
 
 
-def test_closing_wakes_whoever_waits(engine: Engine, model_dir: Path) -> None:
+def test_closing_wakes_all_waiting_readers(engine: Engine, model_dir: Path) -> None:
     async def use(served: AsyncEngine) -> None:
         stream = served.submit([prompt(1, 500)], SamplingParams(max_tokens=400))
         waiting = asyncio.create_task(collect(stream))
@@ -121,7 +121,7 @@ def test_closing_wakes_whoever_waits(engine: Engine, model_dir: Path) -> None:
     run(engine, model_dir, use)
 
 
-def test_a_stream_that_nobody_reads_ends_and_frees_its_blocks(
+def test_an_unread_stream_ends_and_frees_its_blocks(
     engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiercache.engine.async_engine.MAX_UNREAD", 50)
@@ -133,14 +133,14 @@ def test_a_stream_that_nobody_reads_ends_and_frees_its_blocks(
         while served.stats["running"]:
             await asyncio.sleep(0)
         assert served.stats["generation_tokens"] < 900
-        with pytest.raises(NobodyReads, match="50 tokens were not read: read faster"):
+        with pytest.raises(StreamUnread, match="50 tokens were not read: read faster"):
             await collect(unread)
         assert await collect(unread) == [""]
 
     assert run(engine, model_dir, use) == []
 
 
-def test_nobody_waits_for_blocks_that_never_come(
+def test_no_request_waits_for_blocks_that_never_come(
     engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(served: AsyncEngine) -> None:
@@ -172,7 +172,7 @@ def test_wrong_requests_are_refused_at_once(engine: Engine, model_dir: Path) -> 
     run(engine, model_dir, use)
 
 
-def test_when_the_engine_fails_everybody_learns_it(
+def test_when_the_engine_fails_all_streams_learn_it(
     engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, calls = engine._model.forward, []

@@ -13,7 +13,7 @@ from service_alone import JSON, ask, bare_service
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tiercache.engine.async_engine import EngineDied, NobodyReads, QueueFull, Stalled, Stopping
+from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
 from tiercache.serve import bodies
 from tiercache.serve.app import Service
@@ -60,7 +60,7 @@ def test_health_says_what_is_wrong_with_the_engine(trouble: str) -> None:
     ("error", "status", "code", "retry"),
     [
         (QueueFull("x"), 429, "queue_full", "1"),
-        (NobodyReads("x"), 408, "nobody_reads", None),
+        (StreamUnread("x"), 408, "nobody_reads", None),
         (EngineDied("x"), 503, "engine_died", "10"),
         (Stalled("x"), 503, "engine_stalled", "10"),
         (Stopping("x"), 503, "stopping", "10"),

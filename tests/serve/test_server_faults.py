@@ -139,7 +139,7 @@ def _half_a_body(server: ServerProcess) -> socket.socket:
 
 
 def _check_unread_body(server: ServerProcess) -> None:
-    """A body without an end is refused, and nobody waits for the rest of it."""
+    """A body without an end is refused, and the server does not wait for the rest of it."""
     with _connect(server) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         connection.sendall(b"200000\r\n" + bytes(1 << 21) + b"\r\n")

@@ -70,7 +70,7 @@ def test_a_convoy_loads_its_prefix_once(engine: Engine, plain: Engine, daemon: t
 def test_blocks_of_an_aborted_load_belong_to_it(
     small: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon, tmp_path: Path
 ) -> None:
-    """What is still to be written to is given to nobody, though its request has gone."""
+    """Blocks that a load may still write to go to no other request, though their own has gone."""
     long, others = prompt(320, "given up"), [prompt(180, f"others {number}") for number in range(6)]
     expected = plain.generate(others)[0]
     small.await_hits(long)
@@ -157,7 +157,7 @@ def test_stopped_and_killed_while_it_copies(start: Start, plain: Engine, tmp_pat
         flush(daemon)
         assert go_on(held) == expected[:1]
 
-        # A store whose lease has ended: nobody gets its frames until it says that it has copied.
+        # A store whose lease has ended: no other client gets its frames until it says that it has copied.
         held = Held(engine, tmp_path / "store", "out")
         engine.order_generate([more])
         stopped(held, lambda leases: leases["quarantined"])
@@ -181,5 +181,5 @@ def test_stopped_and_killed_while_it_copies(start: Start, plain: Engine, tmp_pat
         finally:
             os.kill(left, signal.SIGKILL)  # which fails if it has not lived until here
         assert statistics(daemon)["arena"]["quarantined_bytes"] == 0
-        assert stored_blocks(daemon) == 0, "what was half stored is nobody's"
+        assert stored_blocks(daemon) == 0, "no half-stored block is visible"
         assert findings(daemon) == []

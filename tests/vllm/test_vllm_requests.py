@@ -69,7 +69,7 @@ def test_an_adapter_is_what_is_in_its_files(
 def test_an_adapter_whose_files_change_under_it_is_not_cached(
     adapting: Engine, daemon: tiercache.LaunchedDaemon, tmp_path: Path
 ) -> None:
-    """vLLM goes on with what it has loaded, and what it will load when it does so again, nobody knows."""
+    """vLLM goes on with what it has loaded, and we cannot know what it will load the next time."""
     flush(daemon)
     folder = save_adapter(tmp_path / "changing", 3)
     before = adapting.regenerate([LONG], lora=["changing", 4, folder])

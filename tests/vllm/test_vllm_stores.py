@@ -276,8 +276,8 @@ def test_all_stores_that_read_a_block_are_ended() -> None:
     assert engine.step({"c": 1}, c=[1]).flush == [first.job_id, second.job_id]
 
 
-def test_a_request_that_has_ended_is_nobodys() -> None:
-    """vLLM frees it, and not a hook of ours when its last store ends."""
+def test_a_request_that_has_ended_is_not_kept() -> None:
+    """vLLM frees the request; no hook of ours keeps it until its last store ends."""
     engine = Engine()
     ended = weakref.ref(engine.add("a", [1, 2]))
     [store] = engine.step({"a": 8}).fresh

@@ -52,7 +52,7 @@ class QueueFull(TierCacheError):
     """The limit on waiting requests is reached."""
 
 
-class NobodyReads(TierCacheError):
+class StreamUnread(TierCacheError):
     """A stream was ended because too many of its outputs were not read."""
 
 
@@ -83,7 +83,7 @@ class Stream:
             return
         self._outputs = asyncio.Queue()
         self.close()
-        self._failure = NobodyReads(f"{MAX_UNREAD} tokens were not read: read faster, or ask for fewer at a time")
+        self._failure = StreamUnread(f"{MAX_UNREAD} tokens were not read: read faster, or ask for fewer at a time")
 
     def fail(self, error: TierCacheError) -> bool:
         """For the engine: end the stream with an error after the outputs already queued. False: the stream has already
@@ -98,7 +98,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> StreamOutput:
-        """Waits for the next output. Raises EngineDied, Stalled, Stopping and NobodyReads."""
+        """Waits for the next output. Raises EngineDied, Stalled, Stopping and StreamUnread."""
         item = await self._outputs.get() if self._unfinished else None
         if item is None:
             self._unfinished = 0

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tiercache.engine.async_engine import AsyncEngine, EngineDied, NobodyReads, Stalled, Stopping, Stream, StreamOutput
+from tiercache.engine.async_engine import AsyncEngine, EngineDied, Stalled, Stopping, Stream, StreamOutput, StreamUnread
 from tiercache.engine.prompts import Prompts
 from tiercache.http.hosts import Complaint, HostCheck, allowed_hosts
 from tiercache.serve.answers import ChatAnswer, CompletionAnswer, Piece, TokenTexts, Usage
@@ -177,7 +177,7 @@ class Routes:
                 piece.add(item)
                 if not piece.empty:
                     yield event(answer.piece(piece))
-        except (EngineDied, NobodyReads, Stalled, Stopping) as error:
+        except (EngineDied, StreamUnread, Stalled, Stopping) as error:
             yield event(api_error(error).body())
         else:
             if accepted.include_usage:
@@ -233,7 +233,7 @@ def build_app(service: Service) -> ASGIApp:
         exception_handlers={
             ApiError: _on_api_error,
             EngineDied: _on_api_error,
-            NobodyReads: _on_api_error,
+            StreamUnread: _on_api_error,
             Stalled: _on_api_error,
             Stopping: _on_api_error,
             HTTPException: _on_http_error,

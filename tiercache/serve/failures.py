@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from tiercache.engine.async_engine import EngineDied, NobodyReads, QueueFull, Stalled, Stopping
+from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
 from tiercache.serve.encoding import json_response
 
@@ -49,7 +49,7 @@ def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
         return ApiError(400, str(error), param=first if first in fields else None)
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full")
-    if isinstance(error, NobodyReads):
+    if isinstance(error, StreamUnread):
         return ApiError(408, str(error), code="nobody_reads")
     if isinstance(error, EngineDied):
         return ApiError(503, str(error), code="engine_died")

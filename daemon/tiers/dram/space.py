@@ -18,7 +18,7 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.region_shares import Shares
-from tiercache.daemon.tiers.quotas import NOBODY, Quotas
+from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
 from tiercache.protocol.messages import REGION_SHIFT
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.protocol.wire import UNREADABLE
@@ -72,8 +72,8 @@ class Namespace:
     table: Table
     size_class: SizeClass
     direct: bool = False
-    account: str = NOBODY
-    account_below: str = NOBODY
+    account: str = UNLIMITED
+    account_below: str = UNLIMITED
     use: Use = field(default_factory=Use)
 
 

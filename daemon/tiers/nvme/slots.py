@@ -28,7 +28,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, DiskQueue
-from tiercache.daemon.tiers.quotas import NOBODY
+from tiercache.daemon.tiers.quotas import UNLIMITED
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 log = logging.getLogger("tiercache.daemon")
@@ -108,7 +108,7 @@ class Slots:
         if directory.max_segments == 0:
             self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
 
-    def policy(self, frame_bytes: int, account: str = NOBODY) -> Policy:
+    def policy(self, frame_bytes: int, account: str = UNLIMITED) -> Policy:
         """The eviction policy for that size and account."""
         its = self._policies.setdefault(frame_bytes, {})
         if account not in its:

@@ -210,7 +210,7 @@ def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
             wait_until(lambda: sub.all() == [CLEARED, stored([1])])
 
 
-def test_a_slow_subscriber_loses_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_a_slow_subscriber_loses_events_and_the_publisher_does_not_wait(tmp_path: Path) -> None:
     publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", "", 3000, max_unsent=4)
     publisher.open()
     batch = msgpack.packb([0.0, [{"filler": "x" * 4096}], None])

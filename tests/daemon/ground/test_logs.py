@@ -94,7 +94,7 @@ def test_lines_come_out_in_order_and_with_their_fields() -> None:
     assert (second["message"], second["traceback"].splitlines()[-1]) == ("it failed", "ValueError: a bug")
 
 
-def test_a_pipe_that_nobody_reads_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_pipe_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MAX_QUEUED", 4)
     with pipe() as (reader, writer):
         filled = fill(writer)
@@ -175,10 +175,10 @@ def test_the_last_words_of_a_process_come_out_or_are_not_waited_for(monkeypatch:
         assert read_lines(reader, 1) == ["there is no such setting"]
         fill(writer)
         monkeypatch.setattr(logs, "STOP_S", 0.0)
-        logs.last_words("nobody reads this")
+        logs.last_words("this is never read")
 
 
-def test_a_line_that_cannot_be_made_fails_nobody() -> None:
+def test_a_line_that_cannot_be_formatted_does_not_fail_its_caller() -> None:
     with pipe() as (reader, writer):
         log = logs.Log(TEXT, writer)
         log.handle(record("%d blocks", "many"))
@@ -295,7 +295,7 @@ def make_noise(client: Client, times: int) -> None:
 
 
 @pytest.mark.parametrize("full", [fill, None])
-def test_a_daemon_serves_and_stops_when_nobody_reads_its_log(full: Callable[[int], int] | None, tmp_path: Path) -> None:
+def test_a_daemon_serves_and_stops_while_its_log_is_not_read(full: Callable[[int], int] | None, tmp_path: Path) -> None:
     with pipe() as (reader, writer):
         if full is not None:
             full(writer)

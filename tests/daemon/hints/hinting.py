@@ -25,15 +25,15 @@ class Hinting(SmallCache):
         return blocks
 
     def later(self, seconds: float) -> None:
-        """Time passes, with nobody but the daemon's own tick looking."""
+        """Time passes, and only the daemon's own tick runs."""
         self.now_s += seconds
         self.cache.expire()
         self.check()
 
     def fill(self, ns: Namespace, first: int, count: int) -> None:
-        """So many chains of one block that nobody asked for."""
+        """Store `count` chains of one block that no client has asked for."""
         for number in range(first, first + count):
-            self.now_s += 2.0  # nobody is about to go on with the one before
+            self.now_s += 2.0  # no client is about to continue the chain before
             self.store(ns, branch(number))
 
     def here(self, ns: Namespace, *chains: bytes) -> list[int]:

@@ -90,7 +90,7 @@ def test_all_of_a_conversation_is_done_whatever_was_said_of_its_turns(h: Hinting
     assert sum(h.here(ns, *(branch(number) for number in range(100, 108)))) == 8
 
 
-# --- somebody is to be back ------------------------------------------------------------------------
+# --- a client is to return --------------------------------------------------------------------------
 
 
 def test_who_is_to_be_back_is_kept_until_then_and_not_much_longer() -> None:

@@ -26,7 +26,7 @@ def test_frames_are_neighbours_and_run_out() -> None:
     assert allocator.take(small) == frames[2]
 
 
-def test_a_frame_that_is_still_sent_is_nobody_elses() -> None:
+def test_a_frame_that_is_still_being_sent_is_not_given_away() -> None:
     allocator = arena(1)
     large = allocator.size_class(REGION)
     frame = allocator.take(large)

@@ -50,7 +50,7 @@ def test_a_writer_is_not_waited_for_any_longer_than_a_second() -> None:
     assert h.length(ns, branch(1, 2)) == 0
 
 
-def test_nobody_is_refused_for_the_sake_of_an_end() -> None:
+def test_no_store_is_refused_to_keep_the_end_of_a_chain() -> None:
     h = SmallCache(frames=4)
     ns = h.space()
     other = Owner(b"b" * 16)

@@ -64,7 +64,7 @@ def test_places_and_hits_are_those_of_a_plain_count(paths: list[Steps]) -> None:
     shown = {one["name"]: one for one in tree.shown()}
     for steps, hits in through.items():
         below = {other for other in through if other[:-1] == steps}
-        is_place = steps in paths or len(below) > 1  # somebody's end, or where paths part
+        is_place = steps in paths or len(below) > 1  # where a path ends, or where paths part
         assert (name(steps) in shown) == is_place, steps
         if is_place:
             assert (shown[name(steps)]["hits"], shown[name(steps)]["blocks"]) == (hits, len(steps))
@@ -134,7 +134,7 @@ def test_a_path_is_as_deep_as_may_be_and_says_what_is_still_here() -> None:
     assert (shown["blocks"], shown["dram_blocks"]) == (hotpaths.MAX_DEPTH, 2)
 
 
-def test_nobody_is_shown_a_key() -> None:
+def test_no_key_is_shown() -> None:
     tree = Tree()
     tree.match((1, 2, 3))
     text = repr(tree.shown())

@@ -151,7 +151,7 @@ def test_ranks_are_taken_anew_after_some_evictions_once_the_clock_has_moved() ->
 
 @pytest.mark.parametrize("few", [0, 1000])
 def test_of_those_worth_the_same_the_one_used_last_goes_last(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stores and loads a little later, with nothing else known of the blocks, would find nothing."""
+    """Else a client that loads shortly after its store would find nothing, as nothing else is known of the blocks."""
     monkeypatch.setattr(hazard, "FEW_CELLS", few)
     turnover = Turnover(lambda: 0.0)
     turnover.room_bytes = lambda: 1000

@@ -158,7 +158,7 @@ def test_requests_in_a_session_of_another_key_are_refused(directory: Path) -> No
 def test_a_long_hello_is_no_hello(directory: Path) -> None:
     def scenario(site: Site) -> None:
         assert site.hello("a", name="x" * MAX_HELLO_BYTES) is None
-        assert len(site.handled) == 1, "whoever answers requests says what is wrong with it"
+        assert len(site.handled) == 1, "the handler of requests says what is wrong with it"
 
     play(directory, scenario)
 

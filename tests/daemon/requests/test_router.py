@@ -111,7 +111,7 @@ def test_who_was_heard_has_shaken_hands(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_an_endpoint_that_is_taken_is_one_line_and_counts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_taken_is_one_line_and_closes_its_count_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Connections] = []
 
     class Noted(Connections):
@@ -132,10 +132,10 @@ def test_an_endpoint_that_is_taken_is_one_line_and_counts_nobody(monkeypatch: py
     asyncio.run(run())
 
 
-def test_an_answer_that_nobody_can_be_sent_lets_go_of_its_block(tmp_path: Path) -> None:
+def test_an_answer_that_cannot_be_sent_releases_its_block(tmp_path: Path) -> None:
     async def scenario(ours: Router, cut: list[Session]) -> None:
         done: list[str] = []
-        ours.reply(b"nobody", Answer(b"header", session(), b"p" * 5000, lambda: done.append("done")))
+        ours.reply(b"unknown", Answer(b"header", session(), b"p" * 5000, lambda: done.append("done")))
         await asyncio.sleep(0)
         assert (done, cut, ours._sending) == (["done"], [], {}), "its session socket says that it has gone"
 

@@ -272,7 +272,7 @@ class NoDescriptors:
 
 
 @pytest.mark.parametrize("again_s", [0.001, LONG_S])
-def test_out_of_descriptors_nobody_is_lost_and_the_loop_does_not_spin(
+def test_out_of_descriptors_no_session_is_lost_and_the_loop_does_not_spin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float
 ) -> None:
     monkeypatch.setattr(sessions, "_ACCEPT_AGAIN_S", again_s)

@@ -57,7 +57,7 @@ def test_all_namespaces_of_a_tenant_share_its_quota() -> None:
     assert (found(cache, one, chain_of("x", 6)), found(cache, two, chain_of("x", 6))) == (2, 6)
 
 
-def test_a_full_arena_takes_the_oldest_whoever_has_it() -> None:
+def test_a_full_arena_evicts_the_oldest_block_of_any_account() -> None:
     cache = make_cache(16, a=12)
     a, b = open_for(cache, "a"), open_for(cache, "")
     assert store(cache, a, chain_of("a", 8)) == 8
@@ -73,7 +73,7 @@ def test_a_full_arena_takes_the_oldest_whoever_has_it() -> None:
     )
 
 
-def test_the_star_is_for_all_others_and_nobody_is_limited_without_a_name() -> None:
+def test_the_star_limits_all_others_and_a_client_without_a_tenant_has_no_limit() -> None:
     cache = make_cache(64, a=8, **{"*": 4})
     assert store(cache, open_for(cache, "a"), chain_of("x", 20)) == 8
     assert store(cache, open_for(cache, "z"), chain_of("x", 20)) == 4
@@ -142,7 +142,7 @@ def test_quotas_as_they_are_written() -> None:
             load_config(flags={"quota": text}, env={})
 
 
-def test_a_frame_counts_until_nobody_reads_it() -> None:
+def test_a_frame_counts_until_its_last_read_has_ended() -> None:
     """A block that was evicted while it was being sent is gone, and its frame is not there for others yet."""
     cache = make_cache(64, a=8)
     a = open_for(cache, "a")
@@ -253,7 +253,7 @@ def test_what_a_mapped_client_writes_to_is_never_given_to_others() -> None:
     assert not set(frames) & set(cache.space.index.frames_in_use())
 
 
-def test_nobody_gives_back_what_its_quota_allows() -> None:
+def test_no_account_gives_back_what_its_quota_allows() -> None:
     cache = regions(3, s=48, a=48)
     owner, _ = squat(cache, "s", 3)
     store(cache, open_for(cache, "a", 16 * FRAME), chain_of("a", 1))
@@ -261,7 +261,7 @@ def test_nobody_gives_back_what_its_quota_allows() -> None:
     assert len(owner.reads) == 3
 
 
-def test_who_takes_too_much_makes_nobody_give_back() -> None:
+def test_an_account_that_takes_too_much_makes_no_other_give_back() -> None:
     cache = regions(4, s=12, t=12)
     squat(cache, "s", 2)
     for number in (4, 5):

@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 168;
 const EDGE = { right: 8, top: 8, bottom: 22 };
 const DIGIT = 6.2; // width of one in the font of the axes
-const LONGEST_STEP_S = 25; // samples further apart are not joined: nobody knows what was between
+const LONGEST_STEP_S = 25; // samples further apart are not joined: what was between is unknown
 
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);

@@ -244,7 +244,7 @@ function setState(state, title = "", text = "") {
   find("alarm").replaceChildren(element("strong", {}, said), element("span", {}, ` ${text}`));
 }
 
-function nobodyAnswers() {
+function showUnreachable() {
   page.gone ??= Date.now() / 1000;
   pill("gone", "Not reachable");
   setState(page.last ? "stale" : "gone", `Daemon not reachable since ${format.clock(page.gone)}`,
@@ -261,7 +261,7 @@ async function ask() {
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     told = await answer.json();
   } catch {
-    nobodyAnswers();
+    showUnreachable();
     return;
   }
   page.gone = null;

@@ -102,7 +102,7 @@ def test_what_is_complete_stays_so_when_its_lease_ends_between_two_slices(how: s
     if how == "abort":
         h.cache.writes.abort(h.owner, lease, finished=True)
     else:
-        steps.close()  # nobody is there to be answered
+        steps.close()  # its client is not there to be answered
         h.cache.session_lost(h.owner)
         h.cache.process_gone(h.owner)
     finish(h)

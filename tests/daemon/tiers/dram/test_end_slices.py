@@ -47,7 +47,7 @@ def test_a_lease_that_another_session_holds_outlives_the_slices() -> None:
     leases = [h.cache.match(h.owner, [namespace], keys, 10).lease for _ in range(MANY)]
     h.cache.session_lost(h.owner)
     held = [lease for lease in leases if lease is not None and h.cache.reads.hold(same, lease.lease_id)]
-    assert 0 < len(held) < MANY, "those that have ended are held by nobody"
+    assert 0 < len(held) < MANY, "leases that have ended hold nothing"
     while h.cache.work():
         pass
     assert h.cache.reads.leases.keys() == {lease.lease_id for lease in held}
@@ -178,7 +178,7 @@ def test_batches_of_events_are_published_in_slices_and_in_order(monkeypatch: pyt
     assert [name for event in told[1:] for name in event["block_hashes"]] == list(range(1, 201))
 
 
-def test_batches_that_nobody_has_time_for_do_not_pile_up() -> None:
+def test_batches_that_wait_for_the_loop_do_not_pile_up() -> None:
     kept = Kept()
     events = Events(kept)
     tell_many(events, 2000, 4096)

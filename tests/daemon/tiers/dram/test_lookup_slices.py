@@ -184,7 +184,7 @@ def test_a_lookup_that_is_given_up_leaves_no_pin(after: int) -> None:
     finish(h)
     assert not h.cache.reads.leases
     assert not list(h.cache.reads.runs.loose_pins())
-    h.store(namespace, chain_of(2, 200))  # room is made of what nobody holds
+    h.store(namespace, chain_of(2, 200))  # room is made from blocks that no lease holds
 
 
 def test_a_pin_of_a_long_chain_looks_at_it_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
 
 
 def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> None:
-    """Nobody can read or evict them: below one block that is never committed they could fill the arena."""
+    """They cannot be read or evicted: behind a block that is never committed they could fill the arena."""
     w = Writers(quarantine_frames=6)
     first, other = party("a", 1), party("a", 2)
     parent = chain_of(200, 1)

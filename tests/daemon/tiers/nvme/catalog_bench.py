@@ -114,7 +114,7 @@ class Bench:
         return found
 
     def change(self, statement: str, *values: object) -> None:
-        """Somebody else's hand in the closed database."""
+        """Change the closed database behind the catalog's back."""
         db = sqlite3.connect(self.path)
         with db:
             db.execute(statement, values)

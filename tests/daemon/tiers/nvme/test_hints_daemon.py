@@ -48,7 +48,7 @@ def test_a_session_comes_back_and_ends(client: Client) -> None:
     assert after["hints"]["ahead_blocks"] == 20
     assert after["hints"]["returning"] == 1
     assert after["tiers"]["nvme"]["promoted_blocks"] == before["tiers"]["nvme"]["promoted_blocks"] + 20
-    assert after["counters"]["match_requests"] == before["counters"]["match_requests"], "nobody has asked"
+    assert after["counters"]["match_requests"] == before["counters"]["match_requests"], "no client has asked"
     assert client.load(number, keys, 8192) == [block_of(place) for place in range(20)]
 
     assert client.ask("hint", [number], keys, 0, False, 0, 100) == ["hinted", 20]

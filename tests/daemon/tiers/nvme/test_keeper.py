@@ -423,7 +423,7 @@ def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) ->
     play(scenario)
 
 
-def test_nobody_waits_for_what_is_still_in_the_kernel_of_a_directory_that_went(tmp_path: Path) -> None:
+def test_reads_that_hang_in_the_kernel_after_their_directory_was_dropped_delay_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await filled(tmp_path, disks=1)
         [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()

@@ -37,7 +37,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def daemon_at(run_dir: Path, nvme: str, *flags: str) -> subprocess.Popen[str]:
-    """A daemon of its own, without anybody connected."""
+    """A daemon of its own, with no client connected."""
     command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(run_dir), "--arena", "4MiB"]
     command += ["--nvme", nvme, "--nvme-size", "64MiB", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -89,13 +89,13 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(cluster: Cluster, tmp_
     assert (cluster.load(chain), cluster.load(more)) == (50, 20)
 
 
-@pytest.mark.parametrize("place", ["below a file", "everybody's", "newer"])
+@pytest.mark.parametrize("place", ["below a file", "open to all users", "newer"])
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, place: str) -> None:
     path = tmp_path / "nvme"
     if place == "below a file":
         path.write_text("")
         path = path / "below"
-    elif place == "everybody's":
+    elif place == "open to all users":
         path.mkdir()
         path.chmod(0o1777)
     else:
@@ -300,7 +300,7 @@ def _killed_under_load(tmp_path: Path, rounds: int, seed: int) -> None:
             hits = [customer.hits for customer in customers]
             wait_until(
                 lambda: all(one.hits > before for one, before in zip(customers, hits, strict=True)),  # noqa: B023
-                "hits are back, for everybody",
+                "all customers have hits again",
             )
             enough = rng.randrange(50, 400)
             wait_until(lambda: moved_blocks(cluster) > enough, "there is work for the disks")  # noqa: B023

@@ -48,7 +48,7 @@ def test_a_daemon_that_starts_on_a_full_disk_reads(mount: Callable[[str], Path])
 
 
 def test_a_daemon_that_starts_on_a_full_disk_without_the_spare_room_reads(mount: Callable[[str], Path]) -> None:
-    """Somebody else has taken what was kept for this: it reads, says why it does not write, and does when it can."""
+    """Other files have taken the spare room: the daemon reads, says why it does not write, and writes when it can."""
     disk = mount("20m")
     cluster = Cluster(disk, nvme_size="16MiB", nvme_segment="2MiB")
     kept, new = chain_of("kept", 40), chain_of("new", 40)

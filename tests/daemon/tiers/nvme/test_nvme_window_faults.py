@@ -216,7 +216,7 @@ def test_nothing_flushed_of_a_window_comes_back(tmp_path: Path, moment: str, by_
 
 
 def test_what_is_being_unlinked_is_not_read(tmp_path: Path) -> None:
-    """A flush of many blocks goes in slices; until then they are found by their keys, and the reads wait for nobody."""
+    """A flush unlinks many blocks in slices. Until then their keys are found, and reads do not wait for it."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()

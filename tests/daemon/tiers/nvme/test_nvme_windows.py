@@ -395,7 +395,7 @@ def test_a_window_over_several_directories_is_right_or_a_miss(tmp_path: Path, mo
             assert await rig.load(window, chain) == 0
             rig.check()
             disk.hook = lambda name, size: None
-        # One hangs while the window comes up: nobody waits for it, and no cut over it is found meanwhile.
+        # One disk hangs while the window comes up: no request waits for it, and no cut over it is found meanwhile.
         rig.forget_dram()
         hung = rig.shelves[1]
         gate = rig.disks[hung.directory.path].gate
@@ -437,7 +437,7 @@ def test_a_lost_directory_costs_the_windows_that_it_had(tmp_path: Path) -> None:
 
 
 def test_a_window_waits_for_the_rows_that_tell_where_it_is(tmp_path: Path) -> None:
-    """While a directory loads, nobody knows whether a block is there: it is not written a second time."""
+    """While a directory loads, the tier cannot know whether it has a block, so it does not write the block again."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path, disks=2, arena_regions=16).open()
@@ -470,7 +470,7 @@ def test_a_window_waits_for_the_rows_that_tell_where_it_is(tmp_path: Path) -> No
 
 
 def test_windows_are_placed_without_a_look_at_every_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be thousands: to look at all of them for each block held up everybody for a fifth of a second."""
+    """There may be thousands: looking at all of them for each block held the event loop for a fifth of a second."""
     looked = 0
 
     def get(table: Table, key: bytes) -> int:

@@ -159,7 +159,7 @@ def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(tmp_path: P
     play(scenario)
 
 
-def test_frames_that_a_hung_disk_may_still_write_to_are_nobody_elses(tmp_path: Path) -> None:
+def test_frames_that_a_hung_disk_may_still_write_to_are_not_given_away(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 4)

@@ -131,7 +131,7 @@ def test_another_size_gets_a_segment_of_a_full_disk(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_a_block_that_no_segment_holds_stops_nobody(tmp_path: Path) -> None:
+def test_a_block_too_large_for_any_segment_does_not_stop_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path, segment_bytes=2 << 20, arena_regions=8).open()
         one = rig.shelves[0]
@@ -200,13 +200,13 @@ def test_the_file_of_another_at_the_name_of_the_next_segment_stops_nothing(tmp_p
         rig = await TierRig(tmp_path).open()
         [shelf], space = rig.shelves, rig.namespace()
         strange = rig.dirs[0] / "segments" / segment_name(1)
-        strange.write_bytes(b"somebody else's")
+        strange.write_bytes(b"of another program")
         rig.store(space, chain_of("a", 5))
         await rig.until(lambda: bool(shelf.health.reason))
         shelf.health.off_until_s = 0.0
         await rig.settled()
         assert rig.tier.stats()["blocks"] == 5
-        assert strange.read_bytes() == b"somebody else's"
+        assert strange.read_bytes() == b"of another program"
         rig.check()
         await rig.close()
 

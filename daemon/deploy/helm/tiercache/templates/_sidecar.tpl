@@ -17,7 +17,7 @@ The engine runs as the same user, or in `socketGroup`, which is one of the pod's
 {{- define "tiercache.sidecar" -}}
 name: tiercache
 restartPolicy: Always
-{{- /* An emptyDir belongs to root and everybody may write to it: the daemon makes a folder of its own there. */}}
+{{- /* An emptyDir belongs to root and all users may write to it: the daemon makes a folder of its own there. */}}
 {{ include "tiercache.container" (dict "Values" .Values "Chart" .Chart "runDir" "/run/tiercache/daemon") }}
 {{- end }}
 

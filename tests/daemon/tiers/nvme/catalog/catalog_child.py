@@ -35,7 +35,7 @@ class Model:
         self._sequence = max((row.sequence for row in rows.values()), default=0)
 
     def step(self) -> Change:
-        """Make the next change here; whoever runs the schedule makes it in the catalog."""
+        """Make the next change here; the caller makes it in the catalog."""
         rng, segment = self._rng, self._rng.randrange(SEGMENTS)
         place = place_of(segment, rng.randrange(SLOTS))
         kind = rng.random()

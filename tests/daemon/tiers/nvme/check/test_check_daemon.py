@@ -190,7 +190,7 @@ def test_command_without_a_daemon(
     cluster.wait_written()
     cluster.kill()
     first, second = cluster.directories
-    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path / "nobody"))
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path / "absent"))
     named = ["--nvme", f"{first},{second}"]
     assert main(["check", *named]) == 0
     out = capsys.readouterr().out

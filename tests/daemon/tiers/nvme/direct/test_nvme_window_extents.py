@@ -83,7 +83,7 @@ def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: 
 def test_windows_that_are_too_wide_together_come_up_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Each block of them is pinned while nobody else is served."""
+    """Pinning all of their blocks would hold the event loop for too long."""
     monkeypatch.setattr(extents, "MAX_HELD_BLOCKS", most)
 
     async def scenario() -> None:
@@ -105,7 +105,7 @@ def test_windows_that_are_too_wide_together_come_up_instead(
     play(scenario)
 
 
-def test_what_is_held_comes_up_when_somebody_asks_for_frames(tmp_path: Path) -> None:
+def test_what_is_held_comes_up_when_a_client_asks_for_frames(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         spaces, chain = spaces_of(rig), chain_of("a", 12)
@@ -137,7 +137,7 @@ def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(tmp_path: Path, monk
         with monkeypatch.context() as patch:
             patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
             finish(rig.cache.reads.growing.bring_up(lease, 12))
-            assert rig.cache.reads.growing.leases == {}, "nobody waits for it"
+            assert rig.cache.reads.growing.leases == {}, "no request waits for it"
         assert rig.read(lease, window) == 0
         rig.check()
         await rig.close()

@@ -134,7 +134,7 @@ def test_one_directory_by_two_paths_is_one_too_many(path: Path, tmp_path: Path) 
     opened(path).close()
 
 
-def test_a_folder_that_everybody_can_write_to_is_refused(path: Path) -> None:
+def test_a_folder_that_all_users_can_write_to_is_refused(path: Path) -> None:
     path.mkdir()
     path.chmod(0o1777)
     with pytest.raises(ConfigError, match="is a folder for all users"):

@@ -202,7 +202,7 @@ def test_a_segment_that_lost_its_end_is_an_error_and_no_hang(rig: Rig) -> None:
     assert rig.queue.errors == {errno.EIO: 1}
 
 
-def test_a_worker_survives_what_nobody_foresaw(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_survives_an_unexpected_exception(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig = one_worker
 
     def hook(name: str, size: int) -> None:
@@ -331,7 +331,7 @@ def test_a_batch_is_announced_once(one_worker: Rig) -> None:
     assert rig.run([rig.write_op(0, content(0, 100))]) == [OK]
 
 
-def test_a_callback_that_raises_takes_nobody_along(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_does_not_stop_the_others(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig = one_worker
     hold(rig)
     ops = [rig.write_op(2 * number, content(number, 100)) for number in range(3)]

@@ -14,7 +14,7 @@ SMALL_BYTES = 4096
 
 
 def test_a_run_longer_than_the_disks_queue_comes_up_whole(tmp_path: Path) -> None:
-    """For somebody who waits and for nobody, and never many blocks in one go of the loop."""
+    """With and without a client that waits for it, and never many blocks in one turn of the event loop."""
 
     async def scenario() -> None:
         blocks = QUEUE_LIMITS[DiskPriority.PREFETCH] + 1000
