@@ -35,7 +35,7 @@ class ARC:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
+    def inserted(self, entry: int, stored: bool = False) -> None:
         queues, lost, key = self._queues, self._lost, self._key[entry]
         queues.inserted(entry)
         once, again = len(lost[ONCE]), len(lost[AGAIN])
@@ -47,7 +47,7 @@ class ARC:
             return
         queues.lift(entry, AGAIN)
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         for entry in entries:
             self.inserted(entry)
 

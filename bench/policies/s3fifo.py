@@ -41,13 +41,13 @@ class S3FIFO:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
+    def inserted(self, entry: int, stored: bool = False) -> None:
         self._queues.inserted(entry)
         self._uses[entry] = 0
         if self._lost.take(self._key[entry]):
             self._queues.lift(entry, MAIN)
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         for entry in entries:
             self.inserted(entry)
 

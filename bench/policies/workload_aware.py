@@ -45,7 +45,7 @@ class WorkloadAware:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
+    def inserted(self, entry: int, stored: bool = False) -> None:
         index, parent = self._index, self._index.parent[entry]
         context = self._times.expected.get(index.key[entry])
         self._category[entry] = category(context.block_class) if context is not None else self._category[parent]
@@ -54,7 +54,7 @@ class WorkloadAware:
         self._offset[entry] = self._offset[parent] + 1 if index.parent[parent] != NO_ENTRY else 0
         self._live += 1
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         for entry in entries:
             self.inserted(entry)
 

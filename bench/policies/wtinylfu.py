@@ -40,7 +40,7 @@ class WTinyLFU:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
+    def inserted(self, entry: int, stored: bool = False) -> None:
         queues = self._queues
         queues.inserted(entry)
         if queues.live < _ROOMY * queues.capacity or not queues.capacity:
@@ -50,7 +50,7 @@ class WTinyLFU:
                     break
                 queues.lift(oldest, PROBATION)
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         for entry in entries:
             self.inserted(entry)
 

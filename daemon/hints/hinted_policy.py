@@ -167,8 +167,8 @@ class HintedPolicy:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
-        self.inner.inserted(entry)
+    def inserted(self, entry: int, stored: bool = False) -> None:
+        self.inner.inserted(entry, stored)
         self._came(entry)
 
     def _came(self, entry: int) -> None:
@@ -177,8 +177,8 @@ class HintedPolicy:
         if mark is not None:
             self._note(entry, replace(mark, stamp=self._columns.clock, group=HintGroup.NONE))
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
-        self.inner.inserted_run(entries)
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
+        self.inner.inserted_run(entries, stored)
         for entry in entries:
             self._came(entry)
 

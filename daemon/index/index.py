@@ -26,15 +26,18 @@ class Index(Lookups):
 
     # --- published -------------------------------------------------------------------------------
 
-    def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0) -> int:
-        """Publish a block below `parent`, a live entry, with so many pins. The key must not be here."""
+    def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0, stored: bool = False) -> int:
+        """Publish a block below `parent`, a live entry, with so many pins. The key must not be here.
+
+        `stored`: a client stores it now, as opposed to a block that the daemon moves between tiers.
+        """
         shard = table.shards[key[0] & (SHARDS - 1)]
         assert key not in shard, "a key is published once"
         entry = self._new_entry(table, key, parent, frame)
         shard[key] = entry
         table.blocks += 1
         self._adopt(table, parent, entry)
-        table.policy.inserted(entry)
+        table.policy.inserted(entry, stored)
         if pins:
             self.pins[entry] = pins
             self.note_moved((entry,))
@@ -43,7 +46,13 @@ class Index(Lookups):
         return entry
 
     def insert_run(
-        self, table: Table, keys: Sequence[bytes], parent: int, frames: Sequence[int], pins: int = 0
+        self,
+        table: Table,
+        keys: Sequence[bytes],
+        parent: int,
+        frames: Sequence[int],
+        pins: int = 0,
+        stored: bool = False,
     ) -> list[int]:
         """Publish a run of blocks, each below the one before it, the first below `parent`; the last one gets `pins`.
 
@@ -71,7 +80,7 @@ class Index(Lookups):
             above = entry
         children[above] = 0
         table.blocks += len(entries)
-        table.policy.inserted_run(entries)
+        table.policy.inserted_run(entries, stored)
         if pins:
             self.pins[above] = pins
             self.note_moved((above,))

@@ -79,10 +79,10 @@ class Learner(Protocol):
 class Policy(Protocol):
     """The decisions of an eviction policy. All methods are called on the event loop: O(1), no blocking."""
 
-    def inserted(self, entry: int) -> None:
-        """A new block, already below its parent; it is not a candidate yet."""
+    def inserted(self, entry: int, stored: bool = False) -> None:
+        """A new block, already below its parent; it is not a candidate yet. `stored`: a client stores it now."""
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         """As `inserted` for each in turn; each but the first is the only child of the one before it."""
 
     def inserted_many(self, first: int, count: int) -> None:

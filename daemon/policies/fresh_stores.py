@@ -53,7 +53,7 @@ class FreshStores:
         self._may_leave = 0
         self._rings = Rings(columns)
         self._heads = self._rings.heads
-        self._stored = columns.integers(_COLUMN, "q")
+        self._stored_at = columns.integers(_COLUMN, "q")
         """How much had been stored when the block was stored."""
         self._inside = columns.integers("inside", "B")
         self.follows = inner.follows
@@ -66,22 +66,22 @@ class FreshStores:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
-        self.inserted_run([entry])
+    def inserted(self, entry: int, stored: bool = False) -> None:
+        self.inserted_run([entry], stored)
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         self._let_out_old()
-        stored, turnover, parent = self._stored, self._turnover, self._index.parent[entries[0]]
-        at = turnover.stored_bytes if turnover.storing or self._below else stored[parent]
+        stored_at, parent = self._stored_at, self._index.parent[entries[0]]
+        at = self._turnover.stored_bytes if stored or self._below else stored_at[parent]
         for entry in entries:
-            stored[entry] = at
-        self.inner.inserted_run(entries)
-        if turnover.storing and self._learner is not None:
+            stored_at[entry] = at
+        self.inner.inserted_run(entries, stored)
+        if stored and self._learner is not None:
             key = self._index.key
             self._learner.stored(key[parent], [key[entry] for entry in entries])
 
     def inserted_many(self, first: int, count: int) -> None:
-        self._stored[first : first + count] = array("q", [NEVER]) * count
+        self._stored_at[first : first + count] = array("q", [NEVER]) * count
         self.inner.inserted_many(first, count)
 
     def touched(self, entry: int, how: Touch) -> None:
@@ -106,7 +106,7 @@ class FreshStores:
     # --- candidates ------------------------------------------------------------------------------
 
     def add(self, entry: int) -> None:
-        if self._stored[entry] > self._until():
+        if self._stored_at[entry] > self._until():
             self._inside[entry] = 1
             self._rings.add(_RING, entry)
         else:
@@ -126,10 +126,10 @@ class FreshStores:
 
     def _let_out_old(self) -> None:
         """Hand blocks that have left the window to the policy; of very many, a part with each store."""
-        heads, stored, until = self._heads, self._stored, self._until()
+        heads, stored_at, until = self._heads, self._stored_at, self._until()
         if until != self._let_out_until:
             self._let_out_until, self._may_leave = until, LET_OUT
-        while heads and stored[heads[_RING]] <= until and self._may_leave:
+        while heads and stored_at[heads[_RING]] <= until and self._may_leave:
             self._may_leave -= 1
             self._let_out(heads[_RING])
 

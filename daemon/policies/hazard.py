@@ -71,10 +71,10 @@ class LeastWorth:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int) -> None:
+    def inserted(self, entry: int, stored: bool = False) -> None:
         self.inserted_run([entry])
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         columns, index, expected = self._columns, self._index, self._predictor.expected.get
         stamp, classes, used_at = columns.stamp, self._class, self._used_at
         gap, uses, shared, key = self._gap, self._uses, self._shared, index.key

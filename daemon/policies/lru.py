@@ -26,12 +26,12 @@ class LeafLRU:
         self._rings = Rings(columns)
         self._order: list[int] = []
 
-    def inserted(self, entry: int) -> None:
+    def inserted(self, entry: int, stored: bool = False) -> None:
         columns = self._columns
         columns.clock += 1
         columns.stamp[entry] = columns.clock
 
-    def inserted_run(self, entries: Sequence[int]) -> None:
+    def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         columns = self._columns
         stamp = columns.stamp
         for clock, entry in enumerate(entries, columns.clock + 1):

@@ -32,7 +32,6 @@ class Turnover:
         "_whole",
         "room_bytes",
         "stored_bytes",
-        "storing",
         "turned",
     )
 
@@ -42,8 +41,6 @@ class Turnover:
         """Bytes that have come into DRAM, stored or promoted, over its capacity."""
         self.stored_bytes = 0
         """What clients have stored."""
-        self.storing = False
-        """Whether a client's store is being published: blocks inserted meanwhile belong to it."""
         self.room_bytes: Callable[[], int] = lambda: 1
         """The capacity of DRAM."""
         self._room_bytes, self._from, self._came_bytes = 0, 0.0, 0  # capacity; `turned` at its last change; bytes
@@ -59,7 +56,7 @@ class Turnover:
         return self._at + self.turned - self._since
 
     def comes(self, size_bytes: int, stored: bool) -> None:
-        """So many bytes come into DRAM, `stored` by a client; their blocks are inserted before `came`."""
+        """So many bytes come into DRAM, `stored` by a client or moved up; say so before their blocks are inserted."""
         room_bytes = self.room_bytes()
         if room_bytes != self._room_bytes:
             self._room_bytes, self._from, self._came_bytes = room_bytes, self.turned, 0
@@ -71,11 +68,6 @@ class Turnover:
         self.turned = turned
         if stored:
             self.stored_bytes += size_bytes
-            self.storing = True
-
-    def came(self) -> None:
-        """Blocks inserted from here on do not belong to a client's store."""
-        self.storing = False
 
     def per_s(self) -> float:
         """The pace: how far this clock moves in a second."""

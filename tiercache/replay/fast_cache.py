@@ -155,8 +155,8 @@ class FastCache:
             return 0
         tails.went_on(WRITER if stored else b"", parent)
         self._turnover.comes(given * self._block_bytes, stored)
-        entries = index.insert_run(table, _split(keys, first, first + given), parent, [NO_FRAME] * given)
-        self._turnover.came()
+        new = _split(keys, first, first + given)
+        entries = index.insert_run(table, new, parent, [NO_FRAME] * given, stored=stored)
         index.unpin(parent)
         if stored:
             tails.stored(WRITER, entries[-1])

@@ -124,7 +124,7 @@ class PendingBlocks:
 
         HELD → VISIBLE, or DROPPED if the parent has gone. The HELD blocks below the run then end `ready`.
         """
-        index, turnover = self._space.index, self._space.policies.turnover
+        index = self._space.index
         block = ready.popleft()
         if block.phase is not _HELD:
             return 1  # dropped meanwhile
@@ -135,12 +135,12 @@ class PendingBlocks:
         run = complete_run(block, 1 if self._taken_back else TOLD_BLOCKS if self._tells(block) else RUN_BLOCKS)
         last = run[-1]
         keys, frames = [block.key for block in run], [block.frame for block in run]
-        turnover.comes(len(run) * last.lease.frame_bytes, stored=not last.lease.owner.internal)
-        entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children))
-        turnover.came()
+        stored = not last.lease.owner.internal
+        self._space.policies.turnover.comes(len(run) * last.lease.frame_bytes, stored)
+        entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children), stored=stored)
         self._show(run, entries)
         index.unpin(parent)
-        if not last.children and not last.table.windowed and not last.lease.owner.internal:
+        if not last.children and not last.table.windowed and stored:
             self._space.tails.stored(last.lease.owner.instance, entries[-1])
         for child in last.children:
             child.parent_block, child.parent_entry = None, entries[-1]  # one of the pins belongs to it

@@ -185,10 +185,14 @@ class Shelf:
         slot: int,
         written: StoredBlock,
         said: Block | None = None,
+        stored: bool = False,
     ) -> None:
-        """A block has been written: visible now, durable with the next commit. `said`: what events say of it."""
+        """A block has been written: visible now, durable with the next commit.
+
+        `said`: what events say of it. `stored`: a client has written it, not the daemon.
+        """
         table = self.table(namespace)
-        entry = self.index.insert(table, key, table.get(parent) if parent else table.root, slot)
+        entry = self.index.insert(table, key, table.get(parent) if parent else table.root, slot, stored=stored)
         self._pad_columns()
         self._checksum[entry] = written.checksum
         self._stored[entry] = written.stored_length

@@ -60,7 +60,6 @@ class Learning:
     def go_on(self, blocks: int) -> None:
         """So much is stored."""
         self.turnover.comes(blocks, stored=True)
-        self.turnover.came()
 
 
 def ask(time_s: float, keys: bytes) -> Request:

@@ -40,12 +40,11 @@ def test_the_turnover_goes_on_where_the_room_becomes_another() -> None:
     assert turnover.now == pytest.approx(0.2)
 
 
-def test_only_what_comes_with_a_store_is_stored() -> None:
+def test_only_what_clients_store_counts_as_stored() -> None:
     turnover = Turnover(lambda: 0.0)
     turnover.comes(100, stored=True)
-    assert (turnover.storing, turnover.stored_bytes) == (True, 100)
-    turnover.came()
-    assert not turnover.storing
+    turnover.comes(50, stored=False)
+    assert turnover.stored_bytes == 100
 
 
 # --- the window ----------------------------------------------------------------------------------
@@ -59,9 +58,7 @@ def windowed() -> tuple[Index, FreshStores, list[int]]:
     window = FreshStores(index, LeafLRU(index.columns), turnover)
     table = index.add_table(1, window, windowed=False)
     turnover.comes(20, stored=True)
-    parent = index.insert(table, key(1), table.root, 1)
-    entries = [parent, index.insert(table, key(2), parent, 2)]
-    turnover.came()
+    entries = index.insert_run(table, [key(1), key(2)], table.root, [1, 2], stored=True)
     return index, window, entries
 
 
@@ -91,11 +88,10 @@ def test_in_the_tier_below_a_block_is_as_new_as_its_own_write() -> None:
         window = FreshStores(index, LeafLRU(index.columns), turnover, below=below)
         table = index.add_table(1, window, windowed=False)
         turnover.comes(100, stored=True)
-        parent = index.insert(table, key(1), table.root, 1)
-        turnover.came()
+        parent = index.insert(table, key(1), table.root, 1, stored=True)
         turnover.stored_bytes += 700  # others
         child = index.insert(table, key(2), parent, 2)  # brought up, or written behind
-        assert window._stored[child] == (800 if below else 100)
+        assert window._stored_at[child] == (800 if below else 100)
 
 
 def test_the_window_gives_what_it_has_where_nothing_else_may_go() -> None:
@@ -107,8 +103,7 @@ def test_the_window_gives_what_it_has_where_nothing_else_may_go() -> None:
     entries = []
     for number in range(3):
         turnover.comes(10, stored=True)
-        entries.append(index.insert(table, key(number), table.root, number))
-        turnover.came()
+        entries.append(index.insert(table, key(number), table.root, number, stored=True))
     for entry in entries:
         assert window._inside[entry]
         assert window.victim() == entry

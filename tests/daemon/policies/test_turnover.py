@@ -31,7 +31,6 @@ class Cache:
         for _ in range(times * ROOM):
             self.clock.now_s += seconds_each / ROOM
             self.turnover.comes(1, stored=True)
-            self.turnover.came()
             yield self.turnover.now
 
 

@@ -201,8 +201,7 @@ class Grants(StoreLeases[Grant]):
             if table.get(key) == NO_ENTRY:
                 written = StoredBlock(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
                 turnover.comes(namespace.size_class.frame_bytes, stored=True)
-                shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place))
-                turnover.came()
+                shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place), stored=True)
                 self.stored_blocks += 1
                 self.stored_bytes += length
             else:
