@@ -38,7 +38,7 @@ from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
 from tiercache.daemon.policies import POLICIES
-from tiercache.daemon.requests.context import Desk
+from tiercache.daemon.requests.context import RequestContext
 from tiercache.daemon.requests.router import DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.requests.service import Service
 from tiercache.daemon.requests.sessions import Session, SessionGate
@@ -183,7 +183,7 @@ class Server:
         socket_path = session_socket_path(config.run_dir)
         group = find_group(config.group)
         self.gate = SessionGate(socket_path, welcome, self, config.max_sessions, self.cache.counters, group)
-        desk = Desk(
+        context = RequestContext(
             self.cache,
             self.generation,
             self.gate.sessions,
@@ -192,19 +192,19 @@ class Server:
             max_leases=config.max_leases_per_session,
             region_bytes=min(config.region_bytes, config.arena_bytes),
         )
-        desk.settings, self.cache.observers.recorder = self.settings, self.recorder
+        context.settings, self.cache.observers.recorder = self.settings, self.recorder
         slow = SlowRequests(config.slow_request_s, self.cache.counters)
         self.service = Service(
-            desk,
+            context,
             self.clock,
             end=lambda session: self._later(self.gate.end, session),
             stats=lambda request: build_stats(self, request),
             slow=slow,
         )
         connections = config.max_sessions * CONNECTIONS_PER_SESSION
-        self.router = Router(endpoint, self.service.handle, self.gate.cut, desk.unsent, connections, group=group)
-        self.remote = self._make_remote(welcome, desk.unsent, connections) if config.listen else None
-        desk.send = self._reply
+        self.router = Router(endpoint, self.service.handle, self.gate.cut, context.unsent, connections, group=group)
+        self.remote = self._make_remote(welcome, context.unsent, connections) if config.listen else None
+        context.send = self._reply
         self.service.soon = self._work_soon
         slow.queue_empty_ns = self._queue_empty_ns
         self.maker = RegionMaker(

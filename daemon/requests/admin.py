@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -11,8 +12,9 @@ from tiercache.config.settings import SETTINGS
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.inspection import chain_of, pins_of, places_of
-from tiercache.daemon.requests.context import Desk, Method, check_keys, check_windows, encoder, positive
+from tiercache.daemon.requests.context import Method, RequestContext, check_keys, check_windows, encoder, positive
 from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import ConfigError, RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import NO_LEASE, ErrorCode
@@ -36,16 +38,16 @@ _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
 class AdminRequests:
     """One method for each kind of request. Event loop only."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._cache = desk.cache  # for what concerns all of it: hints, flushes, checks, inspection
-        self._reads = desk.cache.reads
-        self._client_pins = desk.cache.reads.pins
-        self._below = desk.cache.below
-        self._space = desk.cache.space
-        self._events = desk.cache.events
-        self._observers = desk.cache.observers
-        self._generation = desk.generation
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._cache = context.cache  # for what concerns all of it: hints, flushes, checks, inspection
+        self._reads = context.cache.reads
+        self._client_pins = context.cache.reads.pins
+        self._below = context.cache.below
+        self._space = context.cache.space
+        self._events = context.cache.events
+        self._observers = context.cache.observers
+        self._generation = context.generation
         self._checking = False
         self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps only weak references
 
@@ -70,19 +72,19 @@ class AdminRequests:
     def _pin(self, session: Session, request: m.Pin) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
         ttl_s = min(positive(request.ttl_ms, "ttl_ms"), m.MAX_PIN_TTL_MS) / 1000
-        namespaces = self._desk.namespaces(request.namespaces)
+        namespaces = self._context.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
         blocks = yield from self._client_pins.pin(namespaces, request.keys, ttl_s)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _unpin(self, session: Session, request: m.Unpin) -> m.Reply:
         check_keys(request.keys, m.MAX_KEYS)
-        blocks = self._client_pins.unpin(self._desk.namespaces(request.namespaces), request.keys)
+        blocks = self._client_pins.unpin(self._context.namespaces(request.namespaces), request.keys)
         return m.Pinned(request.request_id, self._generation, blocks)
 
     def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
-        namespaces = self._desk.namespaces(request.namespaces)
+        namespaces = self._context.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
         found = yield from self._reads.prefetch(session.owner, namespaces, request.keys)
         self._observers.prefetched(namespaces, request.keys, found)
@@ -90,7 +92,7 @@ class AdminRequests:
 
     def _hint(self, session: Session, request: m.Hint) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
-        namespaces = self._desk.namespaces(request.namespaces)
+        namespaces = self._context.namespaces(request.namespaces)
         if request.first < 0 or request.return_in_ms < 0 or request.ttl_ms < 0:
             text = f"first {request.first}, return_in_ms {request.return_in_ms}, ttl_ms {request.ttl_ms}: from 0 on"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
@@ -110,21 +112,24 @@ class AdminRequests:
         self._observers.hinted(namespaces, request)
         return m.Hinted(request.request_id, self._generation, blocks)
 
+    def _named_or_all(self, numbers: Sequence[int]) -> list[Namespace]:
+        return self._context.namespaces(numbers) if numbers else self._space.all_namespaces()
+
     def _flush(self, session: Session, request: m.Flush) -> Steps[m.Reply | None]:
         tiers = ["all", "dram", *filter(None, [self._below.name])]
         if request.tier not in tiers:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
         if request.key:
             check_keys(request.key, 1)
-        if self._desk.tenant and not request.namespaces:
+        if self._context.tenant and not request.namespaces:
             raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
-        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._space.all_namespaces()
+        namespaces = self._named_or_all(request.namespaces)
         if self._events is not None and not (request.namespaces or request.key) and request.tier == "all":
             self._events.cleared()
         self._observers.flushed(namespaces, request.key, request.tier)
         # Not logged as info for a single prefix: probes of the data path flush one every few seconds.
         level = logging.DEBUG if request.key else logging.INFO
-        identity, blocks, more = self._desk.identity, 0, False
+        identity, blocks, more = self._context.identity, 0, False
 
         def done(below_blocks: int, durable: bool) -> None:
             log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
@@ -135,7 +140,7 @@ class AdminRequests:
                     "after a restart; flush again when it is there, or restart the daemon if it is gone for good"
                 )
                 reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
-            self._desk.answer(identity, session, reply)
+            self._context.answer(identity, session, reply)
 
         below = None
         if self._below.name and request.tier != "dram":
@@ -167,7 +172,7 @@ class AdminRequests:
     def _models(self, session: Session, request: m.Models) -> Steps[m.Reply]:
         models: dict[bytes, m.ModelCard] = {}
         left_bytes, looked = MAX_LISTED_MODELS_BYTES, 0
-        for one in list(self._desk.sessions.values()):
+        for one in list(self._context.sessions.values()):
             if session.tenant not in ("", one.tenant):
                 continue
             its = announced_models(one) if one.tenant else one.models
@@ -188,7 +193,7 @@ class AdminRequests:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         if self._checking:
             raise RequestRefused(ErrorCode.LIMIT.value, "another check is under way: wait until it has ended")
-        identity, below = self._desk.identity, self._below
+        identity, below = self._context.identity, self._below
         self._checking = True
         try:
             findings = yield from self._cache.check()
@@ -202,7 +207,7 @@ class AdminRequests:
 
         def done(bad: list[str], scanned: int) -> None:
             reply = self._checked(request, findings + bad, blocks, scanned)
-            self._desk.answer(identity, session, reply)
+            self._context.answer(identity, session, reply)
 
         if not below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
             raise RequestRefused(ErrorCode.LIMIT.value, "another check reads blocks: wait until it has ended")
@@ -217,7 +222,7 @@ class AdminRequests:
 
     def _inspect(self, session: Session, request: m.Inspect) -> Steps[m.Reply]:
         check_keys(request.key, 1)
-        namespaces = self._desk.namespaces(request.namespaces) if request.namespaces else self._space.all_namespaces()
+        namespaces = self._named_or_all(request.namespaces)
         blocks = yield from places_of(self._cache, namespaces, request.key)
         # Only look into the namespaces that have the block.
         known = [self._space.namespaces[number] for number in dict.fromkeys(view.namespace for view in blocks)]
@@ -232,7 +237,7 @@ class AdminRequests:
 
     def _specs(self, session: Session, request: m.Specs) -> m.Reply:
         specs, left_bytes = {}, MAX_LISTED_SPECS_BYTES
-        for namespace in self._desk.namespaces(request.namespaces):
+        for namespace in self._context.namespaces(request.namespaces):
             left_bytes -= len(self._space.save(namespace))
             if left_bytes < 0:
                 break
@@ -240,13 +245,13 @@ class AdminRequests:
         return m.SpecList(request.request_id, self._generation, specs)
 
     def _settings(self, session: Session, request: m.Settings) -> m.Reply | None:
-        identity, settings = self._desk.identity, self._desk.settings
+        identity, settings = self._context.identity, self._context.settings
         assert settings is not None
 
         async def answer() -> None:
             listed, problem = await settings.view()
             reply = m.SettingList(request.request_id, self._generation, listed, problem)
-            self._desk.answer(identity, session, reply)
+            self._context.answer(identity, session, reply)
 
         task = asyncio.ensure_future(answer())
         self._tasks.add(task)
@@ -254,7 +259,7 @@ class AdminRequests:
         return None
 
     def _change_setting(self, session: Session, request: m.ChangeSetting) -> m.Reply:
-        settings = self._desk.settings
+        settings = self._context.settings
         assert settings is not None
         try:
             note = settings.change(request.key, request.value)

@@ -31,14 +31,14 @@ MAX_WINDOW_BLOCKS = 32_768
 dropped."""
 
 Method = Callable[[Session, Any], "m.Reply | Steps[m.Reply] | Steps[m.Reply | None] | None"]
-"""Answers one kind of request, perhaps in slices; returns None if the answer goes to `Desk.answer` later."""
+"""Answers one kind of request, perhaps in slices; returns None if the answer goes to `RequestContext.answer` later."""
 
 
 def _nowhere(identity: bytes, answer: Answer) -> None:
     raise AssertionError("the service was not connected to a router")
 
 
-class Desk:
+class RequestContext:
     """Shared by the classes that answer requests. Event loop only.
 
     Attributes:

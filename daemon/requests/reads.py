@@ -8,7 +8,15 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.requests.context import Desk, Method, check_keys, check_range, check_windows, encoder, positive
+from tiercache.daemon.requests.context import (
+    Method,
+    RequestContext,
+    check_keys,
+    check_range,
+    check_windows,
+    encoder,
+    positive,
+)
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.slow import SlowRequests
@@ -45,16 +53,16 @@ class _Parked(NamedTuple):
 class ReadRequests:
     """One method for each kind of request. Event loop only."""
 
-    def __init__(self, desk: Desk, slow: SlowRequests) -> None:
+    def __init__(self, context: RequestContext, slow: SlowRequests) -> None:
         self._slow = slow
-        self._desk = desk
-        self._reads = desk.cache.reads
-        self._slices = desk.cache.slices
-        self._allocator = desk.cache.space.allocator
-        self._counters = desk.cache.counters
-        self._observers = desk.cache.observers
-        self._traffic = desk.cache.observers.traffic
-        self._generation = desk.generation
+        self._context = context
+        self._reads = context.cache.reads
+        self._slices = context.cache.slices
+        self._allocator = context.cache.space.allocator
+        self._counters = context.cache.counters
+        self._observers = context.cache.observers
+        self._traffic = context.cache.observers.traffic
+        self._generation = context.generation
         self._parked: dict[int, deque[_Parked]] = {}  # by lease
         self._parked_of: Counter[Session] = Counter()
         self._overdue: list[tuple[float, int]] = []  # a heap: deadline and lease of each
@@ -76,9 +84,9 @@ class ReadRequests:
 
     def _match(self, session: Session, request: m.Match) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
-        namespaces = self._desk.namespaces(request.namespaces)
+        namespaces = self._context.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
-        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
+        ttl_s = self._context.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
         # A client on another host cannot read the disks, so no extents are kept for it.
         wants = request.promote, request.extents and not session.tenant
         found = yield from self._reads.match(session.owner, namespaces, request.keys, ttl_s, *wants)
@@ -98,7 +106,7 @@ class ReadRequests:
 
     def _peek(self, session: Session, request: m.Peek) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
-        namespaces = self._desk.namespaces(request.namespaces)
+        namespaces = self._context.namespaces(request.namespaces)
         together = yield from self._reads.runs.peek(namespaces, request.keys)
         each = []
         for number, namespace in enumerate(namespaces, 1):
@@ -114,7 +122,7 @@ class ReadRequests:
         lease = self._reads.find(session.owner, request.lease)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
-        namespace = self._desk.namespace(request.namespace)
+        namespace = self._context.namespace(request.namespace)
         self._slices.begin(self._reads.growing.bring_up(lease, request.first + request.count))
         reply = self._resolved(lease, namespace, request)
         if reply.frames or not reply.more or self._parked_of[session] >= MAX_PARKED:
@@ -122,7 +130,7 @@ class ReadRequests:
         left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
         since_s = time.monotonic()
         until_s = since_s + min(PARK_S, left_us / 2e6)
-        parked = _Parked(self._desk.identity, session, namespace, request, since_s, until_s)
+        parked = _Parked(self._context.identity, session, namespace, request, since_s, until_s)
         self._parked.setdefault(request.lease, deque()).append(parked)
         self._parked_of[session] += 1
         heapq.heappush(self._overdue, (until_s, request.lease))
@@ -181,7 +189,7 @@ class ReadRequests:
                 reply = self._resolved(lease, parked.namespace, request)
             if not reply.frames and reply.more and now_s < parked.until_s:
                 return False
-            self._desk.answer(parked.identity, session, reply)
+            self._context.answer(parked.identity, session, reply)
             self._slow.answered_late(session, request, now_s - parked.since_s)
         self._parked_of[session] -= 1
         if not self._parked_of[session]:
@@ -207,14 +215,14 @@ class ReadRequests:
         lease = self._reads.find(session.owner, lease_id)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
-        namespace = self._desk.namespace(number)
+        namespace = self._context.namespace(number)
         if lease.held is None or namespace not in lease.namespaces:
             text = "this lease keeps no extents of that namespace: ask for its frames"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         return lease.held, namespace
 
     def _hold(self, session: Session, request: m.Hold) -> m.Reply:
-        self._desk.lease_ttl_s(session, 1)
+        self._context.lease_ttl_s(session, 1)
         if not self._reads.hold(session.owner, request.lease):
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
         return m.Done(request.request_id, self._generation)
@@ -224,10 +232,10 @@ class ReadRequests:
         return m.Released(request.request_id, self._generation, good)
 
     def _renew(self, session: Session, request: m.Renew) -> Steps[m.Reply]:
-        ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._desk.lease_ttl_max_s)
+        ttl_s = min(positive(request.ttl_ms, "ttl_ms") / 1000, self._context.lease_ttl_max_s)
         alive, looked = bytearray(), 0
         owner = session.owner
-        for lease_id in request.leases[: self._desk.max_leases]:
+        for lease_id in request.leases[: self._context.max_leases]:
             looked += len(owner.reads[lease_id].pins) if lease_id in owner.reads else 0
             read, write = self._reads.find(owner, lease_id), owner.writes.get(lease_id)
             if read is not None:
@@ -244,17 +252,17 @@ class ReadRequests:
         lease = self._reads.find(session.owner, request.lease)
         if lease is None:
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, "this read lease is over: take it as a miss")
-        namespace = self._desk.namespace(request.namespace)
+        namespace = self._context.namespace(request.namespace)
         check_range(request.offset, request.length, namespace.spec.block_bytes)
         frames = self._reads.frames(lease, namespace, request.index, 1) if request.index >= 0 else []
         if not frames:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"block {request.index} is not under this lease")
-        if (problem := self._desk.unsent.problem(session, request.length)) is not None:
+        if (problem := self._context.unsent.problem(session, request.length)) is not None:
             raise RequestRefused(ErrorCode.LIMIT.value, problem)
         frame, allocator = frames[0], self._allocator
         self._counters.payload_bytes_read += request.length
         self._traffic.read(namespace, request.length)
-        region = self._desk.regions[frame >> REGION_SHIFT]
+        region = self._context.regions[frame >> REGION_SHIFT]
         view = region.view((frame & OFFSET_MASK) + request.offset, request.length)
         header = encoder.encode(m.Payload(request.request_id, self._generation, request.length))
         if session.tenant:

@@ -2,8 +2,8 @@
 
 They use the same protocol, with the bytes of blocks in messages, and have no session socket: the hello is their first
 request, and a session ends when nothing has come from it for `REMOTE_SILENCE_S`. A client's key identifies its tenant,
-the only one whose namespaces it can name (see `Desk`). The allowed keys are read again with each handshake, so adding
-or removing a file lets a client in or locks it out without a restart.
+the only one whose namespaces it can name (see `RequestContext`). The allowed keys are read again with each handshake,
+so adding or removing a file lets a client in or locks it out without a restart.
 """
 
 from __future__ import annotations

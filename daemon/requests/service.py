@@ -20,7 +20,7 @@ import zmq
 from tiercache.daemon.ground.clock import LeaseClock
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.requests.admin import AdminRequests
-from tiercache.daemon.requests.context import Desk, Method, encoder
+from tiercache.daemon.requests.context import Method, RequestContext, encoder
 from tiercache.daemon.requests.reads import ReadRequests
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.sessions import Session
@@ -98,34 +98,34 @@ class Service:
 
     def __init__(
         self,
-        desk: Desk,
+        context: RequestContext,
         clock: LeaseClock,
         end: Callable[[Session], None],
         stats: Callable[[m.Stats], Steps[dict[str, Any]]],
         slow: SlowRequests,
     ) -> None:
         self.latency: dict[str, LatencyHistogram] = {}
-        self.desk = desk
-        self._counters = desk.cache.counters
-        self._slices = desk.cache.slices
+        self.context = context
+        self._counters = context.cache.counters
+        self._slices = context.cache.slices
         self._clock = clock
-        self._generation = desk.generation
-        self._sessions = desk.sessions
+        self._generation = context.generation
+        self._sessions = context.sessions
         self._end = end
         self._stats = stats
         self.slow = slow
         self.soon: Callable[[], None] = lambda: None
         """Called when a slice should be run before the next tick."""
         self._sliced: Counter[Session] = Counter()  # requests under way in slices, by session
-        self.reads = ReadRequests(desk, slow)
-        self._writes = WriteRequests(desk)
+        self.reads = ReadRequests(context, slow)
+        self._writes = WriteRequests(context)
         self._methods: dict[type, Method] = {
             m.Ping: self._ping,
             m.Stats: self._statistics,
             m.Bye: self._bye,
             **self.reads.methods(),
             **self._writes.methods(),
-            **AdminRequests(desk).methods(),
+            **AdminRequests(context).methods(),
         }
 
     def handle(self, identity: bytes, header: bytes | memoryview, parts: list[zmq.Frame]) -> Answer | None:
@@ -136,7 +136,7 @@ class Service:
         started_ns = time.perf_counter_ns()
         self._counters.requests += 1
         self._clock.observe()
-        self.desk.identity = identity
+        self.context.identity = identity
         request_id = 0
         session: Session | None = None
         request: m.Request | None = None
@@ -144,7 +144,7 @@ class Service:
             request = self._decode(header)
             request_id = request.request_id
             session = self._session_of(request)
-            self.desk.tenant = session.tenant
+            self.context.tenant = session.tenant
             if session.tenant and type(request) not in FOR_TENANTS:
                 text = "clients of other hosts may not ask this: ask on the daemon's own host"
                 raise RequestRefused(ErrorCode.FORBIDDEN.value, text)
@@ -226,7 +226,7 @@ class Service:
         except AnswerNow:
             raise _too_many() from None
         self._sliced[session] += 1
-        self._slices.add(self._go_on(self.desk.identity, session, request, steps))
+        self._slices.add(self._go_on(self.context.identity, session, request, steps))
         self.soon()
         return None
 
@@ -262,7 +262,7 @@ class Service:
         if not self._sliced[session]:
             del self._sliced[session]
         if reply is not None and session.open:
-            self.desk.answer(identity, session, reply)
+            self.context.answer(identity, session, reply)
 
     def _refused(self, request_id: int, refusal: RequestRefused) -> m.Error:
         self._counters.requests_refused += 1

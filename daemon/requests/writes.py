@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiercache.daemon.events.events import Named, NamedBlocks
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.requests.context import Desk, Method, check_range, check_run, encoder
+from tiercache.daemon.requests.context import Method, RequestContext, check_range, check_run, encoder
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
@@ -20,15 +20,15 @@ MAX_SPEC_BYTES = 8192
 class WriteRequests:
     """One method for each kind of request. Event loop only."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._space = desk.cache.space
-        self._writes = desk.cache.writes
-        self._below = desk.cache.below
-        self._events = desk.cache.events
-        self._counters = desk.cache.counters
-        self._observers = desk.cache.observers
-        self._generation = desk.generation
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._space = context.cache.space
+        self._writes = context.cache.writes
+        self._below = context.cache.below
+        self._events = context.cache.events
+        self._counters = context.cache.counters
+        self._observers = context.cache.observers
+        self._generation = context.generation
 
     def methods(self) -> dict[type, Method]:
         """The method that answers each kind of request."""
@@ -43,9 +43,9 @@ class WriteRequests:
 
     def _register(self, session: Session, request: m.RegisterNamespace) -> m.Reply:
         problem = request.spec.problem()
-        if problem is None and request.spec.frame_bytes > self._desk.region_bytes:
+        if problem is None and request.spec.frame_bytes > self._context.region_bytes:
             problem = (
-                f"a block has {request.spec.block_bytes} bytes and a region of the arena {self._desk.region_bytes}: "
+                f"a block has {request.spec.block_bytes} bytes and a region of the arena {self._context.region_bytes}: "
                 "start the daemon with a larger --region, and an --arena that is no smaller"
             )
         if problem is None and len(encoder.encode(request.spec)) > MAX_SPEC_BYTES:
@@ -64,8 +64,8 @@ class WriteRequests:
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.Reply:
         check_run(request.parent, request.keys)
-        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
-        namespace = self._desk.namespace(request.namespace)
+        ttl_s = self._context.lease_ttl_s(session, request.ttl_ms)
+        namespace = self._context.namespace(request.namespace)
         named = self._named(session.owner, request, namespace)
         got = self._writes.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
         self._observers.reserved(namespace, request.parent, request.keys)
@@ -109,8 +109,8 @@ class WriteRequests:
 
     def _reserve_extents(self, session: Session, request: m.ReserveExtents) -> m.Reply:
         check_run(request.parent, request.keys)
-        ttl_s = self._desk.lease_ttl_s(session, request.ttl_ms)
-        namespace = self._desk.namespace(request.namespace)
+        ttl_s = self._context.lease_ttl_s(session, request.ttl_ms)
+        namespace = self._context.namespace(request.namespace)
         grants, got = self._below.grants, Granted()
         if grants is not None:
             named = self._named(session.owner, request, namespace)
@@ -142,7 +142,7 @@ class WriteRequests:
             text = f"offset {request.offset} leaves a gap after byte {block.written}: write a block from its start"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
         block.written = max(block.written, request.offset + len(payload))
-        region = self._desk.regions[frame >> REGION_SHIFT]
+        region = self._context.regions[frame >> REGION_SHIFT]
         # At most 2 MiB: a third of a millisecond of the event loop.
         region.view((frame & OFFSET_MASK) + request.offset, len(payload))[:] = payload
         self._counters.payload_bytes_written += len(payload)

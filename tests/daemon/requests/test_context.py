@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from desk_rig import MIB, desk_of
+from context_rig import MIB, context_of
 
 from tiercache.daemon.requests import admin as admin_requests
 from tiercache.daemon.requests.admin import AdminRequests
@@ -26,40 +26,40 @@ def lease_keys(session: Session, count: int) -> None:
 
 
 def test_what_leases_of_a_tenant_make_the_daemon_keep_is_limited() -> None:
-    desk, session = desk_of("a")
+    context, session = context_of("a")
     lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB - 1)
-    assert desk.lease_ttl_s(session, 1000) == 1.0
+    assert context.lease_ttl_s(session, 1000) == 1.0
     lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB)
     with pytest.raises(RequestRefused, match="hold too many blocks: release some"):
-        desk.lease_ttl_s(session, 1000)
+        context.lease_ttl_s(session, 1000)
     del session.owner.reads[0]
-    assert desk.lease_ttl_s(session, 1000) == 1.0
+    assert context.lease_ttl_s(session, 1000) == 1.0
 
 
 def test_what_leases_of_a_client_of_this_host_keep_is_its_own_affair() -> None:
-    desk, session = desk_of("")
+    context, session = context_of("")
     lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB + 1)
-    assert desk.lease_ttl_s(session, 1000) == 1.0
+    assert context.lease_ttl_s(session, 1000) == 1.0
 
 
 def test_a_session_has_so_many_leases_of_all_kinds() -> None:
-    desk, session = desk_of("", max_leases=3)
+    context, session = context_of("", max_leases=3)
     lease_keys(session, 1)
     session.owner.writes |= {number: cast(StoreLease, None) for number in (7, 8)}
     with pytest.raises(RequestRefused, match="3 leases are open in this session"):
-        desk.lease_ttl_s(session, 1000)
+        context.lease_ttl_s(session, 1000)
     session.owner.writes.clear()
-    assert desk.lease_ttl_s(session, 1 << 40) == 60.0
+    assert context.lease_ttl_s(session, 1 << 40) == 60.0
 
 
 def test_a_tenant_names_its_own_namespaces_only() -> None:
-    desk, _ = desk_of("a")
+    context, _ = context_of("a")
     spec = NamespaceSpec(engine="e", layout="x", dtype="uint8", block_size=1, block_bytes=4096)
-    own, other = (desk.cache.space.open_namespace(spec.of_tenant(name)) for name in ("a", "b"))
-    assert desk.namespaces([own.number]) == [own]
+    own, other = (context.cache.space.open_namespace(spec.of_tenant(name)) for name in ("a", "b"))
+    assert context.namespaces([own.number]) == [own]
     for numbers in ([other.number], [own.number, other.number], [99]):
         with pytest.raises(RequestRefused, match="is not registered: register its spec"):
-            desk.namespaces(numbers)
+            context.namespaces(numbers)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_the_windows_of_one_request_are_bounded_together() -> None:
 def test_models_of_many_sessions_are_listed_in_slices(monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
     """Those of a tenant are encoded anew, and it may have as many sessions with the same ones as there can be."""
     monkeypatch.setattr(admin_requests, "MODELS_AT_ONCE", 3)
-    desk, asking = desk_of(tenant)
+    context, asking = context_of(tenant)
     for number in range(4):
         session = Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant)
         cards = [ModelCard([f"model {number}"], bytes(16), [], 4), ModelCard(["another"], bytes(16), [], 4)]
         session.models = {admin_requests.encoder.encode(card): card for card in cards}
-        desk.sessions[session.token] = session
-    steps = AdminRequests(desk)._models(asking, Models(1, asking.token, 1, 2**62))
+        context.sessions[session.token] = session
+    steps = AdminRequests(context)._models(asking, Models(1, asking.token, 1, 2**62))
     slices = 0
     while True:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 from chains import chain_of
-from desk_rig import desk_of
+from context_rig import context_of
 from tenant_cache import make_cache, open_for, store
 
 from tiercache.daemon.requests import unsent as limits
@@ -134,12 +134,12 @@ def test_small_answers_on_many_connections_are_limited(monkeypatch: pytest.Monke
         return Answer(bytes(4000), served[-1])
 
     async def flood() -> list[int]:
-        endpoint, context, most = f"ipc://{tmp_path}/control", zmq.Context(), list[int]()
+        endpoint, sockets, most = f"ipc://{tmp_path}/control", zmq.Context(), list[int]()
         router = Router(endpoint, handle, lambda session, why: cut.append(why), unsent, 100)
         peers = []
         for header in readers:
             for _ in range(10):
-                peers.append(context.socket(zmq.DEALER))
+                peers.append(sockets.socket(zmq.DEALER))
                 peers[-1].setsockopt(zmq.RCVHWM, 1)
                 peers[-1].connect(endpoint)
                 for _ in range(400):
@@ -149,7 +149,7 @@ def test_small_answers_on_many_connections_are_limited(monkeypatch: pytest.Monke
                 await asyncio.sleep(0.01)
             most.append(unsent.bytes)
         router.close()
-        context.destroy(linger=0)
+        sockets.destroy(linger=0)
         return most
 
     strangers, of_session = asyncio.run(flood())
@@ -163,12 +163,12 @@ def test_a_block_is_not_read_for_who_has_too_much_waiting() -> None:
     cache = make_cache(4)
     namespace, keys = open_for(cache, ""), chain_of("a", 1)
     assert store(cache, namespace, keys) == 1
-    desk, session = desk_of("")
-    desk.cache = cache
+    context, session = context_of("")
+    context.cache = cache
     lease = cache.match(session.owner, [namespace], keys, 60.0).lease
     assert lease is not None
-    requests = ReadRequests(desk, SlowRequests(0.0, cache.counters))
-    fill(desk.unsent, session)
+    requests = ReadRequests(context, SlowRequests(0.0, cache.counters))
+    fill(context.unsent, session)
     with pytest.raises(RequestRefused, match="answers to this session wait to be read"):
         requests.read(session, Read(1, bytes(16), 1, 0, lease.lease_id, namespace.number, 0, 0, 1))
     assert cache.counters.payload_bytes_read == 0

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from chains import chain_of
-from desk_rig import desk_of
+from context_rig import context_of
 from tenant_cache import make_cache, open_for, store
 
 from tiercache.daemon.ground.slices import finish
@@ -26,10 +26,10 @@ class Waiting:
         self.cache = make_cache(4)
         self.namespace, self.keys = open_for(self.cache, ""), chain_of("a", 2)
         assert store(self.cache, self.namespace, self.keys) == 2
-        desk, self.session = desk_of("")
-        desk.cache, self.answers = self.cache, list[Answer]()
-        desk.send = lambda identity, answer: self.answers.append(answer)
-        self.requests = ReadRequests(desk, SlowRequests(0.0, self.cache.counters))
+        context, self.session = context_of("")
+        context.cache, self.answers = self.cache, list[Answer]()
+        context.send = lambda identity, answer: self.answers.append(answer)
+        self.requests = ReadRequests(context, SlowRequests(0.0, self.cache.counters))
 
     def lease(self) -> ReadLease:
         lease = self.cache.match(self.session.owner, [self.namespace], self.keys, 60.0).lease
@@ -93,7 +93,7 @@ def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) 
     cache = make_cache(32)
     namespace, keys = open_for(cache, ""), chain_of("a", 4)
     other, other_keys = open_for(cache, "t"), chain_of("b", 1)
-    session = desk_of("")[1]
+    session = context_of("")[1]
     owner, reads = session.owner, cache.reads
     lease = reads.grant([namespace], keys, 0, [], 60.0)
     lease.keys = keys

@@ -490,9 +490,9 @@ def test_cards_are_looked_at_in_slices_whether_or_not_they_may_be_told() -> None
     card = m.ModelCard(["a"], b"c", ["unknown"], 16)
     models = {number.to_bytes(2, "little"): card for number in range(300)}
     sessions = {number: SimpleNamespace(tenant="t", registered={}, models=models) for number in range(10)}
-    desk = SimpleNamespace(sessions=sessions)
+    context = SimpleNamespace(sessions=sessions)
     space = SimpleNamespace(numbers=lambda names: {})
-    ours: Any = SimpleNamespace(_desk=desk, _space=space, _generation=1)
+    ours: Any = SimpleNamespace(_context=context, _space=space, _generation=1)
     asking: Any = SimpleNamespace(tenant="t")
     steps = AdminRequests._models(ours, asking, m.Models(1, b"", 1, 0))
     assert sum(1 for _ in steps) == 10
