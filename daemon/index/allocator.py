@@ -32,7 +32,7 @@ class RegionFrames:
     __slots__ = (
         "accounts",
         "counts",
-        "draining",
+        "emptying",
         "entries",
         "frames",
         "fresh",
@@ -53,7 +53,7 @@ class RegionFrames:
         self.fresh = 0
         self.returned = array("I")
         self.owned = 0
-        self.draining = False
+        self.emptying = False
         self.entries = array("i", bytes(4 * self.frames))  # index entry + 1 of each frame, 0 without one
         self.accounts: array[int] | None = None
         self.counts: dict[int, int] = {}
@@ -168,8 +168,8 @@ class Allocator:
         region.returned.append(number)
         region.owned -= 1
         self.used_bytes -= size_class.frame_bytes
-        if region.draining:
-            self._finish_drain(size_class, region)
+        if region.emptying:
+            self._finish_emptying(size_class, region)
             return
         if region.owned == region.frames - 1:
             size_class.open.insert(0, region)
@@ -217,14 +217,14 @@ class Allocator:
         number = (frame & OFFSET_MASK) // size_class.frame_bytes
         size_class.regions[region_id].entries[number] = entry + 1
 
-    def entries_of(self, region_id: int, draining: bool) -> array[int] | None:
+    def entries_of(self, region_id: int, emptying: bool) -> array[int] | None:
         """For each frame of a region its index entry + 1, 0 where it has none. Not a copy.
 
-        None when the region is not in use, or its draining state is not `draining`.
+        None when the region is not in use, and unless its being emptied is as `emptying` says.
         """
         size_class = self._class_of.get(region_id)
         region = size_class.regions[region_id] if size_class is not None else None
-        return region.entries if region is not None and region.draining is draining else None
+        return region.entries if region is not None and region.emptying is emptying else None
 
     def regions_like(self, region_id: int) -> list[int]:
         """Ids of all regions of the same class."""
@@ -238,17 +238,17 @@ class Allocator:
         """Frames of a region in use, with or without an index entry."""
         return self._class_of[region_id].regions[region_id].owned
 
-    def drain(self, region_id: int) -> None:
+    def empty_region(self, region_id: int) -> None:
         """Hand out no more frames of the region; it is unassigned once the last one is back."""
         size_class = self._class_of[region_id]
         region = size_class.regions[region_id]
-        region.draining = True
+        region.emptying = True
         if region in size_class.open:
             size_class.open.remove(region)
         size_class.free -= region.frames - region.owned
-        self._finish_drain(size_class, region)
+        self._finish_emptying(size_class, region)
 
-    def _finish_drain(self, size_class: SizeClass, region: RegionFrames) -> None:
+    def _finish_emptying(self, size_class: SizeClass, region: RegionFrames) -> None:
         if region.owned == 0:
             del size_class.regions[region.region_id]
             del self._class_of[region.region_id]

@@ -143,7 +143,7 @@ class FrameCheck:
         for size_class in allocator.classes.values():
             free = 0
             for region in size_class.regions.values():
-                free += 0 if region.draining else region.frames - region.owned
+                free += 0 if region.emptying else region.frames - region.owned
                 used_bytes += region.owned * size_class.frame_bytes
                 for account, count in region.counts.items():
                     total[account] += count * size_class.frame_bytes

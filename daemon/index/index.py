@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.check import check_index
-from tiercache.daemon.index.entries import DEAD, FREE, LIVE, SHARDS, Table
+from tiercache.daemon.index.entries import DEAD, LIVE, SHARDS, Table
 from tiercache.daemon.index.lookups import Lookups
 from tiercache.daemon.index.policy import NO_ENTRY
 
@@ -316,11 +316,6 @@ class Index(Lookups):
         return list(self._unlinking)
 
     # --- checking --------------------------------------------------------------------------------
-
-    def frames_in_use(self) -> list[int]:
-        """Frames of all entries, including dead ones that are still pinned. O(entries)."""
-        rows = zip(self.frame, self.state, strict=True)
-        return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
 
     def check_integrity(self) -> list[str]:
         """Every way in which the columns, the tables and the counts disagree. O(entries)."""

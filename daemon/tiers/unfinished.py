@@ -55,10 +55,6 @@ class Unfinished:
         """Bytes in quarantine until clients exit."""
         return self._quarantined.total()
 
-    def quarantined_of(self, party: str) -> int:
-        """Bytes in quarantine until that client exits."""
-        return self._quarantined[party]
-
     def most_places(self, owner: Owner, frame_bytes: int) -> int:
         """How many places a new lease may have. At least one if its party has none, so that it can make progress."""
         if owner.internal:

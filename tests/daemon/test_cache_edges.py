@@ -110,7 +110,7 @@ def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
     h.check()
 
 
-def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
+def test_a_region_with_blocks_on_their_way_in_is_not_emptied() -> None:
     h = CacheRig(regions=1)
     small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
     h.store(small, chain_of(1, 3))
@@ -127,7 +127,7 @@ def test_a_region_with_blocks_on_their_way_in_is_not_drained() -> None:
     h.check()
 
 
-def test_a_region_in_which_a_pinned_chain_begins_is_not_drained() -> None:
+def test_a_region_in_which_a_pinned_chain_begins_is_not_emptied() -> None:
     """Only its last block is pinned itself, and lies in another region."""
     h = CacheRig(regions=2, pin_share=1.0)
     small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)

@@ -62,6 +62,6 @@ class Shares:
             for region_id, size_bytes, owned, counts in self._allocator.shares()
             if size_bytes >= size_class.frame_bytes and region_id not in size_class.regions
             if counts.keys() <= over and sum(counts.values()) == owned > 0
-            if self._allocator.entries_of(region_id, draining=False) is not None
+            if self._allocator.entries_of(region_id, emptying=False) is not None
         ]
         return min(usable)[1] if usable else None

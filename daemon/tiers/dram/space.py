@@ -27,7 +27,7 @@ MAX_NAMESPACES = 4096
 MAX_TENANT_NAMESPACES = 256
 """Per tenant: room for a few models on many ranks, without taking all places from the others."""
 SLICE = 512
-"""Entries unlinked, or frames drained, in one go: about a millisecond of the event loop."""
+"""Entries unlinked, or frames emptied, in one go: about a millisecond of the event loop."""
 ROOM_STEPS = 4 * SLICE
 """Unlinked at most for one request before it evicts: the rest comes back in the background."""
 EVICT_AT_ONCE = 4 * SLICE
@@ -35,7 +35,7 @@ EVICT_AT_ONCE = 4 * SLICE
 
 LOOK_AT_ONCE = 16 * SLICE
 """Frames of a region checked in one go before it is emptied: about a millisecond too."""
-_DRAIN_REST = 256
+_EMPTYING_REST = 256
 _TURN = 16
 
 
@@ -114,10 +114,10 @@ class Space:
         """Called with a region that is emptied no matter what keeps it."""
         self._headroom_bytes = headroom_bytes
         policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
-        self._draining: tuple[int, int] | None = None  # region id, next frame to look at
+        self._emptying: tuple[int, int] | None = None  # region id, next frame to look at
         self._looking: tuple[int, int, int] | None = None  # a region that may be emptied, next frame, blocks so far
-        self._drain_rest = 0  # times to skip before a drain is considered again
-        self._drain_turn = 0
+        self._emptying_skips = 0  # times to skip before emptying a region is considered again
+        self._emptying_turn = 0
         self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
 
     def open_namespace(self, spec: NamespaceSpec) -> Namespace:
@@ -179,7 +179,7 @@ class Space:
             count = self._within_quota(namespace, count, limit_bytes)
         frames: list[int] = []
         steps = room = ROOM_STEPS
-        may_take_back = self._draining is None and len(self._policies) > 1
+        may_take_back = self._emptying is None and len(self._policies) > 1
         while len(frames) < count:
             frame = allocator.take(size_class, account)
             if frame != NO_FRAME:
@@ -243,7 +243,7 @@ class Space:
         """
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
         if len(accounts) == 1:
-            self._consider_drain(namespace, coldest_of(accounts))
+            self._consider_emptying(namespace, coldest_of(accounts))
             evicted = self._evict(accounts[0], count)
         else:
             evicted = self._evict_in_turn(namespace, accounts, count)
@@ -264,7 +264,7 @@ class Space:
         """
         order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
         heapq.heapify(order)
-        self._consider_drain(namespace, accounts[order[0][1]] if order else None)
+        self._consider_emptying(namespace, accounts[order[0][1]] if order else None)
         evicted = 0
         while evicted < count and order:
             place = order[0][1]
@@ -278,10 +278,10 @@ class Space:
         return evicted
 
     def work(self) -> bool:
-        """Run a slice of unlinking and draining; True while there is more."""
+        """Run a slice of unlinking and emptying; True while there is more."""
         self._look_slice()
-        self._drain_slice()
-        busy = self._draining is not None or self._looking is not None
+        self._empty_slice()
+        busy = self._emptying is not None or self._looking is not None
         return self.index.unlink_slice(SLICE) == SLICE or busy
 
     def keep_free(self) -> bool:
@@ -310,20 +310,20 @@ class Space:
         """
         region_id = self.shares.to_give_back(size_class, account)
         if region_id is not None:
-            self._drain(region_id)
+            self._empty_region(region_id)
             self.on_taken_back(region_id)
 
-    def _drain(self, region_id: int) -> None:
-        self.allocator.drain(region_id)
-        self._draining = region_id, 0
+    def _empty_region(self, region_id: int) -> None:
+        self.allocator.empty_region(region_id)
+        self._emptying = region_id, 0
         self.counters.regions_drained += 1
-        self._drain_slice()
+        self._empty_slice()
 
-    def _consider_drain(self, namespace: Namespace, policy: Policy | None) -> None:
-        if self._draining is not None or self._looking is not None or len(self._policies) < 2:
+    def _consider_emptying(self, namespace: Namespace, policy: Policy | None) -> None:
+        if self._emptying is not None or self._looking is not None or len(self._policies) < 2:
             return
-        if self._drain_rest:
-            self._drain_rest -= 1
+        if self._emptying_skips:
+            self._emptying_skips -= 1
             return
         own, size_class = None if policy is None else policy.coldest_stamp(), namespace.size_class
         # An account at its limit of whole regions has one of its own emptied, or none.
@@ -338,10 +338,10 @@ class Space:
         if coldest is None or (own is not None and own <= coldest[0]):
             return
         region_id = self.index.frame[coldest[1].victim()] >> REGION_SHIFT
-        if self._drain_turn:  # the coldest one could not be emptied last time: try the others in turn
+        if self._emptying_turn:  # the coldest one could not be emptied last time: try the others in turn
             regions = self.allocator.regions_like(region_id)
-            region_id = regions[self._drain_turn % len(regions)]
-        self._drain_turn += 1
+            region_id = regions[self._emptying_turn % len(regions)]
+        self._emptying_turn += 1
         self._looking = region_id, 0, 0
         self._look_slice()
 
@@ -354,7 +354,7 @@ class Space:
             return
         region_id, first, blocks = self._looking
         self._looking = None
-        pins, entries = self.index.pins, self.allocator.entries_of(region_id, draining=False)
+        pins, entries = self.index.pins, self.allocator.entries_of(region_id, emptying=False)
         if region_id in self.pinned_regions or entries is None:
             return
         part = entries[first : first + LOOK_AT_ONCE]
@@ -364,18 +364,18 @@ class Space:
             self._looking = region_id, first + LOOK_AT_ONCE, blocks
         # A frame in use without a block is being written, or still read.
         elif not pinned and blocks == self.allocator.owned_frames(region_id):
-            self._drain_turn = 0
-            self._drain(region_id)
+            self._emptying_turn = 0
+            self._empty_region(region_id)
         else:  # the answer would be the same for every block of a reserve
-            self._drain_rest = len(entries) // _DRAIN_REST
+            self._emptying_skips = len(entries) // _EMPTYING_REST
 
-    def _drain_slice(self) -> None:
-        if self._draining is None:
+    def _empty_slice(self) -> None:
+        if self._emptying is None:
             return
-        region_id, first = self._draining
-        entries = self.allocator.entries_of(region_id, draining=True)
+        region_id, first = self._emptying
+        entries = self.allocator.entries_of(region_id, emptying=True)
         if entries is None:  # the last frame came back meanwhile
-            self._draining = None
+            self._emptying = None
             return
         for frame in range(first, min(first + SLICE, len(entries))):
             entry = entries[frame] - 1
@@ -383,4 +383,4 @@ class Space:
                 self.index.drop(entry)
                 self.counters.evicted_blocks += 1
         done = first + SLICE >= len(entries)
-        self._draining = None if done else (region_id, first + SLICE)
+        self._emptying = None if done else (region_id, first + SLICE)

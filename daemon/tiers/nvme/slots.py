@@ -102,7 +102,7 @@ class Slots:
         self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: retried
         self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
         self._grow_after_s = 0.0
-        self._retiring: tuple[int, int] | None = None  # a segment being emptied, next entry to look at
+        self._emptying: tuple[int, int] | None = None  # a segment being emptied, next entry to look at
         self._segment_ids = set(state.segments) | set(directory.segments)
         self._creating = False
         if directory.max_segments == 0:
@@ -153,7 +153,7 @@ class Slots:
     def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
         """A chain longer than all slots of its size gets no more of them: stop protecting it."""
         free = self.allocator.size_class(frame_bytes).free
-        on_its_way = free or self._leaving or self._creating or self._retiring or self._may_grow
+        on_its_way = free or self._leaving or self._creating or self._emptying or self._may_grow
         if not on_its_way and any(policy.victim() == keep for policy in self._of_size(frame_bytes)):
             self._index.evict(keep)
             self.evicted_blocks += 1
@@ -177,7 +177,7 @@ class Slots:
             return  # enough slots are being freed already
         accounts = self._of_size(size_class.frame_bytes)
         self.tails.lapse()
-        self._consider_retiring(size_class, coldest_of(accounts))
+        self._consider_emptying(size_class, coldest_of(accounts))
         for _ in range(min(most, EVICT_AT_ONCE)):
             if self._evict_one(accounts) == NO_FRAME:
                 return
@@ -216,8 +216,8 @@ class Slots:
     # segment hands out no more slots, its blocks are dropped in slices, and once the last slot is back it can be
     # divided anew.
 
-    def _consider_retiring(self, size_class: SizeClass, policy: Policy | None) -> None:
-        if self._retiring is not None:
+    def _consider_emptying(self, size_class: SizeClass, policy: Policy | None) -> None:
+        if self._emptying is not None:
             return
         own = policy.coldest_stamp() if policy is not None else None
         coldest: tuple[int, int] | None = None  # stamp, victim
@@ -232,16 +232,16 @@ class Slots:
                 coldest = stamp, other.victim()
         if coldest is not None:
             segment = self._index.frame[coldest[1]] >> REGION_SHIFT
-            self.allocator.drain(segment)
-            self._retiring = segment, 0
+            self.allocator.empty_region(segment)
+            self._emptying = segment, 0
 
-    def _retire_slice(self) -> None:
+    def _empty_slice(self) -> None:
         """Drop blocks of the segment being emptied, round and round until the last slot is back."""
-        if self._retiring is None:
+        if self._emptying is None:
             return
-        segment, first = self._retiring
-        if self.allocator.entries_of(segment, draining=True) is None:
-            self._retiring = None
+        segment, first = self._emptying
+        if self.allocator.entries_of(segment, emptying=True) is None:
+            self._emptying = None
             return
         last = min(first + SCAN_AT_ONCE, len(self._index.frame))
         for entry in range(first, last):
@@ -250,7 +250,7 @@ class Slots:
                 self._index.drop(entry)
                 self.evicted_blocks += 1
         self.tails.let_go_detached()
-        self._retiring = segment, 0 if last == len(self._index.frame) else last
+        self._emptying = segment, 0 if last == len(self._index.frame) else last
 
     def _create_segment(self) -> None:
         """Ask for one more segment, unless one is being made; its slots are there some milliseconds later."""
@@ -313,7 +313,7 @@ class Slots:
 
     def work(self) -> None:
         """Run a slice of deferred work."""
-        self._retire_slice()
+        self._empty_slice()
         while self._aside and time.monotonic() >= self._aside[0][0]:
             self.allocator.give_back(self._aside.popleft()[1])
         if not self._catalog.error:

@@ -47,7 +47,7 @@ def test_a_frame_given_back_names_no_entry_any_more() -> None:
     allocator.set_entry(frame, 7)
     allocator.hold(frame)
     allocator.give_back(frame)
-    entries = allocator.entries_of(0, draining=False)
+    entries = allocator.entries_of(0, emptying=False)
     assert entries is not None
     assert list(entries) == [0] * 4
     assert allocator.owned_frames(0) == 1
@@ -71,11 +71,11 @@ def test_an_empty_region_changes_its_size_class() -> None:
     assert (small.free, small.frames, large.free, large.frames) == (0, 0, 0, 2)
 
 
-def test_a_draining_region_is_free_for_all_once_its_last_frame_is_back() -> None:
+def test_an_emptying_region_is_free_for_all_once_its_last_frame_is_back() -> None:
     allocator = arena(1)
     small, large = allocator.size_class(4096), allocator.size_class(REGION)
     frames = [allocator.take(small) for _ in range(2)]
-    allocator.drain(0)
+    allocator.empty_region(0)
     assert allocator.take(small) == NO_FRAME
     allocator.give_back(frames[0])
     assert allocator.take(large) == NO_FRAME

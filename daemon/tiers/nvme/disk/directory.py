@@ -372,10 +372,6 @@ class Directory:
 
     # --- segments --------------------------------------------------------------------------------
 
-    def segment_path(self, segment_id: int) -> Path:
-        """Path of a segment's file, for people."""
-        return self.path / "segments" / segment_name(segment_id)
-
     def _segment_file(self, segment_id: int) -> Path:
         return self._here / "segments" / segment_name(segment_id)
 

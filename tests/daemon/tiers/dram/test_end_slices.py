@@ -86,7 +86,7 @@ def test_nothing_is_published_in_a_region_that_is_emptied_in_slices(monkeypatch:
         open_leases.append((owner, got.lease_id, keys))
         if dice.random() < 0.5:  # a part of it waits for what comes before
             h.cache.writes.commit(owner, got.lease_id, dice.sample(range(1, 6), 3))
-    h.cache.space._drain(0)
+    h.cache.space._empty_region(0)
     h.cache.writes.take_back(0)
     while True:
         if open_leases and dice.random() < 0.7:

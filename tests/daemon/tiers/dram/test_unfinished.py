@@ -77,7 +77,7 @@ def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
     lease = w.reserve(first, 5).lease_id
     w.expire()
     assert w.frames(party("a", 2), 2) == 0
-    assert w.cache.writes.unfinished.quarantined_of("a") == 5 * FRAME
+    assert w.cache.writes.unfinished._quarantined["a"] == 5 * FRAME
     assert w.cache.writes.commit(first, lease, [0, 1]) == [CommitState.DROPPED] * 2, "that is: it is done with these"
     assert w.frames(party("a", 2), 4) == 2
     w.cache.process_gone(first)
@@ -154,8 +154,8 @@ def test_the_end_of_a_process_says_nothing_of_another_one_of_its_instance() -> N
     w.expire()
     w.cache.process_gone(ends)
     w.check()
-    assert w.cache.writes.unfinished.quarantined_of("a") == 0
-    assert w.cache.writes.unfinished.quarantined_of("b") == 2 * FRAME
+    assert w.cache.writes.unfinished._quarantined["a"] == 0
+    assert w.cache.writes.unfinished._quarantined["b"] == 2 * FRAME
 
 
 def test_health_names_who_leaves_much_unfinished() -> None:

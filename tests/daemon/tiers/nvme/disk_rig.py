@@ -16,10 +16,16 @@ from pathlib import Path
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.segment_files import segment_name
 
 DEADLINE_S = 60.0
 SEGMENT_BYTES = 1 << 20
 FINGERPRINT = "ab" * 16
+
+
+def segment_path(directory: Directory, segment_id: int) -> Path:
+    """The file of a segment."""
+    return directory.path / "segments" / segment_name(segment_id)
 
 
 def key(number: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from chains import chain_of, key_of
+from disk_rig import segment_path
 from tier_rig import TierRig, play
 
 from tiercache.daemon.tiers.nvme import flushes, keeper
@@ -560,7 +561,7 @@ def test_segments_that_are_deleted_or_truncated_in_use_are_noticed(tmp_path: Pat
     async def scenario() -> None:
         rig = await filled(tmp_path, disks=1)
         [shelf] = rig.shelves
-        first, *others = [shelf.directory.segment_path(number) for number in shelf.directory.segments]
+        first, *others = [segment_path(shelf.directory, number) for number in shelf.directory.segments]
         harm(first)
         await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
         assert rig.shelves[0].directory.segments == [int(path.stem) for path in others]

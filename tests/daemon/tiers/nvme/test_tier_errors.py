@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
+from disk_rig import segment_path
 from disk_troubles import fail
 from tier_rig import BLOCK_BYTES, TierRig, play
 
@@ -83,7 +84,7 @@ def test_a_block_that_cannot_be_read_twice_is_forgotten(tmp_path: Path) -> None:
         await rig.settled()
         stored = rig.shelves[0].find(space, key_of(chain, 5))
         assert stored is not None
-        os.truncate(rig.shelves[0].directory.segment_path(1), stored.slot & (1 << 48) - 1)
+        os.truncate(segment_path(rig.shelves[0].directory, 1), stored.slot & (1 << 48) - 1)
         for _ in range(2):
             rig.forget_dram()
             assert await rig.load(space, chain) == 5

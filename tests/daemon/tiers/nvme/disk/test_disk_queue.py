@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key
+from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
 
 from tiercache.daemon.tiers.nvme.disk import codecs
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
@@ -36,7 +36,7 @@ def one_worker(tmp_path: Path) -> Iterator[Rig]:
 
 
 def on_disk(rig: Rig, offset: int, length: int) -> bytes:
-    return rig.directory.segment_path(1).read_bytes()[offset : offset + length]
+    return segment_path(rig.directory, 1).read_bytes()[offset : offset + length]
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
 
 def test_a_flipped_bit_is_found_wherever_it_is(rig: Rig) -> None:
     (written,) = rig.store([2], 5000)
-    path, start = rig.directory.segment_path(1), 2 * rig.frame_bytes
+    path, start = segment_path(rig.directory, 1), 2 * rig.frame_bytes
     for place, expected in [(0, CORRUPT), (2500, CORRUPT), (4999, CORRUPT), (5000, OK), (8191, OK)]:
         data = on_disk(rig, start + place, 1)
         with path.open("r+b") as file:
@@ -113,7 +113,7 @@ def test_a_place_outside_of_the_segment_is_an_error(rig: Rig) -> None:
         op.slot = slot
         assert rig.run([op, rig.read_op(written, 4, slot=slot)]) == [IO_ERROR, IO_ERROR]
     assert rig.queue.errors == {errno.EINVAL: 6, errno.ENOENT: 2}
-    assert rig.directory.segment_path(1).stat().st_size == SEGMENT_BYTES
+    assert segment_path(rig.directory, 1).stat().st_size == SEGMENT_BYTES
     assert rig.run([rig.read_op(written, 4)]) == [OK]
 
 
@@ -197,7 +197,7 @@ def test_short_and_interrupted_transfers_go_on(one_worker: Rig, most: int) -> No
 
 def test_a_segment_that_lost_its_end_is_an_error_and_no_hang(rig: Rig) -> None:
     written = rig.store([0, 9], 8192)
-    os.truncate(rig.directory.segment_path(1), 9 * rig.frame_bytes + PAGE_BYTES)
+    os.truncate(segment_path(rig.directory, 1), 9 * rig.frame_bytes + PAGE_BYTES)
     assert rig.run([rig.read_op(op, 20 + place) for place, op in enumerate(written)]) == [OK, IO_ERROR]
     assert rig.queue.errors == {errno.EIO: 1}
 
