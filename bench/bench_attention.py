@@ -61,7 +61,7 @@ def make_pass(name: str, count: int, start: int, end: int) -> Any:
     import torch
 
     from tiercache.engine.cuda_attention import Tables
-    from tiercache.engine.kv_pool import KVLayout, KVPool, Segment
+    from tiercache.engine.kv_pool import BatchSegment, KVLayout, KVPool
 
     blocks = CONTEXT // BLOCK
     layout = KVLayout(1, BLOCK, KV_HEADS, HEAD_DIM, torch.bfloat16, name)
@@ -69,7 +69,7 @@ def make_pass(name: str, count: int, start: int, end: int) -> Any:
     fill(pool)
     ids = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(SEED)).tolist()
     segments = [
-        Segment(number * (end - start), start, end, ids[number * blocks : (number + 1) * blocks])
+        BatchSegment(number * (end - start), start, end, ids[number * blocks : (number + 1) * blocks])
         for number in range(count)
     ]
     return Tables(pool, segments, [0] * count if name == "raw" else range(1, count + 1))

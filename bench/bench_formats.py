@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tiercache.engine import EngineSettings
 from tiercache.engine.attention import Batch
-from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.kv_pool import BatchSegment, KVPool
 from tiercache.engine.model import HostedModel, read_shape
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
@@ -89,7 +89,7 @@ def run(model: HostedModel, rows: torch.Tensor, name: str, *, size: int, chunk: 
     began_s = time.process_time()
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        segments = [Segment(row * (end - start), start, end, table) for row, table in enumerate(tables)]
+        segments = [BatchSegment(row * (end - start), start, end, table) for row, table in enumerate(tables)]
         tokens = rows[:, start:end].flatten().tolist()
         parts.append(model.forward(Batch(pool, segments), tokens, range(len(tokens))).view(count, end - start, -1))
     return torch.cat(parts, dim=1), time.process_time() - began_s

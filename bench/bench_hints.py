@@ -31,7 +31,7 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.played import Played, play
-from tiercache.replay.requests import Kind, Request, Told
+from tiercache.replay.requests import RequestKind, Told, TraceRequest
 from tiercache.replay.simulation import Outcome, Simulation, Sizes
 
 MODES = ("none", "done", "return", "both", "rough", "both, not ahead", "predicted")
@@ -43,7 +43,7 @@ class Known(NamedTuple):
     """A trace in memory, and for each prompt after how long one goes on from its end; 0 for never."""
 
     name: str
-    requests: list[Request]
+    requests: list[TraceRequest]
     returns_s: list[float]
     unique_blocks: int
     asked_blocks: int
@@ -71,7 +71,7 @@ class Hinted:
         self._mode = mode
         self.specs = open_trace_specs()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         chance = random.Random(SEED)
         for request, return_s in zip(self._trace.requests, self._trace.returns_s, strict=True):
             yield request
@@ -81,9 +81,9 @@ class Hinted:
             if self._mode in ("none", "predicted") or (self._mode == "rough" and silent):
                 continue
             if return_s and self._mode != "done":
-                yield request._replace(kind=Kind.HINT, told=Told(return_in_s=max(0.001, return_s)))
+                yield request._replace(kind=RequestKind.HINT, told=Told(return_in_s=max(0.001, return_s)))
             elif not return_s and self._mode != "return":
-                yield request._replace(kind=Kind.HINT, told=Told(done=True))
+                yield request._replace(kind=RequestKind.HINT, told=Told(done=True))
 
 
 def open_trace_specs() -> dict[int, object]:
@@ -100,7 +100,7 @@ class Predicting(Simulation):
     margin = 1.0
     next_s = -math.inf
 
-    def play(self, request: Request) -> Outcome:
+    def play(self, request: TraceRequest) -> Outcome:
         if request.time_s >= self.next_s:
             self.now_s = max(self.now_s, request.time_s)
             self.next_s = self.now_s + self.every_s

@@ -23,9 +23,8 @@ from common import Report, percentile
 from vllm.v1.request import RequestStatus
 
 from tiercache.connector.loads import Match
-from tiercache.connectors.vllm.orders import Orders
-from tiercache.connectors.vllm.orders import Report as WorkersReport
-from tiercache.connectors.vllm.scheduler import Scheduler
+from tiercache.connectors.vllm.orders import Orders, WorkerReport
+from tiercache.connectors.vllm.scheduler import RequestPlanner
 from tiercache.connectors.vllm.stores import EngineFacts
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -76,7 +75,7 @@ class Rig:
         blocks = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[manager]))
         cache: Any = self.cache
         names: Any = Names()
-        self.scheduler = Scheduler(cache, EngineFacts([[SPEC]], 1), names, blocks)
+        self.scheduler = RequestPlanner(cache, EngineFacts([[SPEC]], 1), names, blocks)
         self.took_us: dict[str, list[float]] = defaultdict(list)
         self._other = np.zeros(OTHER_BYTES, np.uint8), np.ones(OTHER_BYTES, np.uint8)
 
@@ -117,7 +116,7 @@ class Rig:
         del request, requests
         jobs += self.step({}, cold)
         if jobs:
-            report = WorkersReport(dict.fromkeys(jobs, 1))
+            report = WorkerReport(dict.fromkeys(jobs, 1))
             self.call("update_connector_output", cold, scheduler.stores.reported, report)
         self.call("nothing", cold, lambda: None)
         scheduler.check_integrity()

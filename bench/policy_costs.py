@@ -17,7 +17,7 @@ from policy_runs import BLOCK_BYTES, NVME_TIMES, SAMPLE, Listed, name_of, open_t
 
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.requests import Request
+from tiercache.replay.requests import TraceRequest
 from tiercache.replay.simulation import Sizes
 
 SPEED_PERCENT = 5.0
@@ -155,8 +155,8 @@ MEMORY_BLOCKS = 100_000
 def measure_memory(report: Report, policy: str) -> None:
     """Bytes of an index full of single blocks, and what it has grown by when as many have passed through it."""
 
-    def chain(number: int) -> Request:
-        return Request(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
+    def chain(number: int) -> TraceRequest:
+        return TraceRequest(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
 
     tracemalloc.start()
     engine = FastCache(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), policies=ALL)

@@ -18,7 +18,7 @@ from policies import ALL
 
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.requests import Request, chain_keys, plain_spec
+from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
 
 DEFAULT = "hazard"
@@ -126,7 +126,7 @@ def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: 
     engine.declare(1, plain_spec(16, BLOCK_BYTES))
     asked = dram = both = 0
     for number, ids in enumerate(make()):
-        found = engine.play(Request(number / divisor, chain_keys(ids), 0))
+        found = engine.play(TraceRequest(number / divisor, chain_keys(ids), 0))
         asked += len(ids)
         dram += found.dram
         both += found.dram + found.nvme
@@ -142,8 +142,8 @@ def lost_too_soon(policy: str, divisor: float) -> int:
     for number in range(300):
         for hot in range(ROOM // PROMPT):
             if number % 10 == 0:
-                engine.play(Request(number / divisor, chain_keys(prompt(hot)), 0))
-        engine.play(Request(number / divisor, chain_keys(prompt(1000 + number)), 0))
+                engine.play(TraceRequest(number / divisor, chain_keys(prompt(hot)), 0))
+        engine.play(TraceRequest(number / divisor, chain_keys(prompt(1000 + number)), 0))
         here = engine.resident(1)[0]
         for before in range(max(0, number - number % 10, number - latest + 1), number + 1):
             keys = chain_keys(prompt(1000 + before))

@@ -40,7 +40,7 @@ from tiercache.connectors.vllm.compat import check_version, resolve_kv_cache_blo
 from tiercache.connectors.vllm.events import event_groups, name_blocks, of_group
 from tiercache.connectors.vllm.log import introduce, join_vllm
 from tiercache.connectors.vllm.names import Names, lengths_of
-from tiercache.connectors.vllm.settings import Settings, absence
+from tiercache.connectors.vllm.settings import ConnectorSettings, absence
 from tiercache.connectors.vllm.tier_form import engine_of_caller, make_namespaces
 from tiercache.connectors.vllm.tier_jobs import ChunkRun, LoadJob, Orphan, StoreJob, has_ended, runs_of
 from tiercache.connectors.vllm.tier_lookups import Chain, TierLookups, place
@@ -80,12 +80,12 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._background = JobQueue("tiercache-jobs")
         join_vllm()
         try:
-            self._begin(Settings.read(settings))
+            self._begin(ConnectorSettings.read(settings))
         except TierCacheError as error:
             self._close()
             logger.error("vLLM's offloading is served without the cache: %s", error)
 
-    def _begin(self, settings: Settings) -> None:
+    def _begin(self, settings: ConnectorSettings) -> None:
         """Raises TierCacheError for what cannot be served."""
         check_version()
         if settings.gds != "off":

@@ -26,19 +26,19 @@ from tiercache.connectors.vllm.compat import (
     register,
     resolve_kv_cache_block_sizes,
 )
-from tiercache.connectors.vllm.costs import Costs
+from tiercache.connectors.vllm.costs import EngineCosts
 from tiercache.connectors.vllm.events import event_groups
 from tiercache.connectors.vllm.log import RequestLog, introduce, join_vllm
 from tiercache.connectors.vllm.names import Names, check_hashes
-from tiercache.connectors.vllm.orders import Orders, RankForm, Report
+from tiercache.connectors.vllm.orders import Orders, RankForm, WorkerReport
 from tiercache.connectors.vllm.pool import check_groups, make_pools, replicated
-from tiercache.connectors.vllm.scheduler import Scheduler
-from tiercache.connectors.vllm.settings import Settings, absence
+from tiercache.connectors.vllm.scheduler import RequestPlanner
+from tiercache.connectors.vllm.settings import ConnectorSettings, absence
 from tiercache.connectors.vllm.siblings import Roll, check_parent, come_first, parent_of_caller
-from tiercache.connectors.vllm.stats import PromMetrics, Stats
+from tiercache.connectors.vllm.stats import ConnectorStats, PromMetrics
 from tiercache.connectors.vllm.stores import EngineFacts
 from tiercache.connectors.vllm.weights import RunnerTensors, Weights, models_of, runner_of_caller
-from tiercache.connectors.vllm.worker import Worker
+from tiercache.connectors.vllm.worker import RankWorker
 from tiercache.errors import ConfigError, TierCacheError, VersionError
 from tiercache.protocol.messages import INSTANCE_BYTES
 
@@ -50,8 +50,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._scheduler: RequestPlanner | None = None
+        self._worker: RankWorker | None = None
         self._form = RankForm([])
         self._begun: Any = None  # orders that have been begun
         self._known = False  # the scheduler's half has the forms of all ranks
@@ -63,7 +63,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._parent = parent_of_caller(self)
         try:
             check_version()
-            self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+            self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
             if self._parent is not None:
                 check_parent(self._parent)
             check_hashes(vllm_config)
@@ -115,7 +115,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         first = parallel.rank % parallel.tensor_parallel_size == 0
         writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
         names = event_groups(self._kv_cache_config) if parallel.rank == 0 else None
-        self._worker = Worker(groups, writers, names, weights, parallel.rank)
+        self._worker = RankWorker(groups, writers, names, weights, parallel.rank)
         specs = [connector.namespace for connector in groups]
         self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
 
@@ -160,7 +160,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         report = self._worker.report() if self._worker is not None else None
         if self._parent is None or self._known:
             return report
-        report = report or Report()
+        report = report or WorkerReport()
         report.forms[self._vllm_config.parallel_config.rank] = self._form
         return report
 
@@ -168,7 +168,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         """Blocks moved, and blocks not loaded because of their cost, since the last call."""
         half = self._worker or self._scheduler
         counts = half.counters() if half is not None else {}
-        return Stats(counts) if counts else None
+        return ConnectorStats(counts) if counts else None
 
     # --- the scheduler's half --------------------------------------------------------------------
 
@@ -199,9 +199,11 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             batches=self._vllm_config.max_concurrent_batches,
             media_ids=settings.media_ids == "content",
         )
-        costs = Costs(block_size, engine.batches, partial=not engine.windowed) if settings.load == "auto" else None
+        costs = (
+            EngineCosts(block_size, engine.batches, partial=not engine.windowed) if settings.load == "auto" else None
+        )
         log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
-        self._scheduler = Scheduler(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
+        self._scheduler = RequestPlanner(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
         if self._reset_due:
             self._scheduler.reset()
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
@@ -289,7 +291,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """For vLLM's log lines."""
-        return Stats(data or {})
+        return ConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> Any:

@@ -38,7 +38,7 @@ class _Price:
         return median(self.samples) * blocks if len(self.samples) >= LEAST_SAMPLES else None
 
 
-class Costs:
+class EngineCosts:
     """The costs of one engine. Used by vLLM's scheduler thread; each call takes some microseconds at most.
 
     Both costs are of the work alone, without queueing, so that they compare in a queue too.

@@ -10,7 +10,7 @@ from tiercache.connectors.vllm.compat import kv_cache_interface, kv_cache_utils
 from tiercache.protocol.messages import EventRun, pack_indices
 
 
-class Group(NamedTuple):
+class CacheGroup(NamedTuple):
     """A KV cache group, as events name it."""
 
     group_id: int
@@ -18,11 +18,11 @@ class Group(NamedTuple):
     window: int | None
 
 
-def event_groups(kv_cache_config: Any) -> list[Group]:
+def event_groups(kv_cache_config: Any) -> list[CacheGroup]:
     """The groups of an engine, in order."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kind, window = kv_cache_interface.get_kv_cache_spec_kind, kv_cache_interface.get_kv_cache_spec_sliding_window
-    return [Group(group_id, kind(spec).value, window(spec)) for group_id, spec in enumerate(specs)]
+    return [CacheGroup(group_id, kind(spec).value, window(spec)) for group_id, spec in enumerate(specs)]
 
 
 def name_blocks(request: Any, first: int, end: int, per_block: int, block_size: int) -> EventRun:
@@ -44,7 +44,7 @@ def name_blocks(request: Any, first: int, end: int, per_block: int, block_size: 
     )
 
 
-def of_group(events: EventRun, group: Group, first: int, count: int) -> EventRun:
+def of_group(events: EventRun, group: CacheGroup, first: int, count: int) -> EventRun:
     """The part of an event run for blocks `first ..< first + count` in one KV cache group."""
     part = events.part(first, count)
     return msgspec.structs.replace(part, group=group.group_id, kind=group.kind, window=group.window)

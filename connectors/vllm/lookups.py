@@ -41,7 +41,7 @@ class Lookup:
     done: bool = False
 
 
-class Lookups:
+class MatchLookups:
     """Asks for matches, and releases them. Used by vLLM's scheduler thread, except where it says otherwise.
 
     Args:

@@ -86,7 +86,7 @@ class RankForm(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Which store jobs have ended, at how many ranks, and which of them left blocks out; how long loads took.
 
     `moves`: by rank, how often its weights have changed, if the orders do not know it yet.
@@ -99,11 +99,11 @@ class Report(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     moves: dict[int, int] = field(default_factory=dict)
     forms: dict[int, RankForm] = field(default_factory=dict)
 
-    def aggregate(self, other: Report) -> Report:
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
         """This and another rank's report as one."""
         jobs = self.ended.keys() | other.ended.keys()
         ended = {job: self.ended.get(job, 0) + other.ended.get(job, 0) for job in jobs}
         loads = self.load_seconds.keys() | other.load_seconds.keys()
         longest = {name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0)) for name in loads}
         moves, forms = {**self.moves, **other.moves}, {**self.forms, **other.forms}
-        return Report(ended, self.incomplete | other.incomplete, longest, moves, forms)
+        return WorkerReport(ended, self.incomplete | other.incomplete, longest, moves, forms)

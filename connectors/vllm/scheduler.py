@@ -21,12 +21,12 @@ from tiercache.connector.connector import Connector
 from tiercache.connector.loads import Match
 from tiercache.connectors.vllm.apart import Apart
 from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
-from tiercache.connectors.vllm.costs import Costs
+from tiercache.connectors.vllm.costs import EngineCosts
 from tiercache.connectors.vllm.hints import hint_of
 from tiercache.connectors.vllm.log import RequestLog
-from tiercache.connectors.vllm.lookups import Lookup, Lookups
+from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
 from tiercache.connectors.vllm.names import Names, keys_of
-from tiercache.connectors.vllm.orders import ChainHint, Load, Orders, Report
+from tiercache.connectors.vllm.orders import ChainHint, Load, Orders, WorkerReport
 from tiercache.connectors.vllm.stores import EngineFacts, StorePlanner, runs_of
 from tiercache.errors import TierCacheError
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
@@ -71,7 +71,7 @@ class _Loading:
     seconds: float = 0.0  # at the slowest rank of those that have ended
 
 
-class Scheduler:
+class RequestPlanner:
     """Decides, and never waits. Used by vLLM's scheduler thread; only lookups run in a thread of their own.
 
     Args:
@@ -90,7 +90,7 @@ class Scheduler:
         engine: EngineFacts,
         names: Names,
         kv_cache_manager: Any,
-        costs: Costs | None = None,
+        costs: EngineCosts | None = None,
         log: RequestLog | None = None,
         introduce: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -99,7 +99,7 @@ class Scheduler:
         self._names = names
         self._block_size = connector.namespace.block_size
         specs = {spec.fingerprint(): spec for specs in engine.ranks for spec in specs}
-        self._lookups = Lookups(connector, list(specs.values()))
+        self._lookups = MatchLookups(connector, list(specs.values()))
         self._adapters = Apart("tiercache-adapter")
         self._requests: dict[str, _Request] = {}
         self._leased: set[str] = set()  # requests whose match has yet to end
@@ -291,7 +291,7 @@ class Scheduler:
 
     # --- steps and their end
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: WorkerReport) -> None:
         """Handle the workers' report of ended stores and loads."""
         self.stores.reported(report)
         for request_id, seconds in report.load_seconds.items():

@@ -12,7 +12,7 @@ from tiercache.connector.connector import LOAD_TIMEOUT_S, Connector, connect
 from tiercache.errors import ConfigError, DaemonUnavailable
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a connector.
 
     Attributes:
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_requests: Literal["auto", "all", "off"] = "auto"
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> Settings:
+    def read(cls, given: dict[str, Any]) -> ConnectorSettings:
         """Raises ConfigError that names what is wrong."""
         for name in given:
             if name not in cls.__struct_fields__:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tiercache.connectors.vllm.callers import locals_of_callers
 from tiercache.connectors.vllm.compat import base
-from tiercache.connectors.vllm.orders import RankForm, Report
+from tiercache.connectors.vllm.orders import RankForm, WorkerReport
 from tiercache.errors import ConfigError, ModelRefused
 
 WAIT_S = 5.0
@@ -82,7 +82,7 @@ class Roll:
         self.waiting: dict[str, Any] = {}
         self._until_s: dict[str, float] = {}
 
-    def call(self, report: Report) -> list[RankForm]:
+    def call(self, report: WorkerReport) -> list[RankForm]:
         """Handle a report. Returns the forms of all ranks, in order, as soon as they are known."""
         self._forms.update(report.forms)
         return [self._forms[rank] for rank in sorted(self._forms)] if len(self._forms) == self._ranks else []

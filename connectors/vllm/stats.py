@@ -11,7 +11,7 @@ from tiercache.connectors.vllm.worker import COUNTERS
 ALL_COUNTERS = (*COUNTERS, DECLINED)
 
 
-class Stats(KVConnectorStats):  # type: ignore[misc]
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
     """Counts of an interval by name: `data` is a dict of ALL_COUNTERS."""
 
     data: dict[str, int]
@@ -20,10 +20,10 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         """Begin a new interval."""
         self.data = {}
 
-    def aggregate(self, other: Stats) -> Stats:
+    def aggregate(self, other: ConnectorStats) -> ConnectorStats:
         """This and another rank's or interval's counts as one."""
         names = self.data.keys() | other.data.keys()
-        return Stats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+        return ConnectorStats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
 
     def reduce(self) -> dict[str, int | float]:
         """For a log line."""

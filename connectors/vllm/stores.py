@@ -21,7 +21,7 @@ from typing import Any
 from tiercache.connector.connector import Connector
 from tiercache.connectors.vllm.events import name_blocks
 from tiercache.connectors.vllm.names import keys_of
-from tiercache.connectors.vllm.orders import BlockRun, Orders, Report, Store
+from tiercache.connectors.vllm.orders import BlockRun, Orders, Store, WorkerReport
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -263,7 +263,7 @@ class StorePlanner:
                 last = job_id
         return [job_id for job_id in self._jobs if job_id <= last]
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: WorkerReport) -> None:
         """Handle the workers' report of stores."""
         for job_id, count in report.ended.items():
             job = self._jobs[job_id]

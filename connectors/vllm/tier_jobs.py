@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
 from tiercache.connectors.vllm.lookups import Lookup
-from tiercache.connectors.vllm.tier_lookups import Chain, Place
+from tiercache.connectors.vllm.tier_lookups import Chain, ChunkPlace
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 
@@ -26,7 +26,7 @@ class ChunkRun(NamedTuple):
         return self.first + len(self.rows)
 
 
-def runs_of(places: Iterable[Place], rows: Iterable[int], keys: Iterable[bytes]) -> list[ChunkRun]:
+def runs_of(places: Iterable[ChunkPlace], rows: Iterable[int], keys: Iterable[bytes]) -> list[ChunkRun]:
     """The chunks of a job by KV cache group, in the order of their chains."""
     runs: list[ChunkRun] = []
     for (group, position), row, key in sorted(zip(places, rows, keys, strict=True)):

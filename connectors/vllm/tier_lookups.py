@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from tiercache.connector.connector import Connector
-from tiercache.connectors.vllm.lookups import Lookup, Lookups
+from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
 from tiercache.connectors.vllm.names import Names, keys_of
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -29,7 +29,7 @@ FIRST_GROUP = bytes(4)
 """The end of vLLM's keys of the first KV cache group. Keys of the other groups differ only in that end."""
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """A chunk: its KV cache group, and its position in the chain; 0 is the first."""
 
     group: int
@@ -88,7 +88,7 @@ class TierLookups:
         self._named_by_s = time.monotonic() + name_timeout_s
         self._root = b""
         self._chunk_tokens = specs[0].block_size
-        self._lookups = Lookups(connector, specs)
+        self._lookups = MatchLookups(connector, specs)
         self._requests: dict[str, _TierRequest] = {}
         self._finding: list[_TierRequest] = []
         self._answering: list[_TierRequest] = []  # in this step
@@ -211,6 +211,6 @@ class TierLookups:
         self._lookups.close()
 
 
-def place(key: bytes, context: Any, chunk_tokens: int) -> Place:
+def place(key: bytes, context: Any, chunk_tokens: int) -> ChunkPlace:
     """The chunk of a request with this key of vLLM's. In any thread."""
-    return Place(get_offload_group_idx(key), context._offload_key_positions[key] // chunk_tokens - 1)
+    return ChunkPlace(get_offload_group_idx(key), context._offload_key_positions[key] // chunk_tokens - 1)

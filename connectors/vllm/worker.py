@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from tiercache.connector.connector import Connector
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
-from tiercache.connectors.vllm.events import Group, of_group
-from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Report, Store
+from tiercache.connectors.vllm.events import CacheGroup, of_group
+from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, WorkerReport
 from tiercache.connectors.vllm.weights import Weights
 from tiercache.protocol.messages import KEY_BYTES, EventRun
 
@@ -22,7 +22,7 @@ COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "st
 Proof = Callable[[], bool]
 
 
-class Worker:
+class RankWorker:
     """Copies between one rank's pools and the cache. Used by vLLM's worker thread only.
 
     Args:
@@ -37,7 +37,7 @@ class Worker:
         self,
         groups: Sequence[Connector],
         writers: Sequence[bool],
-        names: Sequence[Group] | None = None,
+        names: Sequence[CacheGroup] | None = None,
         weights: Weights | None = None,
         rank: int = 0,
     ) -> None:
@@ -157,20 +157,20 @@ class Worker:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def report(self) -> Report | None:
+    def report(self) -> WorkerReport | None:
         """Stores and loads that have ended since the last call."""
         ended = [job for job, parts in self._stores.items() if all(transfer.done() for transfer in parts)]
         if self._weights is not None:
             self._weights.settle()
         moves = {self._rank: self._moves()} if self._moves() != self._known_moves else {}
         if not ended and not self._load_seconds:
-            return Report(moves=moves) if moves else None
+            return WorkerReport(moves=moves) if moves else None
         self._moved = True
         incomplete = {job for job in ended if any(part.result(0).dropped for part in self._stores[job])}
         for job in ended:
             del self._stores[job]
         seconds, self._load_seconds = self._load_seconds, {}
-        return Report(dict.fromkeys(ended, 1), incomplete, seconds, moves)
+        return WorkerReport(dict.fromkeys(ended, 1), incomplete, seconds, moves)
 
     def counters(self) -> dict[str, int]:
         """What was moved since the last call, in blocks and bytes."""

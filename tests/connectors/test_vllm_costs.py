@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.connectors.vllm.costs import ASK_AGAIN, LAST_LOADS, LEAST_SAMPLES, MEASURED_TOKENS, Costs
+from tiercache.connectors.vllm.costs import ASK_AGAIN, LAST_LOADS, LEAST_SAMPLES, MEASURED_TOKENS, EngineCosts
 
 SIZE = 16
 STEP_TOKENS = 1600
@@ -12,7 +12,7 @@ BLOCK_S = 0.01
 """What prefill takes for a block in these tests."""
 
 
-def measured(costs: Costs, batches: int = 1) -> Costs:
+def measured(costs: EngineCosts, batches: int = 1) -> EngineCosts:
     """After steps of one long prompt, a hundred blocks a second."""
     for step in range(LEAST_SAMPLES + batches):
         costs.stepped({"long": STEP_TOKENS}, STEP_TOKENS, step * BLOCK_S * STEP_TOKENS / SIZE)
@@ -20,48 +20,48 @@ def measured(costs: Costs, batches: int = 1) -> Costs:
 
 
 @pytest.fixture
-def costs() -> Costs:
-    return measured(Costs(SIZE))
+def costs() -> EngineCosts:
+    return measured(EngineCosts(SIZE))
 
 
-def load(costs: Costs, in_dram: int, below: int, seconds: float, times: int = LEAST_SAMPLES) -> None:
+def load(costs: EngineCosts, in_dram: int, below: int, seconds: float, times: int = LEAST_SAMPLES) -> None:
     for _ in range(times):
         costs.loaded(in_dram, below, seconds)
 
 
 def test_all_is_loaded_while_nothing_is_known_of_prefill() -> None:
-    costs = Costs(SIZE)
+    costs = EngineCosts(SIZE)
     load(costs, 4, 4, 1000.0)
     assert costs.choose(4, 4) == 8
 
 
-def test_all_is_loaded_while_too_little_is_known_of_loads(costs: Costs) -> None:
+def test_all_is_loaded_while_too_little_is_known_of_loads(costs: EngineCosts) -> None:
     load(costs, 0, 8, 1000.0, LEAST_SAMPLES - 1)
     assert costs.choose(0, 8) == 8
     load(costs, 0, 8, 1000.0, 1)
     assert costs.choose(0, 8) == 0
 
 
-def test_a_load_that_is_faster_than_prefill_is_done(costs: Costs) -> None:
+def test_a_load_that_is_faster_than_prefill_is_done(costs: EngineCosts) -> None:
     load(costs, 8, 0, 7.9 * BLOCK_S)
     assert costs.choose(8, 0) == 8
     assert costs.declined_blocks == 0
 
 
-def test_a_load_that_is_slower_is_not(costs: Costs) -> None:
+def test_a_load_that_is_slower_is_not(costs: EngineCosts) -> None:
     load(costs, 8, 0, 8.1 * BLOCK_S)
     assert costs.choose(8, 0) == 0
     assert costs.declined_blocks == 8
 
 
-def test_what_is_in_dram_is_loaded_without_the_rest_from_a_slow_disk(costs: Costs) -> None:
+def test_what_is_in_dram_is_loaded_without_the_rest_from_a_slow_disk(costs: EngineCosts) -> None:
     load(costs, 8, 0, 1 * BLOCK_S)
     load(costs, 8, 4, 6 * BLOCK_S)  # five for the four on the disk
     assert costs.choose(8, 4) == 8
     assert costs.declined_blocks == 4
 
 
-def test_a_fast_start_does_not_pay_for_a_slow_end(costs: Costs) -> None:
+def test_a_fast_start_does_not_pay_for_a_slow_end(costs: EngineCosts) -> None:
     """The whole is faster than computing it, but computing its end is faster still."""
     load(costs, 100, 0, 1 * BLOCK_S)
     load(costs, 100, 4, 6 * BLOCK_S)
@@ -69,7 +69,7 @@ def test_a_fast_start_does_not_pay_for_a_slow_end(costs: Costs) -> None:
 
 
 def test_a_match_with_holes_is_loaded_whole_or_not_at_all() -> None:
-    costs = measured(Costs(SIZE, partial=False))
+    costs = measured(EngineCosts(SIZE, partial=False))
     load(costs, 8, 0, 1 * BLOCK_S)
     load(costs, 8, 4, 6 * BLOCK_S)
     assert costs.choose(8, 4) == 12
@@ -77,18 +77,18 @@ def test_a_match_with_holes_is_loaded_whole_or_not_at_all() -> None:
     assert costs.choose(8, 4) == 0
 
 
-def test_short_loads_say_nothing_of_long_ones(costs: Costs) -> None:
+def test_short_loads_say_nothing_of_long_ones(costs: EngineCosts) -> None:
     load(costs, 2, 0, 100 * BLOCK_S)
     assert (costs.choose(2, 0), costs.choose(200, 0)) == (0, 200)
 
 
-def test_one_slow_load_of_many_changes_nothing(costs: Costs) -> None:
+def test_one_slow_load_of_many_changes_nothing(costs: EngineCosts) -> None:
     load(costs, 8, 0, 1 * BLOCK_S)
     load(costs, 8, 0, 1000.0, 1)
     assert costs.choose(8, 0) == 8
 
 
-def test_what_was_slow_is_asked_again_and_loaded_when_it_is_fast(costs: Costs) -> None:
+def test_what_was_slow_is_asked_again_and_loaded_when_it_is_fast(costs: EngineCosts) -> None:
     load(costs, 0, 8, 1000.0, LAST_LOADS)
     loads = 0
     for _ in range(LAST_LOADS * ASK_AGAIN):
@@ -100,7 +100,7 @@ def test_what_was_slow_is_asked_again_and_loaded_when_it_is_fast(costs: Costs) -
 
 
 def test_the_time_in_which_an_engine_was_idle_is_not_that_of_a_step() -> None:
-    costs = Costs(SIZE)
+    costs = EngineCosts(SIZE)
     for number in range(20):
         costs.stepped({f"one step {number}": STEP_TOKENS}, STEP_TOKENS, 1000.0 * number)
     load(costs, 0, 8, 100.0)
@@ -108,7 +108,7 @@ def test_the_time_in_which_an_engine_was_idle_is_not_that_of_a_step() -> None:
 
 
 def test_short_steps_say_nothing_of_prefill() -> None:
-    costs = Costs(SIZE)
+    costs = EngineCosts(SIZE)
     for number in range(20):
         costs.stepped({"decode": 1}, MEASURED_TOKENS - 1, 0.001 * number)
     load(costs, 0, 8, 100.0)
@@ -118,7 +118,7 @@ def test_short_steps_say_nothing_of_prefill() -> None:
 @pytest.mark.parametrize("batches", [1, 2, 4])
 def test_with_steps_in_flight_the_time_is_that_of_the_oldest(batches: int) -> None:
     """A long step among short ones; each is scheduled when the one `batches` before it has ended."""
-    costs = Costs(SIZE, batches)
+    costs = EngineCosts(SIZE, batches)
     now_s = 0.0
     flight: list[int] = []
     for number in range(40):

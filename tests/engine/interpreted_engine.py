@@ -21,7 +21,7 @@ from tiercache.engine.attention import Batch
 from tiercache.engine.cuda_attention import KernelPass
 from tiercache.engine.decode_graphs import DecodeGraphs, buckets
 from tiercache.engine.grouped_pass import GroupedPass
-from tiercache.engine.kv_pool import Segment
+from tiercache.engine.kv_pool import BatchSegment
 from tiercache.engine.torch_attention import TorchPass
 
 pytestmark = [pytest.mark.engine, pytest.mark.kernels]
@@ -192,7 +192,7 @@ def test_tables_that_stay_in_place_serve_every_step(
 def test_a_pass_for_compiling_computes_the_same(kv_cache_dtype: str, save_model: SaveModel) -> None:
     folder = save_model(MODELS["small-llama"][0], **MODELS["small-llama"][1])
     with Engine(folder, EngineSettings(**SMALL, kv_cache_dtype=kv_cache_dtype)) as engine:
-        segments, tokens = [Segment(0, 0, 8, [0])], prompt_of(8)
+        segments, tokens = [BatchSegment(0, 0, 8, [0])], prompt_of(8)
         logits = []
         for every in (False, True):
             work = KernelPass(engine.pool, segments, every_kernel=every)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tiercache.engine.kv_pool import RAW, KVLayout, KVPool, Segment
+from tiercache.engine.kv_pool import RAW, BatchSegment, KVLayout, KVPool
 from tiercache.engine.torch_attention import TorchPass
 from tiercache.kernels.kv_formats import FORMATS
 
@@ -51,7 +51,7 @@ def run_pass(pool: KVPool, steps: list[tuple[Conversation, int]], options: Optio
     """The pass that brings each conversation up to a length; its rows of the output, `[token, head, head_dim]`."""
     segments, row = [], 0
     for one, end in steps:
-        segments.append(Segment(row, one.done, end, one.table))
+        segments.append(BatchSegment(row, one.done, end, one.table))
         row += end - one.done
     parts = [
         torch.cat([getattr(one, name)[:, one.done : end] for one, end in steps], dim=1)
@@ -133,7 +133,7 @@ def test_sequences_of_like_lengths_are_read_together(name: str, monkeypatch: pyt
     # Few enough bytes that only neighbours in length share a call; their rows are then not neighbours.
     monkeypatch.setattr("tiercache.engine.torch_attention._CALL_BYTES", 2 * pool.layout.token_bytes)
     check(pool, [(talk, talk.done + 1) for talk in talks])
-    segments = [Segment(row, talk.done, talk.done + 1, talk.table) for row, talk in enumerate(talks)]
+    segments = [BatchSegment(row, talk.done, talk.done + 1, talk.table) for row, talk in enumerate(talks)]
     groups = TorchPass(pool, segments)._groups
     assert sorted(sorted(one.start for one in group.segments) for group in groups) == [[4, 5], [13, 13], [17, 18]]
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tiercache.engine.cost import CostModel, Line, LoadChoice, Reach
+from tiercache.engine.cost import CostModel, FittedLine, LoadChoice, Reach
 
 pytestmark = pytest.mark.engine
 BLOCK_BYTES = 64 << 10
@@ -30,14 +30,14 @@ def note(cost: CostModel, choice: LoadChoice, seconds: float) -> None:
 
 
 def test_a_line_through_samples_is_found_again() -> None:
-    line = Line(0.0, 0.0, spread=0.1)
+    line = FittedLine(0.0, 0.0, spread=0.1)
     for x in (1.0, 5.0, 9.0, 2.0):
         line.add(x, 3.0 + 0.5 * x)
     assert line.at(20.0) == pytest.approx(13.0, rel=0.05)
 
 
 def test_a_line_is_what_it_was_given_until_there_are_samples_and_keeps_its_slope_for_one_place() -> None:
-    line = Line(1.0, 0.25, spread=4.0)
+    line = FittedLine(1.0, 0.25, spread=4.0)
     assert line.at(8.0) == 3.0
     line.add(100.0, 60.0)
     assert line.at(100.0) == pytest.approx(60.0)
@@ -45,7 +45,7 @@ def test_a_line_is_what_it_was_given_until_there_are_samples_and_keeps_its_slope
 
 
 def test_the_past_fades() -> None:
-    line = Line(0.0, 0.0, spread=1.0)
+    line = FittedLine(0.0, 0.0, spread=1.0)
     line.add(1.0, 100.0)
     for _ in range(30):
         line.add(1.0, 2.0)
@@ -53,7 +53,7 @@ def test_the_past_fades() -> None:
 
 
 def test_a_line_never_predicts_less_than_nothing() -> None:
-    line = Line(0.0, 0.0, spread=1.0)
+    line = FittedLine(0.0, 0.0, spread=1.0)
     line.add(10.0, 1.0)
     line.add(20.0, 9.0)
     assert all(line.at(x) >= 0 for x in (0.0, 1.0, 10.0, 1000.0))

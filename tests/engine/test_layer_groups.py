@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiercache.engine import EngineSettings
-from tiercache.engine.layer_groups import MAX_GROUPS, Place, choose_block_layers, group_layers
+from tiercache.engine.layer_groups import MAX_GROUPS, LayerPlace, choose_block_layers, group_layers
 from tiercache.engine.memory import fit_model_len
 from tiercache.errors import ConfigError
 
@@ -60,7 +60,14 @@ def test_layers_are_in_the_groups_of_their_kind() -> None:
     assert [group.layers for group in groups.groups] == [(2, 5, 8), (0, 1, 3), (4, 6, 7)]
     assert [window.size for window in groups.windows] == [0, 10, 10]
     assert groups.block_layers == 3
-    assert groups.places[:6] == (Place(1, 0), Place(1, 1), Place(0, 0), Place(1, 2), Place(2, 0), Place(0, 1))
+    assert groups.places[:6] == (
+        LayerPlace(1, 0),
+        LayerPlace(1, 1),
+        LayerPlace(0, 0),
+        LayerPlace(1, 2),
+        LayerPlace(2, 0),
+        LayerPlace(0, 1),
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tiercache.copies.copy_plan import (
     DMA_MIN_BYTES,
+    CopyRuns,
     Method,
-    Runs,
     block_pieces,
     check_block_ids,
     choose_method,
@@ -24,7 +24,7 @@ from tiercache.errors import LayoutError
 pytestmark = pytest.mark.kernels
 
 
-def by_cpu(runs: Runs) -> None:
+def by_cpu(runs: CopyRuns) -> None:
     """Make the copies that runs describe."""
     for source, target, length in runs:
         ctypes.memmove(target, source, length)
@@ -94,7 +94,7 @@ def test_cut_runs_are_the_same_bytes_in_pieces(
     host = np.array([start for start, _ in ranges], dtype=np.int64)
     other = np.arange(len(ranges), dtype=np.int64) * 1000
     length = np.array([size for _, size in ranges], dtype=np.int64)
-    runs = Runs(host, other, length) if host_is_source else Runs(other, host, length)
+    runs = CopyRuns(host, other, length) if host_is_source else CopyRuns(other, host, length)
     boundaries = np.array(sorted(cuts), dtype=np.int64)
     pieces = list(split_runs(runs, boundaries, host_is_source))
     whole = [(s + i, t + i) for s, t, n in runs for i in range(n)]

@@ -11,7 +11,7 @@ import pytest
 from fake_driver import STREAM, FakeLibrary
 
 from tiercache.copies import cuda_driver
-from tiercache.copies.copy_plan import Runs, merge_runs
+from tiercache.copies.copy_plan import CopyRuns, merge_runs
 from tiercache.copies.cuda import CudaCopier
 from tiercache.copies.cuda_driver import Driver
 from tiercache.copies.cuda_lane import CudaCopy
@@ -20,7 +20,7 @@ from tiercache.errors import ArenaError, LayoutError
 pytestmark = pytest.mark.kernels
 
 
-def ten_copies() -> tuple[np.ndarray, np.ndarray, Runs]:
+def ten_copies() -> tuple[np.ndarray, np.ndarray, CopyRuns]:
     """Ten bytes, a place for them in reverse order, and the ten copies."""
     source, target = np.arange(1, 11, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
     there = target.ctypes.data + np.arange(10, dtype=np.int64)[::-1]

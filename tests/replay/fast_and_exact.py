@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tiercache.daemon.policies import Maker
 from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.requests import Request, chain_keys, plain_spec
+from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 
 BLOCK_BYTES = 64 << 20
@@ -16,11 +16,11 @@ TOKENS = 16
 SPEC = plain_spec(TOKENS, BLOCK_BYTES)
 
 
-def ask(time_s: float, ids: Sequence[int]) -> Request:
-    return Request(time_s, chain_keys(ids), TOKENS * len(ids))
+def ask(time_s: float, ids: Sequence[int]) -> TraceRequest:
+    return TraceRequest(time_s, chain_keys(ids), TOKENS * len(ids))
 
 
-def conversations(seed: int, requests: int = 200) -> Iterator[Request]:
+def conversations(seed: int, requests: int = 200) -> Iterator[TraceRequest]:
     """A few that grow turn by turn, with common beginnings; now and then one that is longer than DRAM."""
     chance, fresh = random.Random(seed), iter(range(1, 1 << 40))
     chats = [[next(fresh) for _ in range(chance.randint(0, 4))] for _ in range(5)]

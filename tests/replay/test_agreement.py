@@ -22,7 +22,7 @@ from tiercache.errors import DaemonUnavailable
 from tiercache.protocol.messages import KEY_BYTES, Inspect, Inspected
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Trace
-from tiercache.replay.requests import Kind
+from tiercache.replay.requests import RequestKind
 from tiercache.replay.simulation import Outcome, Simulation
 
 CHILD = Path(__file__).with_name("agreement_child.py")
@@ -178,14 +178,14 @@ def test_a_replay_of_a_recorded_run_agrees_block_for_block(policy: str, tmp_path
     requests = list(trace)
     assert isinstance(trace.reader, RecordedReader)
     replay = Simulation(trace.reader.sizes, trace.specs, trace.reader.header.clock_s)
-    looks = [request.keys for request in requests if request.kind is Kind.LOOK]
+    looks = [request.keys for request in requests if request.kind is RequestKind.LOOK]
     # Some policies hash keys: under other names than the daemon's their blocks would collide with others.
     names = dict(zip(chunks(b"".join(looks)), chunks(b"".join(asked)), strict=True))
     had, outcomes = [], []
     for request in requests:
         keys = b"".join(names[key] for key in chunks(request.keys))
         outcome = replay.play(request._replace(keys=keys))
-        if request.kind is Kind.LOOK:
+        if request.kind is RequestKind.LOOK:
             had.append(Outcome(*request.had))
             outcomes.append(outcome)
     mine, (dram, nvme) = replay.tallies(), replay.resident(1)

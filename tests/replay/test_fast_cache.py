@@ -25,7 +25,7 @@ from tiercache.replay import played as played_module
 from tiercache.replay import simulation as simulation_module
 from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.played import play
-from tiercache.replay.requests import Kind, Request, chain_keys
+from tiercache.replay.requests import RequestKind, TraceRequest, chain_keys
 from tiercache.replay.simulation import Outcome, Simulation, Sizes
 
 
@@ -157,22 +157,22 @@ def test_a_prompt_longer_than_dram_keeps_its_beginning() -> None:
 def test_looks_keeps_and_flushes_are_played_too() -> None:
     exact = Simulation(sizes(10, 40), {1: SPEC})
     keys = chain_keys([1, 2, 3, 4])
-    assert exact.play(Request(0.0, keys, 0, kind=Kind.LOOK)) == Outcome(0, 0)
+    assert exact.play(TraceRequest(0.0, keys, 0, kind=RequestKind.LOOK)) == Outcome(0, 0)
     assert exact.resident(1) == (set(), set())
-    exact.play(Request(1.0, keys, 0, kind=Kind.KEEP))
-    assert exact.play(Request(2.0, keys, 0, kind=Kind.LOOK)) == Outcome(4, 0)
-    exact.play(Request(3.0, keys[:48], 0, kind=Kind.FORGET))
+    exact.play(TraceRequest(1.0, keys, 0, kind=RequestKind.KEEP))
+    assert exact.play(TraceRequest(2.0, keys, 0, kind=RequestKind.LOOK)) == Outcome(4, 0)
+    exact.play(TraceRequest(3.0, keys[:48], 0, kind=RequestKind.FORGET))
     assert exact.resident(1) == (set(chunks([1, 2])), set(chunks([1, 2])))
-    exact.play(Request(4.0, b"", 0, kind=Kind.FORGET))
+    exact.play(TraceRequest(4.0, b"", 0, kind=RequestKind.FORGET))
     assert exact.resident(1) == (set(), set())
     assert exact.check_integrity() == []
 
 
 def test_a_look_at_what_another_daemon_had_stores_it() -> None:
     exact = Simulation(sizes(10, 0), {1: SPEC})
-    exact.play(Request(0.0, chain_keys([1, 2, 3]), 0, kind=Kind.LOOK, had=(2, 0)))
+    exact.play(TraceRequest(0.0, chain_keys([1, 2, 3]), 0, kind=RequestKind.LOOK, had=(2, 0)))
     assert exact.resident(1)[0] == set(chunks([1, 2]))
-    exact.play(Request(1.0, chain_keys([5, 6, 7]), 0, kind=Kind.KEEP, first=2))
+    exact.play(TraceRequest(1.0, chain_keys([5, 6, 7]), 0, kind=RequestKind.KEEP, first=2))
     assert exact.resident(1)[0] == set(chunks([1, 2]) + chunks([5, 6, 7]))
 
 
@@ -191,7 +191,7 @@ def test_a_cache_begins_its_life_with_the_first_request(monkeypatch: pytest.Monk
     assert starts == [500.0, 480.0]
 
 
-class Listed(list[Request]):
+class Listed(list[TraceRequest]):
     specs: ClassVar[dict[int, NamespaceSpec]] = {1: SPEC}
 
 

@@ -16,7 +16,7 @@ from tiercache.protocol.messages import KEY_BYTES, Hint, Priority
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded
 from tiercache.replay.formats.trace import Trace
-from tiercache.replay.requests import Kind, Request, Told, chain_keys, plain_spec
+from tiercache.replay.requests import RequestKind, Told, TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Outcome, Simulation, Sizes
 
 BLOCK_BYTES = 64 << 20
@@ -34,13 +34,13 @@ class Play:
     def ask(self, *ids: int, after_s: float = 2.0) -> Outcome:
         self.now_s += after_s
         keys = chain_keys(ids)
-        found = self.simulation.play(Request(self.now_s, keys, 16 * len(ids)))
+        found = self.simulation.play(TraceRequest(self.now_s, keys, 16 * len(ids)))
         assert self.simulation.check_integrity() == []
         return found
 
     def say(self, *ids: int, **told: Any) -> None:
         keys = chain_keys(ids)
-        self.simulation.play(Request(self.now_s, keys, 0, kind=Kind.HINT, told=Told(**told)))
+        self.simulation.play(TraceRequest(self.now_s, keys, 0, kind=RequestKind.HINT, told=Told(**told)))
         assert self.simulation.check_integrity() == []
 
     def tick(self, after_s: float) -> None:
@@ -210,7 +210,7 @@ def test_hints_are_recorded_and_played(tmp_path: Path) -> None:
     hints = [line for line in lines[1:] if line["o"] == "h"]
     said = [{name: line[name] for name in line.keys() - {*"toncbk", "at"}} for line in hints]
     assert said == [{"priority": 1}, {"first": 1, "return_ms": 1500, "ttl_ms": 60_000}, {"done": True}]
-    requests = [one for one in Trace(path, [Recorded()], lambda tokens: 4096) if one.kind is Kind.HINT]
+    requests = [one for one in Trace(path, [Recorded()], lambda tokens: 4096) if one.kind is RequestKind.HINT]
     assert [one.told for one in requests] == [Told(priority=1), Told(return_in_s=1.5, ttl_s=60.0), Told(done=True)]
     assert [(one.first, one.blocks) for one in requests] == [(0, 3), (1, 4), (0, 4)]
 

@@ -12,17 +12,17 @@ from tiercache.daemon.policies import POLICIES
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.optimum import Accesses
 from tiercache.replay.played import play
-from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec
+from tiercache.replay.requests import RequestKind, TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
 
 BLOCK_BYTES = 64 << 20
 
 
-class Prompts(list[Request]):
-    def __init__(self, chains: list[list[int]], kinds: list[Kind] | None = None) -> None:
-        kinds = kinds or [Kind.ASK] * len(chains)
+class Prompts(list[TraceRequest]):
+    def __init__(self, chains: list[list[int]], kinds: list[RequestKind] | None = None) -> None:
+        kinds = kinds or [RequestKind.ASK] * len(chains)
         super().__init__(
-            Request(float(at), chain_keys(ids), 16 * len(ids), kind=kind)
+            TraceRequest(float(at), chain_keys(ids), 16 * len(ids), kind=kind)
             for at, (ids, kind) in enumerate(zip(chains, kinds, strict=True))
         )
         self.specs: dict[int, NamespaceSpec] = {1: plain_spec(16, BLOCK_BYTES)}
@@ -77,8 +77,8 @@ def test_no_choice_of_what_to_keep_has_more_hits(capacity: int) -> None:
 def test_stores_are_kept_for_later_matches_and_are_no_hits_themselves() -> None:
     for seed in range(40):
         chains, chance = tiny(seed), random.Random(seed)
-        kinds = [chance.choice((Kind.ASK, Kind.LOOK, Kind.KEEP)) for _ in chains]
-        best = best_by_trying(chains, 3, [kind is not Kind.KEEP for kind in kinds])
+        kinds = [chance.choice((RequestKind.ASK, RequestKind.LOOK, RequestKind.KEEP)) for _ in chains]
+        best = best_by_trying(chains, 3, [kind is not RequestKind.KEEP for kind in kinds])
         assert Accesses(Prompts(chains, kinds)).best_hits(3) == best, f"seed {seed}: {chains} {kinds}"
 
 

@@ -24,7 +24,7 @@ from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Trace
-from tiercache.replay.requests import Kind, Request
+from tiercache.replay.requests import RequestKind, TraceRequest
 
 
 class Recording:
@@ -50,7 +50,7 @@ class Recording:
         text = gzip.decompress(content) if self.path.suffix == ".gz" else content
         return [json.loads(line) for line in text.splitlines()]
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[TraceRequest]:
         self.recorder.close()
         return list(Trace(self.path, [Recorded()], lambda tokens: 1))
 
@@ -81,13 +81,13 @@ def test_what_was_asked_is_read_again(one: Recording) -> None:
     assert len(set(names.values())) == len(names)
     assert not set(names) & set(names.values())
     assert [(one.kind, one.first, one.namespaces) for one in found] == [
-        (Kind.LOOK, 0, (1,)),
-        (Kind.KEEP, 4, (1,)),
-        (Kind.LOOK, 0, (1, 2)),
-        (Kind.FETCH, 0, (1,)),
-        (Kind.KEEP, 0, (2,)),
-        (Kind.FORGET, 0, (1, 2)),
-        (Kind.FORGET, 0, (1,)),
+        (RequestKind.LOOK, 0, (1,)),
+        (RequestKind.KEEP, 4, (1,)),
+        (RequestKind.LOOK, 0, (1, 2)),
+        (RequestKind.FETCH, 0, (1,)),
+        (RequestKind.KEEP, 0, (2,)),
+        (RequestKind.FORGET, 0, (1, 2)),
+        (RequestKind.FORGET, 0, (1,)),
     ]
     assert [request.time_s for request in found] == [100.0] + [101.5] * 6
     assert (found[0].had, found[0].promote, found[2].promote) == ((3, 1), True, False)
@@ -102,7 +102,7 @@ def test_readiness_probes_are_no_traffic(one: Recording) -> None:
     one.recorder.forgot([one.probe], b"", "all")
     one.look(keys)
     one.recorder.forgot([one.probe, one.chain], b"", "all")
-    assert [request.kind for request in one.requests()] == [Kind.LOOK, Kind.FORGET]
+    assert [request.kind for request in one.requests()] == [RequestKind.LOOK, RequestKind.FORGET]
 
 
 def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> None:
@@ -156,7 +156,7 @@ def test_a_store_below_a_block_that_was_not_looked_for_is_not_rooted(one: Record
     keys = chain_of("a", 5)
     one.recorder.stored(one.chain, keys[32:48], keys[48:])
     (found,) = one.requests()
-    assert (found.kind, found.first, found.blocks, found.rooted) == (Kind.KEEP, 1, 3, False)
+    assert (found.kind, found.first, found.blocks, found.rooted) == (RequestKind.KEEP, 1, 3, False)
 
 
 def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:

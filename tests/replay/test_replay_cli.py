@@ -17,7 +17,7 @@ from tiercache.cli.main import main
 from tiercache.ground.extras import install_extra
 from tiercache.plan.model import load_model
 from tiercache.replay.estimate import Costs, Estimate
-from tiercache.replay.requests import Request, chain_keys
+from tiercache.replay.requests import TraceRequest, chain_keys
 from tiercache.replay.simulation import Outcome
 
 SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
@@ -232,7 +232,7 @@ def test_several_traces_are_played_apart(capsys: pytest.CaptureFixture[str], sho
 def test_work_and_times_of_one_prompt() -> None:
     model = load_model("Llama-3.1-8B")
     estimate = Estimate(Costs(model, flops_per_s=1e15, dram_bytes_per_s=1e10, nvme_bytes_per_s=1e9))
-    prompt = Request(0.0, chain_keys(range(8)), 8 * 512)
+    prompt = TraceRequest(0.0, chain_keys(range(8)), 8 * 512)
     for tokens in (1, 600, 4096):
         assert estimate.prefill_flops(tokens) == pytest.approx(model.prefill_flops(tokens))
     estimate.add(prompt, 512, 1e5, 1, Outcome(3, 2))

@@ -16,7 +16,7 @@ from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.recorded import Recorded
 from tiercache.replay.formats.trace import SORTED_REQUESTS, Trace
 from tiercache.replay.formats.vllm import KvEvents
-from tiercache.replay.requests import Kind, Request, chain_keys
+from tiercache.replay.requests import RequestKind, TraceRequest, chain_keys
 
 FORMATS = (Recorded(), Bailian(), Mooncake(), KvEvents())
 SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
@@ -54,8 +54,8 @@ def test_a_mooncake_trace(write: Write, packed: bool) -> None:
     found = trace(path)
     assert found.format.name == "mooncake"
     assert list(found) == [
-        Request(1.5, chain_keys([1, 2]), 1024, 7, "a"),
-        Request(2.5, chain_keys([1, 2]), 1500, 7),  # the last block is a partial one
+        TraceRequest(1.5, chain_keys([1, 2]), 1024, 7, "a"),
+        TraceRequest(2.5, chain_keys([1, 2]), 1500, 7),  # the last block is a partial one
     ]
     spec = found.specs[1]
     assert (spec.block_size, spec.block_bytes) == (512, 512 * 1024)
@@ -222,10 +222,10 @@ def test_kv_events(write: Write) -> None:
     requests = list(found)
     assert [request.keys for request in requests] == list(map(chain_keys, chains))
     assert [(one.time_s, one.kind, one.first, one.in_gpu) for one in requests] == [
-        (0.0, Kind.ASK, 0, 0),
-        (1.5, Kind.KEEP, 3, 0),
-        (3.0, Kind.ASK, 0, 2),
-        (4.0, Kind.ASK, 0, 0),
+        (0.0, RequestKind.ASK, 0, 0),
+        (1.5, RequestKind.KEEP, 3, 0),
+        (3.0, RequestKind.ASK, 0, 2),
+        (4.0, RequestKind.ASK, 0, 0),
     ]
     assert found.specs[1].block_size == 16
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from starlette.types import Message
 
-from tiercache.serve.app import Service, build_app
+from tiercache.serve.app import ModelService, build_app
 
 JSON = "application/json"
 
@@ -18,7 +18,7 @@ class _NoEngine:
     death = stall = None
 
 
-def bare_service(hosts: frozenset[str] | None = None) -> Service:
+def bare_service(hosts: frozenset[str] | None = None) -> ModelService:
     parts: dict[str, Any] = {
         "engine": _NoEngine(),
         "prompts": SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0})),
@@ -26,10 +26,10 @@ def bare_service(hosts: frozenset[str] | None = None) -> Service:
         "metrics": SimpleNamespace(text=lambda: b""),
         "defaults": {},
     }
-    return Service(**parts, **({} if hosts is None else {"hosts": hosts}))
+    return ModelService(**parts, **({} if hosts is None else {"hosts": hosts}))
 
 
-def ask(service: Service, method: str, path: str, **headers: str) -> tuple[int, bytes]:
+def ask(service: ModelService, method: str, path: str, **headers: str) -> tuple[int, bytes]:
     """Status and body of one request with the body `{}`; underscores stand for hyphens in headers."""
     sent: list[Message] = []
 

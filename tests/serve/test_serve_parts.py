@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
 from tiercache.serve import bodies
-from tiercache.serve.app import Service
+from tiercache.serve.app import ModelService
 from tiercache.serve.bodies import Bodies
 from tiercache.serve.connections import Sweeper, cut_unsent
 from tiercache.serve.failures import ApiError, api_error
@@ -24,10 +24,10 @@ from tiercache.serve.failures import ApiError, api_error
 DEADLINE_S = 10.0
 
 
-def keyed(**changed: Any) -> Service:
+def keyed(**changed: Any) -> ModelService:
     service = bare_service()
     names = ("engine", "prompts", "model", "metrics", "defaults")
-    return Service(**{**{name: getattr(service, name) for name in names}, "api_key": "secret", **changed})
+    return ModelService(**{**{name: getattr(service, name) for name in names}, "api_key": "secret", **changed})
 
 
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer guessed", "Bearer secre", "Bearer secret ", "Basic secret"])

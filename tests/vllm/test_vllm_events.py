@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm_engines import BLOCK, PATIENCE_S, Engine, launch, offloading_config, prompt, stored_blocks, wait_until
 
 import tiercache
-from tiercache.connectors.vllm.events import Group, name_blocks, of_group
+from tiercache.connectors.vllm.events import CacheGroup, name_blocks, of_group
 from tiercache.http.affinity import Affinity, Query
 from tiercache.protocol.messages import unpack_indices
 
@@ -243,7 +243,7 @@ def test_blocks_have_the_names_of_vllms_own_events(kind: str, per_block: int) ->
     for first, end in ((0, 2), (2, 6)):
         pool.cache_full_blocks(request, blocks, first, end, size, kv_cache_group_id=0)
         run = name_blocks(request, first, end, per_block, size)
-        run = of_group(run, Group(0, "full_attention", None), 0, end - first)
+        run = of_group(run, CacheGroup(0, "full_attention", None), 0, end - first)
         named.append(
             BlockStored(
                 run.hashes,

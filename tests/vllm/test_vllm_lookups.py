@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 from vllm_engines import PATIENCE_S, wait_until
 
 from tiercache.connectors.vllm import tier_lookups
-from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S, Lookups
+from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S, MatchLookups
 from tiercache.connectors.vllm.tier_lookups import TierLookups
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -58,14 +58,14 @@ def cache() -> Iterator[Any]:
 
 
 @pytest.fixture
-def lookups(cache: Any) -> Iterator[Lookups]:
-    lookups = Lookups(cache, [SPEC])
+def lookups(cache: Any) -> Iterator[MatchLookups]:
+    lookups = MatchLookups(cache, [SPEC])
     yield lookups
     cache.answers.set()
     lookups.close()
 
 
-def test_a_match_is_released_whenever_it_is_dropped(cache: Any, lookups: Lookups) -> None:
+def test_a_match_is_released_whenever_it_is_dropped(cache: Any, lookups: MatchLookups) -> None:
     cache.answers.clear()
     found_late, never_begun = lookups.ask(lambda: CHAIN), lookups.ask(lambda: CHAIN)
     lookups.begin()
@@ -83,7 +83,7 @@ def test_a_match_is_released_whenever_it_is_dropped(cache: Any, lookups: Lookups
     assert cache.released[-1] is kept
 
 
-def test_requests_wait_past_the_deadline_only_while_lookups_are_quick(cache: Any, lookups: Lookups) -> None:
+def test_requests_wait_past_the_deadline_only_while_lookups_are_quick(cache: Any, lookups: MatchLookups) -> None:
     first = lookups.ask(lambda: CHAIN)
     assert lookups.finish(PATIENCE_S)
     assert first.done
@@ -102,7 +102,7 @@ def test_requests_wait_past_the_deadline_only_while_lookups_are_quick(cache: Any
 
 
 def test_what_is_asked_long_before_the_first_step_still_waits(
-    cache: Any, lookups: Lookups, monkeypatch: pytest.MonkeyPatch
+    cache: Any, lookups: MatchLookups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM may take a whole batch of prompts before it schedules the first of them."""
     monkeypatch.setattr("tiercache.connectors.vllm.lookups.SLOW_LOOKUP_S", PATIENCE_S)
@@ -114,7 +114,7 @@ def test_what_is_asked_long_before_the_first_step_still_waits(
 
 
 def test_without_a_thread_requests_wait_until_the_deadline(
-    cache: Any, lookups: Lookups, no_threads: pytest.MonkeyPatch
+    cache: Any, lookups: MatchLookups, no_threads: pytest.MonkeyPatch
 ) -> None:
     lookup = lookups.ask(lambda: CHAIN)
     assert not lookups.overdue(lookup)
@@ -126,7 +126,7 @@ def test_without_a_thread_requests_wait_until_the_deadline(
     assert (lookup.done, cache.found) == (True, []), "it was not wanted any more"
 
 
-def test_what_waits_at_the_end_is_not_looked_up(cache: Any, lookups: Lookups) -> None:
+def test_what_waits_at_the_end_is_not_looked_up(cache: Any, lookups: MatchLookups) -> None:
     cache.answers.clear()
     first, second = lookups.ask(lambda: CHAIN), lookups.ask(lambda: CHAIN)
     lookups.begin()

@@ -15,10 +15,10 @@ from vllm_engines import PATIENCE_S, wait_until
 import tiercache
 from tiercache.connectors.vllm.apart import MAX_THREADS
 from tiercache.connectors.vllm.compat import CacheHitSource
-from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, Costs
+from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, EngineCosts
 from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S
-from tiercache.connectors.vllm.orders import Report
-from tiercache.connectors.vllm.scheduler import DECLINED, Scheduler
+from tiercache.connectors.vllm.orders import WorkerReport
+from tiercache.connectors.vllm.scheduler import DECLINED, RequestPlanner
 from tiercache.connectors.vllm.stores import EngineFacts
 from tiercache.protocol.messages import KEY_BYTES, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -89,8 +89,8 @@ class Rig:
         cache: Any = self.cache
         self.names = Names()
         names: Any = self.names
-        self.costs = Costs(SIZE)
-        self.scheduler = Scheduler(cache, EngineFacts([[SPEC]], 1), names, blocks, self.costs)
+        self.costs = EngineCosts(SIZE)
+        self.scheduler = RequestPlanner(cache, EngineFacts([[SPEC]], 1), names, blocks, self.costs)
 
     def add(self, name: str, blocks: int, adapter: Any = None, media: Sequence[Any] = ()) -> Any:
         """A request of so many blocks, all of which begin alike."""
@@ -331,15 +331,15 @@ def test_names_are_given_anew_when_a_rank_says_that_its_weights_have_changed(rig
     assert rig.scheduler.matched_tokens(loading, 0) == 2 * SIZE
     rig.load(loading, 2 * SIZE)
     rig.step()
-    rig.scheduler.reported(Report(moves={1: 1}).aggregate(Report(moves={0: 2})))
+    rig.scheduler.reported(WorkerReport(moves={1: 1}).aggregate(WorkerReport(moves={0: 2})))
     assert rig.names.epochs == 1
     orders = rig.step()
     assert (orders.moves, orders.renamed, orders.cancel) == ({0: 2, 1: 1}, True, ["a"])
     assert rig.scheduler.matched_tokens(waiting, 0) == 0
-    rig.scheduler.reported(Report(moves={1: 1}))
+    rig.scheduler.reported(WorkerReport(moves={1: 1}))
     orders = rig.step()
     assert (orders.moves, orders.renamed, rig.names.epochs) == ({0: 2, 1: 1}, False, 1), "that was known"
-    rig.scheduler.reported(Report(moves={1: 2}))
+    rig.scheduler.reported(WorkerReport(moves={1: 2}))
     assert rig.names.epochs == 2
     assert orders.moves == {0: 2, 1: 1}, "orders that were given say what they said"
     rig.scheduler.loads_ended({"a"}, True)
@@ -349,7 +349,7 @@ def test_vllm_forgets_what_it_had_when_the_weights_changed(rig: Rig) -> None:
     """Until `reset_prefix_cache` it may store old blocks of its own under the names of the new weights."""
     rig.pool.cached_block_hash_to_block = {}
     assert not rig.step().renamed, "as for a benchmark"
-    rig.scheduler.reported(Report(moves={0: 1}))
+    rig.scheduler.reported(WorkerReport(moves={0: 1}))
     assert rig.step().renamed
     rig.pool.cached_block_hash_to_block = {}
     assert rig.step().renamed
@@ -485,9 +485,11 @@ def test_the_slowest_rank_is_what_a_load_has_taken(rig: Rig) -> None:
         assert rig.scheduler.matched_tokens(request, 0) == (2 * SIZE if number < LEAST_SAMPLES else 0)
         if number < LEAST_SAMPLES:
             rig.load(request, 2 * SIZE)
-            both = Report(load_seconds={request.request_id: 2.1}).aggregate(Report(load_seconds={"gone": 9.0}))
+            both = WorkerReport(load_seconds={request.request_id: 2.1}).aggregate(
+                WorkerReport(load_seconds={"gone": 9.0})
+            )
             rig.scheduler.reported(both)
-            rig.scheduler.reported(Report(load_seconds={request.request_id: 0.1}))
+            rig.scheduler.reported(WorkerReport(load_seconds={request.request_id: 0.1}))
             rig.scheduler.loads_ended({request.request_id}, False)
 
 

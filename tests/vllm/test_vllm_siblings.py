@@ -16,9 +16,9 @@ from vllm_sibling import FOREIGN
 import tiercache
 from tiercache.connectors import vllm_v1
 from tiercache.connectors.vllm.compat import register
-from tiercache.connectors.vllm.orders import RankForm, Report
+from tiercache.connectors.vllm.orders import RankForm, WorkerReport
 from tiercache.connectors.vllm.siblings import WAIT_S, Roll, check_parent, come_first
-from tiercache.connectors.vllm.stats import Stats
+from tiercache.connectors.vllm.stats import ConnectorStats
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 from tiercache.errors import ConfigError, ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -102,7 +102,7 @@ def test_a_multiconnector_reads_our_counters() -> None:
     assert TierCacheConnector.__module__ == "tiercache.connectors.vllm_v1"
     counts = {"stored_blocks": 1}
     stats = MultiConnector.build_kv_connector_stats({"TierCacheConnector": counts})
-    assert stats.reduce() == {"TierCacheConnector": Stats(counts).reduce()}
+    assert stats.reduce() == {"TierCacheConnector": ConnectorStats(counts).reduce()}
     register(TierCacheConnector)
 
 
@@ -175,12 +175,14 @@ def test_requests_wait_until_all_ranks_have_said_what_their_blocks_are() -> None
     for name in "abc":
         roll.add(SimpleNamespace(request_id=name))
     assert roll.waits("a")
-    assert roll.call(Report(forms={1: RankForm([], absence="1")})) == []
+    assert roll.call(WorkerReport(forms={1: RankForm([], absence="1")})) == []
     roll.remove("b")
     assert not roll.waits("b")
     now_s = WAIT_S + 1
     assert not roll.waits("a")
     assert roll.waits("c"), "it has asked just now"
-    report = Report(forms={0: RankForm([], absence="0")}).aggregate(Report(forms={1: RankForm([], absence="1")}))
+    report = WorkerReport(forms={0: RankForm([], absence="0")}).aggregate(
+        WorkerReport(forms={1: RankForm([], absence="1")})
+    )
     assert [form.absence for form in roll.call(report)] == ["0", "1"]
     assert list(roll.waiting) == ["c"]

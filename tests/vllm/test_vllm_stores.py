@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tiercache.connectors.vllm.orders import BlockRun, Orders, Report
+from tiercache.connectors.vllm.orders import BlockRun, Orders, WorkerReport
 from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, EngineFacts, StorePlanner
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -138,7 +138,7 @@ def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
         engine.add("b", [4])
     assert engine.step({"b": 1}, b=[6]).flush == []
     assert engine.step({"b": 1}, b=[2]).flush == [store.job_id]
-    engine.stores.reported(Report({store.job_id: 1}))
+    engine.stores.reported(WorkerReport({store.job_id: 1}))
     assert engine.step({"b": 1}, b=[2]).flush == []
 
 
@@ -254,7 +254,7 @@ def test_what_is_stored_at_its_end_only_stays_so() -> None:
     [store] = engine.step({"a": 12}).fresh
     engine.stores.allocated("a", blocks([1, 2, 3]), 0)
     engine.step({"a": 4}, starts={"a": (8, [1, 2, 3])})
-    engine.stores.reported(Report({store.job_id: 1}, {store.job_id}))
+    engine.stores.reported(WorkerReport({store.job_id: 1}, {store.job_id}))
     assert engine.step({"a": 0}).fresh == []
     engine.stores.begin_again("a")
     assert engine.step({"a": 0}).fresh == []
@@ -284,7 +284,7 @@ def test_a_request_that_has_ended_is_not_kept() -> None:
     engine.finish("a")
     del engine.requests["a"]
     assert ended() is None
-    engine.stores.reported(Report({store.job_id: 1}, {store.job_id}))
+    engine.stores.reported(WorkerReport({store.job_id: 1}, {store.job_id}))
     engine.stores.check_integrity()
     assert engine.step({}).ready == []
 
@@ -296,7 +296,7 @@ def test_a_store_that_was_cut_short_is_offered_once_more() -> None:
     for _ in range(2):
         [store] = engine.step({"a": 8 * (not jobs)}).fresh
         jobs.append(store.job_id)
-        engine.stores.reported(Report({store.job_id: 1}, {store.job_id}))
+        engine.stores.reported(WorkerReport({store.job_id: 1}, {store.job_id}))
     assert (len(set(jobs)), engine.step({"a": 0}).fresh) == (2, [])
 
 

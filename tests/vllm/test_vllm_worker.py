@@ -16,9 +16,9 @@ import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
-from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Report, Store
+from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, WorkerReport
 from tiercache.connectors.vllm.weights import Look, Weights
-from tiercache.connectors.vllm.worker import Worker
+from tiercache.connectors.vllm.worker import RankWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 BLOCKS = 8
@@ -27,7 +27,7 @@ SPEC = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size
 
 
 @pytest.fixture(params=[False, True], ids=["through DRAM", "straight to NVMe"])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Worker, Any, HostBackend]]:
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RankWorker, Any, HostBackend]]:
     """A worker, its pool, and a backend whose first write hangs."""
     pool = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), np.uint8).reshape(BLOCKS, BLOCK_BYTES)
     backend = HostBackend(write_fault=lambda write: None if write else Fault.HANG)
@@ -42,21 +42,21 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Worker
             gds=backend if request.param else "off",
             gds_store=request.param,
         )
-        worker = Worker([connector], [True])
+        worker = RankWorker([connector], [True])
         wait_until(lambda: connector.client.stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok")
         yield worker, pool, backend
         backend.resume()
         worker.close()
 
 
-def report_of(worker: Worker) -> Report:
+def report_of(worker: RankWorker) -> WorkerReport:
     """What the worker says of stores, as soon as it does."""
-    reports: list[Report] = []
+    reports: list[WorkerReport] = []
     wait_until(lambda: (report := worker.report()) is not None and reports.append(report) is None)
     return reports[0]
 
 
-def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[Worker, Any, HostBackend]) -> None:
+def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[RankWorker, Any, HostBackend]) -> None:
     worker, pool, backend = rig
     connector = worker._groups[0]
     chain = tiercache.KeyChain(tiercache.root_key("worker"), block_size=16)
@@ -86,7 +86,7 @@ def test_stores_whose_blocks_are_overwritten_count_for_nothing(rig: tuple[Worker
     worker.begin(Orders(fresh=[Store(2, keys, (BlockRun(0, list(range(BLOCKS))),))]))
     assert worker.report() is None, "the step has not computed them yet"
     worker.begin(Orders())
-    assert report_of(worker) == Report({2: 1}, set())
+    assert report_of(worker) == WorkerReport({2: 1}, set())
     match = connector.match(keys)
     assert match.blocks == BLOCKS
     pool[:] = 0
@@ -107,9 +107,9 @@ class Group:
 @pytest.mark.parametrize(("dropped", "incomplete"), [([0, 0], set()), ([0, 1], {1}), ([2, 0], {1})])
 def test_a_store_is_complete_when_it_is_in_all_groups(dropped: list[int], incomplete: set[int]) -> None:
     groups: list[Any] = [Group(count) for count in dropped]
-    worker = Worker(groups, [True, True])
+    worker = RankWorker(groups, [True, True])
     worker.begin(Orders(ready=[Store(1, b"k" * 32, (BlockRun(0, [1, 2]), BlockRun(0, [3, 4])))]))
-    assert worker.report() == Report({1: 1}, incomplete)
+    assert worker.report() == WorkerReport({1: 1}, incomplete)
 
 
 class Moving:
@@ -131,14 +131,14 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> Moving:
 
 
 @pytest.fixture
-def cached(tmp_path: Path, moving: Moving) -> Iterator[tuple[Worker, Any, bytes]]:
+def cached(tmp_path: Path, moving: Moving) -> Iterator[tuple[RankWorker, Any, bytes]]:
     """A worker of such weights, its pool, and the keys of as many blocks as that has, of which half are stored."""
     pool = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
     with launch("16MiB", region="8MiB", run_dir=tmp_path / "run") as daemon:
         connector = tiercache.connect(
             daemon.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(pool), required=True
         )
-        worker = Worker([connector], [True], weights=moving.weights, rank=3)
+        worker = RankWorker([connector], [True], weights=moving.weights, rank=3)
         chain = tiercache.KeyChain(tiercache.root_key("weights"), block_size=16)
         chain.extend(range(16 * BLOCKS))
         assert connector.store(chain.packed(), range(BLOCKS // 2)).stored == BLOCKS // 2
@@ -146,12 +146,12 @@ def cached(tmp_path: Path, moving: Moving) -> Iterator[tuple[Worker, Any, bytes]
         worker.close()
 
 
-def order_load(worker: Worker, keys: bytes, name: str = "r", **known: Any) -> None:
+def order_load(worker: RankWorker, keys: bytes, name: str = "r", **known: Any) -> None:
     ticket = worker._groups[0].match(keys).ticket()
     worker.begin(Orders(loads=[Load(name, ticket, (BlockRun(0, list(range(BLOCKS // 2))),))], **known))
 
 
-def ended(worker: Worker) -> tuple[set[str], set[int]]:
+def ended(worker: RankWorker) -> tuple[set[str], set[int]]:
     """Requests whose loads have ended, and blocks that are not good."""
     names: set[str] = set()
     wait_until(lambda: names.update(worker.ended_loads(True)[0]) or names)
@@ -162,7 +162,9 @@ ALL = set(range(BLOCKS // 2))
 REST = (BlockRun(BLOCKS // 2, list(range(BLOCKS // 2, BLOCKS))),)
 
 
-def test_loads_count_for_the_weights_that_they_are_named_by(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+def test_loads_count_for_the_weights_that_they_are_named_by(
+    cached: tuple[RankWorker, Any, bytes], moving: Moving
+) -> None:
     worker, _, keys = cached
     order_load(worker, keys)
     assert ended(worker) == ({"r"}, set())
@@ -183,7 +185,7 @@ def test_loads_count_for_the_weights_that_they_are_named_by(cached: tuple[Worker
     assert ended(worker) == ({"r"}, ALL), "they have changed while it went on"
 
 
-def test_a_load_is_good_only_once_that_is_known(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+def test_a_load_is_good_only_once_that_is_known(cached: tuple[RankWorker, Any, bytes], moving: Moving) -> None:
     worker, _, keys = cached
     moving.known = False
     order_load(worker, keys)
@@ -193,7 +195,9 @@ def test_a_load_is_good_only_once_that_is_known(cached: tuple[Worker, Any, bytes
     assert worker.ended_loads(False) == ({"r"}, set())
 
 
-def test_stores_count_for_the_weights_that_they_are_named_by(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+def test_stores_count_for_the_weights_that_they_are_named_by(
+    cached: tuple[RankWorker, Any, bytes], moving: Moving
+) -> None:
     worker, _, keys = cached
     connector = worker._groups[0]
     worker.begin(Orders(fresh=[Store(1, keys, REST)]))
@@ -207,11 +211,11 @@ def test_stores_count_for_the_weights_that_they_are_named_by(cached: tuple[Worke
     assert report_of(worker).incomplete == {4}, "it was computed before all was named anew"
     assert connector.match(keys).blocks == BLOCKS // 2
     worker.begin(Orders(moves={3: 1}))
-    assert report_of(worker) == Report({3: 1}, set())
+    assert report_of(worker) == WorkerReport({3: 1}, set())
     assert connector.match(keys).blocks == BLOCKS
 
 
-def test_a_store_is_committed_only_once_that_is_known(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+def test_a_store_is_committed_only_once_that_is_known(cached: tuple[RankWorker, Any, bytes], moving: Moving) -> None:
     """On a GPU: when the blocks are copied the answer may still be on its way."""
     worker, _, keys = cached
     moving.known = False
@@ -222,7 +226,7 @@ def test_a_store_is_committed_only_once_that_is_known(cached: tuple[Worker, Any,
     assert worker._groups[0].match(keys).blocks == BLOCKS // 2
 
 
-def test_without_loads_and_stores_nothing_is_looked_at(cached: tuple[Worker, Any, bytes], moving: Moving) -> None:
+def test_without_loads_and_stores_nothing_is_looked_at(cached: tuple[RankWorker, Any, bytes], moving: Moving) -> None:
     worker, _, _ = cached
     moving.weights.look = None  # type: ignore[assignment, method-assign]
     worker.begin(Orders())

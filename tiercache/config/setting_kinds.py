@@ -23,7 +23,7 @@ MAX_SOCKET_PATH_BYTES = 107
 """sun_path of a unix socket address is 108 bytes with its final NUL (unix(7))."""
 
 
-class Kind(NamedTuple):
+class SettingKind(NamedTuple):
     """How values of one kind are read, checked and written."""
 
     metavar: str
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
     key: str
     field: str
-    kind: Kind
+    kind: SettingKind
     doc: str
 
 
@@ -66,18 +66,22 @@ def within(low: float, high: float, show: Callable[[Any], str] = str) -> Callabl
     return lambda value: None if low <= value <= high else f"must be {show(low)} to {show(high)}"
 
 
-def size(check: Callable[[Any], str | None]) -> Kind:
+def size(check: Callable[[Any], str | None]) -> SettingKind:
     """Sizes in bytes."""
-    return Kind("SIZE", parse_bytes, check, toml_bytes, {"type": ["string", "integer"], "pattern": BYTES_PATTERN})
+    return SettingKind(
+        "SIZE", parse_bytes, check, toml_bytes, {"type": ["string", "integer"], "pattern": BYTES_PATTERN}
+    )
 
 
-def duration(low_s: float, high_s: float) -> Kind:
+def duration(low_s: float, high_s: float) -> SettingKind:
     """Durations in seconds."""
     schema = {"type": ["string", "number"], "pattern": DURATION_PATTERN}
-    return Kind("DURATION", parse_duration_s, within(low_s, high_s, _seconds), lambda s: f'"{_seconds(s)}"', schema)
+    return SettingKind(
+        "DURATION", parse_duration_s, within(low_s, high_s, _seconds), lambda s: f'"{_seconds(s)}"', schema
+    )
 
 
-def count(low: int, high: int) -> Kind:
+def count(low: int, high: int) -> SettingKind:
     """Whole numbers."""
 
     def parse(value: object) -> int:
@@ -87,10 +91,10 @@ def count(low: int, high: int) -> Kind:
             raise ValueError(f"is no whole number: write for example {low + 15}") from None
 
     schema = {"type": ["integer", "string"], "minimum": low, "maximum": high, "pattern": "^[0-9]+$"}
-    return Kind("N", parse, within(low, high), str, schema)
+    return SettingKind("N", parse, within(low, high), str, schema)
 
 
-def choice(*choices: str, gone: Mapping[str, str] = MappingProxyType({})) -> Kind:
+def choice(*choices: str, gone: Mapping[str, str] = MappingProxyType({})) -> SettingKind:
     """One of several words. Where `off` is allowed, false means the same: YAML reads `off` as false.
 
     `gone`: words of earlier releases, and what to say of each.
@@ -104,7 +108,7 @@ def choice(*choices: str, gone: Mapping[str, str] = MappingProxyType({})) -> Kin
         return None if value in choices else gone.get(value, f"must be one of: {', '.join(choices)}")
 
     schema = {"enum": [*choices, False] if has_off else list(choices)}
-    return Kind("|".join(choices), parse, check, _toml_string, schema, takes_bool=has_off)
+    return SettingKind("|".join(choices), parse, check, _toml_string, schema, takes_bool=has_off)
 
 
 _SWITCH_WORDS = {
@@ -281,27 +285,29 @@ def _plain_bytes(value: int) -> str:
     return toml_bytes(value).strip('"')
 
 
-ENDPOINT = Kind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
-HTTP = Kind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
-HOSTS = Kind("HOST,...", str, hosts_problem, _toml_string)
-TOPIC = Kind("TEXT", str, lambda value: None if len(value) <= 256 else "is longer than 256 letters", _toml_string)
-DIRECTORY = Kind("DIR", parse_directory, lambda value: None, _toml_string)
-OPTIONAL_DIRECTORY = Kind(
+ENDPOINT = SettingKind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
+HTTP = SettingKind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
+HOSTS = SettingKind("HOST,...", str, hosts_problem, _toml_string)
+TOPIC = SettingKind(
+    "TEXT", str, lambda value: None if len(value) <= 256 else "is longer than 256 letters", _toml_string
+)
+DIRECTORY = SettingKind("DIR", parse_directory, lambda value: None, _toml_string)
+OPTIONAL_DIRECTORY = SettingKind(
     "DIR",
     lambda value: parse_directory(value) if value else None,
     lambda value: None,
     lambda value: _toml_string("" if value is None else value),
 )
 OPTIONAL_FILE = OPTIONAL_DIRECTORY._replace(metavar="FILE")
-GROUP = Kind("NAME", lambda value: str(value), lambda value: None, _toml_string)
-QUOTA = Kind(
+GROUP = SettingKind("NAME", lambda value: str(value), lambda value: None, _toml_string)
+QUOTA = SettingKind(
     "WHO=SIZE[,..]",
     _parse_quota,
     lambda value: None,
     lambda value: _toml_string(",".join(f"{tenant}={_plain_bytes(size)}" for tenant, size in value)),
 )
-LISTEN = Kind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
-DIRECTORIES = Kind("DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories)
+LISTEN = SettingKind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
+DIRECTORIES = SettingKind("DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories)
 BUDGET = size(lambda value: None if value >= 0 else "must be 0 (no limit) or more")
 ARENA = size(within(HUGE_PAGE_BYTES, 64 << 40, toml_bytes))
 QUARANTINE = size(lambda value: None if value >= 0 else "must be 0 or more")
@@ -314,14 +320,14 @@ def _seconds(value: float) -> str:
 GRACE = duration(0, 3600)
 TTL = duration(0.1, 600)
 SLOW = duration(0, 60)
-SHARE = Kind(
+SHARE = SettingKind(
     "SHARE",
     _parse_share,
     within(0, 1),
     lambda value: repr(float(value)),
     {"type": ["number", "string"], "minimum": 0, "maximum": 1, "pattern": r"^[01](\.[0-9]*)?$|^\.[0-9]+$"},
 )
-SWITCH = Kind(
+SWITCH = SettingKind(
     "yes|no",
     _parse_switch,
     lambda value: None if isinstance(value, bool) else "must be yes or no",

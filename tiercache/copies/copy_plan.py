@@ -28,7 +28,7 @@ block b is at base + b * stride. `tiercache.copies.pool.Segment` is such a tuple
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class CopyRuns:
     """Copies to make, as three int64 columns of equal length. Iterates as (source, target, bytes)."""
 
     sources: Addresses
@@ -56,7 +56,7 @@ class Method(str, Enum):
 
 def merge_runs(
     sources: Sequence[int] | Addresses, targets: Sequence[int] | Addresses, lengths: int | Addresses
-) -> Runs:
+) -> CopyRuns:
     """The same copies in as few runs as possible: neighbours at both ends become one.
 
     The copies are independent (no target overlaps another or a source), so they are put in order
@@ -66,16 +66,16 @@ def merge_runs(
     target = np.asarray(targets, dtype=np.int64)
     length = np.broadcast_to(np.asarray(lengths, dtype=np.int64), source.shape)
     if not len(source):
-        return Runs(NO_ADDRESSES, NO_ADDRESSES, NO_ADDRESSES)
+        return CopyRuns(NO_ADDRESSES, NO_ADDRESSES, NO_ADDRESSES)
     order = np.argsort(source, kind="stable")
     source, target, length = source[order], target[order], length[order]
     new = np.ones(len(source), dtype=bool)
     new[1:] = (source[1:] != source[:-1] + length[:-1]) | (target[1:] != target[:-1] + length[:-1])
     first = np.flatnonzero(new)
-    return Runs(source[first], target[first], np.add.reduceat(length, first))
+    return CopyRuns(source[first], target[first], np.add.reduceat(length, first))
 
 
-def split_runs(runs: Runs, boundaries: Addresses, host_is_source: bool) -> Runs:
+def split_runs(runs: CopyRuns, boundaries: Addresses, host_is_source: bool) -> CopyRuns:
     """Cut runs so that none has one of the sorted `boundaries` inside its host side."""
     host = runs.sources if host_is_source else runs.targets
     low = np.searchsorted(boundaries, host, side="right")
@@ -91,7 +91,7 @@ def split_runs(runs: Runs, boundaries: Addresses, host_is_source: bool) -> Runs:
     more = part < cuts[parent]
     end[more] = boundaries[low[parent][more] + part[more]]
     shift = start - host[parent]
-    return Runs(runs.sources[parent] + shift, runs.targets[parent] + shift, end - start)
+    return CopyRuns(runs.sources[parent] + shift, runs.targets[parent] + shift, end - start)
 
 
 def block_pieces(segments: Segments, block_ids: Addresses, frames: Addresses) -> tuple[Addresses, Addresses, Addresses]:

@@ -22,8 +22,8 @@ import numpy as np
 from tiercache.copies.copy_plan import (
     DMA_MIN_BYTES,
     Addresses,
+    CopyRuns,
     Method,
-    Runs,
     Segments,
     block_pieces,
     check_block_ids,
@@ -197,7 +197,7 @@ class CudaCopier:
                 error = f"the copy was not submitted: {problem}"
             return lane.mark(error)
 
-    def _plan(self, frames: Addresses, ids: Addresses, kernels: bool, load: bool) -> tuple[Method, Runs | None]:
+    def _plan(self, frames: Addresses, ids: Addresses, kernels: bool, load: bool) -> tuple[Method, CopyRuns | None]:
         """The method for these blocks, and the runs if it is DIRECT."""
         count = len(self.segments)
         method = self._method if kernels else Method.DIRECT
@@ -212,7 +212,7 @@ class CudaCopier:
             method = choose_method(count, self.block_bytes, mean, kernels)
         return method, runs
 
-    def _copy_runs(self, lane: Lane, runs: Runs | None, registered: bool, load: bool) -> str:
+    def _copy_runs(self, lane: Lane, runs: CopyRuns | None, registered: bool, load: bool) -> str:
         assert runs is not None
         # A DMA must not leave the registration that it begins in.
         runs = split_runs(runs, self._memory.registered.borders, host_is_source=load)

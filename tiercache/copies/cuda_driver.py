@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.copies.copy_plan import Runs
+from tiercache.copies.copy_plan import CopyRuns
 from tiercache.errors import ArenaError
 
 log = logging.getLogger("tiercache.cuda")
@@ -145,7 +145,7 @@ class Driver:
         seen = ctypes.c_void_p()
         return self._mapped(ctypes.byref(seen), address, 0) == 0 and seen.value == address
 
-    def copy(self, runs: Runs, stream: int, *, batched: bool) -> str:
+    def copy(self, runs: CopyRuns, stream: int, *, batched: bool) -> str:
         """Enqueue copies on a stream that is not the default one; "" or what went wrong.
 
         After a failure some of the copies may be in progress: record an event all the same.
@@ -158,7 +158,7 @@ class Driver:
                 return f"{self.error_name(code)} in a copy of {length} bytes"
         return ""
 
-    def _copy_batches(self, runs: Runs, stream: int) -> str:
+    def _copy_batches(self, runs: CopyRuns, stream: int) -> str:
         assert self._batch is not None
         attributes = _CopyAttributes(source_access_order=_SOURCE_IN_STREAM_ORDER)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)

@@ -42,7 +42,7 @@ LOG_LINES = 5
 _MIB = 1 << 20
 
 
-class ChatAnswer(NamedTuple):
+class TurnAnswer(NamedTuple):
     """The answer to one turn of a conversation. Tokens are those of the prompt, except `answer_tokens`."""
 
     text: str
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
     """One turn of all conversations."""
 
     seconds: float
-    answers: list[ChatAnswer]
+    answers: list[TurnAnswer]
 
     @property
     def ttft_s(self) -> float:
@@ -131,7 +131,7 @@ class ServerProcess(Child):
         finally:
             connection.close()
 
-    def chat(self, messages: list[dict[str, str]]) -> ChatAnswer:
+    def chat(self, messages: list[dict[str, str]]) -> TurnAnswer:
         """One streamed answer, greedy and of `ANSWER_TOKENS`. Blocks."""
         body = {
             "messages": messages,
@@ -158,7 +158,7 @@ class ServerProcess(Child):
         if usage is None:
             raise ChildFailed("the server ended a stream before its end")
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return ChatAnswer(text, ttft_s, usage["prompt_tokens"], cached, usage["completion_tokens"])
+        return TurnAnswer(text, ttft_s, usage["prompt_tokens"], cached, usage["completion_tokens"])
 
     def metric(self, name: str) -> int:
         with self._request("GET", "/metrics") as response:

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 """Environment for starting this process: most is read before the first line here."""
 
 
-class Worker:
+class VllmWorker:
     """One vLLM with the connector. Uses its own prompt to check whether the cache can be reached."""
 
     def __init__(self, model: str, address: str, pool_bytes: int) -> None:
@@ -133,7 +133,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model, address, pool_bytes = sys.argv[1:4]
-    worker = Worker(model, address, int(pool_bytes))
+    worker = VllmWorker(model, address, int(pool_bytes))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)

@@ -19,7 +19,7 @@ WARM_UP_TOKENS = 64
 NEW_TOKENS = 8
 
 
-class Worker:
+class EngineWorker:
     """One engine with its connector."""
 
     def __init__(self, model: str, address: str, pool_bytes: int) -> None:
@@ -72,7 +72,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     model, address, pool_bytes = sys.argv[1:4]
     try:
-        worker = Worker(model, address, int(pool_bytes))
+        worker = EngineWorker(model, address, int(pool_bytes))
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             print(json.dumps(worker.answer(json.loads(line))), flush=True)

@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface
 
 from tiercache.engine.grouped_pass import GroupedPass, PassLike
-from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.kv_pool import BatchSegment, KVPool
 from tiercache.engine.streaming import Streaming
 from tiercache.engine.torch_attention import TorchPass
 from tiercache.errors import ModelRefused
@@ -44,10 +44,10 @@ class Batch:
     def __init__(
         self,
         pool: KVPool,
-        segments: Sequence[Segment],
+        segments: Sequence[BatchSegment],
         work: PassLike | None = None,
         streaming: Streaming | None = None,
-        others: Sequence[Sequence[Segment]] = (),
+        others: Sequence[Sequence[BatchSegment]] = (),
     ) -> None:
         self.pool = pool
         self.segments = segments
@@ -63,7 +63,7 @@ class Batch:
         return self.work.positions
 
 
-def _pass_over(pool: KVPool, groups: Sequence[Sequence[Segment]], streaming: Streaming | None) -> PassLike:
+def _pass_over(pool: KVPool, groups: Sequence[Sequence[BatchSegment]], streaming: Streaming | None) -> PassLike:
     if streaming is not None:
         return TorchPass(pool, groups[0], streaming)  # the kernels use one query for all keys
     make: Callable[..., PassLike] = TorchPass

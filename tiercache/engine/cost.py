@@ -43,7 +43,7 @@ _PREFILL_TOKENS = 512
 _LEAST_PATIENCE_S = 0.25
 
 
-class Line:
+class FittedLine:
     """`y = intercept + slope * x` by weighted least squares, with fading weights.
 
     Without samples it is the given line. The given slope also fills in while all samples have about the same x (closer
@@ -121,9 +121,9 @@ class CostModel:
         self._stalled = False
         self._unnoted: list[tuple[int, int]] = []
         self._unnoted_s = 0.0
-        self._prefill = Line(0.0, 0.0, _CONTEXT_SPREAD)
-        self._dram = Line(_DRAM_LATENCY_S, block_bytes / _DRAM_BYTES_PER_S, _LOAD_SPREAD)
-        self._below = Line(_BELOW_LATENCY_S, block_bytes / _BELOW_BYTES_PER_S, _LOAD_SPREAD)
+        self._prefill = FittedLine(0.0, 0.0, _CONTEXT_SPREAD)
+        self._dram = FittedLine(_DRAM_LATENCY_S, block_bytes / _DRAM_BYTES_PER_S, _LOAD_SPREAD)
+        self._below = FittedLine(_BELOW_LATENCY_S, block_bytes / _BELOW_BYTES_PER_S, _LOAD_SPREAD)
 
     def prefill_s(self, start: int, end: int) -> float:
         """Expected seconds of computing tokens `[start, end)`; infinite until computing has been measured."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.kv_pool import BatchSegment, KVPool
 from tiercache.kernels.kv_tiles import PagedKv
 from tiercache.kernels.kv_write import write_blocks, write_tokens
 from tiercache.kernels.paged_attention import SEGMENT_FIELDS, paged_attention
@@ -44,7 +44,7 @@ class KernelPass:
     def __init__(
         self,
         pool: KVPool,
-        segments: Sequence[Segment],
+        segments: Sequence[BatchSegment],
         *,
         every_kernel: bool = False,
         tails: Sequence[int] | None = None,
@@ -89,7 +89,7 @@ class Tables:
     """
 
     def __init__(
-        self, pool: KVPool, segments: Sequence[Segment], tails: Sequence[int], *, rows: int = 0, longest: int = 0
+        self, pool: KVPool, segments: Sequence[BatchSegment], tails: Sequence[int], *, rows: int = 0, longest: int = 0
     ) -> None:
         self.pool = pool
         form = pool.layout.block_format
@@ -114,11 +114,11 @@ class Tables:
     def positions(self) -> torch.Tensor:
         return self._positions.long()
 
-    def refill(self, segments: Sequence[Segment], tails: Sequence[int]) -> None:
+    def refill(self, segments: Sequence[BatchSegment], tails: Sequence[int]) -> None:
         """Replace the sequences by others of one new token each, at most `rows`. Does not wait for the device."""
         self._fill(self._parts(segments, tails))
 
-    def _parts(self, segments: Sequence[Segment], tails: Sequence[int]) -> list[Words]:
+    def _parts(self, segments: Sequence[BatchSegment], tails: Sequence[int]) -> list[Words]:
         """The tables on the host, in their order."""
         size = self.pool.layout.block_size
         starts, ends = np.array([one.start for one in segments]), np.array([one.end for one in segments])

@@ -16,7 +16,7 @@ import torch
 from tiercache.engine.attention import Batch
 from tiercache.engine.cuda_attention import KernelPass, Tables
 from tiercache.engine.grouped_pass import GroupedPass
-from tiercache.engine.kv_pool import Segment
+from tiercache.engine.kv_pool import BatchSegment
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _Recording:
     def __init__(self, parts: Sequence[KernelPass], rows: int, longest: int) -> None:
         pool = parts[0].pool
         self.tables = [Tables(pool, part.segments, part.tails, rows=rows, longest=longest) for part in parts]
-        empty = [Segment(row, 0, 1, ()) for row in range(rows)]
+        empty = [BatchSegment(row, 0, 1, ()) for row in range(rows)]
         work = self.tables[0] if len(parts) == 1 else GroupedPass(self.tables, pool.places)
         self.batch = Batch(pool, empty, work)
         self.tokens = torch.zeros((1, rows), dtype=torch.int64, device=pool.device)

@@ -26,7 +26,7 @@ from tiercache.engine.connect import Connect, connect_groups
 from tiercache.engine.cost import CostModel
 from tiercache.engine.grouped_cache import GroupedCache
 from tiercache.engine.identity import file_states, identify_model, tier_layout
-from tiercache.engine.kv_pool import Segment
+from tiercache.engine.kv_pool import BatchSegment
 from tiercache.engine.loads import LoadResult
 from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
 from tiercache.engine.model import HostedModel, choose_device, read_shape
@@ -210,12 +210,12 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
         """One forward pass; the logits after each chunk that ends its sequence, `[row, vocabulary]`."""
-        segments: list[list[Segment]] = [[] for _ in self._groups.groups]
+        segments: list[list[BatchSegment]] = [[] for _ in self._groups.groups]
         tokens: list[int] = []
         rows: list[int] = []
         for sequence, start, end in chunks:
             for own, table in zip(segments, sequence.tables, strict=True):
-                own.append(Segment(len(tokens), start, end, table.ids))
+                own.append(BatchSegment(len(tokens), start, end, table.ids))
             tokens += sequence.tokens[start:end]
             if end == len(sequence.tokens):
                 rows.append(len(tokens) - 1)

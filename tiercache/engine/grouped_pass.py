@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tiercache.engine.layer_groups import Place
+from tiercache.engine.layer_groups import LayerPlace
 
 
 class PassLike(Protocol):
@@ -36,7 +36,7 @@ class PassLike(Protocol):
 class GroupedPass:
     """`parts` are the passes of the groups, `places` the place of each layer of the model."""
 
-    def __init__(self, parts: Sequence[PassLike], places: Sequence[Place]) -> None:
+    def __init__(self, parts: Sequence[PassLike], places: Sequence[LayerPlace]) -> None:
         self.parts = parts
         self._places = places
 

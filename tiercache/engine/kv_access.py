@@ -1,7 +1,7 @@
 """How one forward pass writes K and V into the pool and gathers them for attention, in plain torch.
 
 All index tables are for layer 0 of the blocks: a layer's rows begin at a fixed distance, so that the tables of a pass
-serve every layer. Sequences are read in groups (see `Group`); gathered tensors are `[sequence, kv_head, place,
+serve every layer. Sequences are read in groups (see `ReadGroup`); gathered tensors are `[sequence, kv_head, place,
 head_dim]`, and `Places.numbers` gives the token at each place.
 """
 
@@ -12,20 +12,20 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tiercache.engine.kv_pool import RAW, KVPool, Segment
+from tiercache.engine.kv_pool import RAW, BatchSegment, KVPool
 
 UNSEEN = 1 << 40
 """The number of a place that holds no token: later than every query."""
 
 
-class Group(NamedTuple):
+class ReadGroup(NamedTuple):
     """Sequences with the same number of new tokens, which are read together.
 
     `rows` are their rows of the batch, `[sequence * token]`; `positions` those of their tokens, `[sequence, token]`;
     `tails` come from `KVPool.tails_of`.
     """
 
-    segments: list[Segment]
+    segments: list[BatchSegment]
     tails: list[int]
     rows: slice | torch.Tensor
     positions: torch.Tensor
@@ -74,11 +74,11 @@ class Access(Protocol):
     """
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
-    def places(self, group: Group, window: int, sinks: int = 0) -> Places: ...
+    def places(self, group: ReadGroup, window: int, sinks: int = 0) -> Places: ...
     def read(self, layer: int, places: Places) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def access_to(pool: KVPool, segments: Sequence[Segment], tails: Sequence[int]) -> Access:
+def access_to(pool: KVPool, segments: Sequence[BatchSegment], tails: Sequence[int]) -> Access:
     """The access to K and V for the pool's format."""
     return RawAccess(pool, segments) if pool.layout.format == RAW else QuantisedAccess(pool, segments, tails)
 
@@ -105,7 +105,7 @@ class _RawRows:
 class RawAccess:
     """The model's own dtype: tokens are copied in and gathered as they are."""
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment]) -> None:
+    def __init__(self, pool: KVPool, segments: Sequence[BatchSegment]) -> None:
         self._pool = pool
         self._rows = _RawRows(pool.blocks)
         self._blocks = pool.blocks.view(-1, self._rows.slots * self._rows.width)
@@ -122,7 +122,7 @@ class RawAccess:
         key, value = (part.transpose(0, 1).reshape(-1, width) for part in (key, value))
         self._rows.write(layer, self._targets, key, value)
 
-    def places(self, group: Group, window: int, sinks: int = 0) -> Places:
+    def places(self, group: ReadGroup, window: int, sinks: int = 0) -> Places:
         size, device, segments = self._rows.slots, self._pool.device, group.segments
         blocks, numbers = group.tables(window, sinks, [-(-one.end // size) for one in segments], size)
         ids = blocks.to(device).view(-1) * (self._rows.block_rows // size)
@@ -151,7 +151,7 @@ class RawAccess:
 class QuantisedAccess:
     """Full blocks as records, quantised when they become full; the tokens after them raw in a tail."""
 
-    def __init__(self, pool: KVPool, segments: Sequence[Segment], tails: Sequence[int]) -> None:
+    def __init__(self, pool: KVPool, segments: Sequence[BatchSegment], tails: Sequence[int]) -> None:
         block_format = pool.layout.block_format
         assert block_format is not None
         self._pool = pool
@@ -161,7 +161,7 @@ class QuantisedAccess:
         self._tails = _RawRows(pool.tails)
         self._plan_writes(segments, tails)
 
-    def _plan_writes(self, segments: Sequence[Segment], tails: Sequence[int]) -> None:
+    def _plan_writes(self, segments: Sequence[BatchSegment], tails: Sequence[int]) -> None:
         """Which tokens fill which blocks, and which go to tails.
 
         Tokens of a block begun earlier come from its tail. So the tokens to quantise are taken from the rows of
@@ -204,7 +204,7 @@ class QuantisedAccess:
             rows = torch.cat([self._pool.tails[self._opened, layer, part].flatten(0, 1), rows])
         return rows[self._sources].view(-1, self._size, *rows.shape[1:])
 
-    def places(self, group: Group, window: int, sinks: int = 0) -> Places:
+    def places(self, group: ReadGroup, window: int, sinks: int = 0) -> Places:
         size, device = self._size, self._pool.device
         fulls = [one.end // size for one in group.segments]
         blocks, numbers = (part.to(device) for part in group.tables(window, sinks, fulls, size))

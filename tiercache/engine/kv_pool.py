@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiercache.engine.layer_groups import Place
+from tiercache.engine.layer_groups import LayerPlace
 from tiercache.kernels.kv_formats import BlockFormat
 
 RAW = "raw"
@@ -27,7 +27,7 @@ ALIASES = {"auto": RAW, "fp8": "fp8_e4m3"}
 """Names of formats in the settings that differ from those of `tiercache.kernels.kv_formats`."""
 
 
-class Segment(NamedTuple):
+class BatchSegment(NamedTuple):
     """The tokens `[start, end)` of a sequence, at rows `[row, row + end - start)` of the batch."""
 
     row: int
@@ -107,11 +107,11 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, max_tails: int, device: torch.device, places: Sequence[Place] = ()
+        self, layout: KVLayout, num_blocks: int, max_tails: int, device: torch.device, places: Sequence[LayerPlace] = ()
     ) -> None:
         assert not torch.is_inference_mode_enabled()
         self.layout = layout
-        self.places = tuple(places) or tuple(Place(0, layer) for layer in range(layout.layers))
+        self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(layout.layers))
         self.device = device
         self.blocks = layout.empty(num_blocks, device)
         count = 0 if layout.format == RAW else max_tails + 1
@@ -121,7 +121,7 @@ class KVPool:
         self._retired_blocks: set[int] = set()
         self._ended_tails: list[int] = []
 
-    def tails_of(self, segments: Sequence[Segment]) -> list[int]:
+    def tails_of(self, segments: Sequence[BatchSegment]) -> list[int]:
         """For one pass, the tail of each segment, 0 if it needs none. Call it once a pass, for all groups.
 
         A tail holds the tokens before the segment of a block already begun, and takes those of the segment in a
@@ -136,7 +136,7 @@ class KVPool:
         self._ended_tails.clear()
         return [self._tail_of(segment) for segment in segments]
 
-    def _tail_of(self, segment: Segment) -> int:
+    def _tail_of(self, segment: BatchSegment) -> int:
         size, table = self.layout.block_size, segment.block_table
         if segment.start % size:
             tail = self._tails.pop(table[segment.start // size])

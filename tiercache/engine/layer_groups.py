@@ -38,7 +38,7 @@ class LayerGroup(NamedTuple):
     window: Window
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """The place of a layer: the one at index `layer` in the blocks of `group`."""
 
     group: int
@@ -57,10 +57,10 @@ class LayerGroups(NamedTuple):
         return tuple(group.window for group in self.groups)
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[LayerPlace, ...]:
         """The place of each layer."""
         found = {
-            layer: Place(group_index, index)
+            layer: LayerPlace(group_index, index)
             for group_index, group in enumerate(self.groups)
             for index, layer in enumerate(group.layers)
         }

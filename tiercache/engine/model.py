@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tiercache.engine import attention
 from tiercache.engine.grouped_pass import GroupedPass
-from tiercache.engine.kv_pool import ALIASES, KVLayout, KVPool, Segment
+from tiercache.engine.kv_pool import ALIASES, BatchSegment, KVLayout, KVPool
 from tiercache.engine.layer_groups import LayerGroups, group_layers
 from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.engine.settings import EngineSettings
@@ -235,7 +235,7 @@ class HostedModel:
             from tiercache.engine.decode_graphs import DecodeGraphs
 
             size = pool.layout.block_size
-            segments = [Segment(0, 0, size, [0])]
+            segments = [BatchSegment(0, 0, size, [0])]
             # All groups write into the same block, whose content is never read.
             parts = [KernelPass(pool, segments, every_kernel=True) for _ in {place.group for place in pool.places}]
             work = parts[0] if len(parts) == 1 else GroupedPass(parts, pool.places)

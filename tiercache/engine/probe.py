@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tiercache.engine.attention import NAME, Batch
-from tiercache.engine.kv_pool import Segment
+from tiercache.engine.kv_pool import BatchSegment
 from tiercache.engine.model import HostedModel
 from tiercache.errors import ModelRefused, TierCacheError
 
@@ -85,11 +85,11 @@ def _run_paged(model: HostedModel, prompts: list[list[int]]) -> Trial:
     plain = True
     for part in _ENDS:
         ends = [int(len(prompt) * part) for prompt in prompts]
-        segments: dict[int, Segment] = {}
+        segments: dict[int, BatchSegment] = {}
         tokens: list[int] = []
         for number, (prompt, start, end) in enumerate(zip(prompts, done, ends, strict=True)):
             if end > start:
-                segments[number] = Segment(len(tokens), start, end, tables[number])
+                segments[number] = BatchSegment(len(tokens), start, end, tables[number])
                 tokens += prompt[start:end]
         batch = Batch(pool, list(segments.values()))
         logits = model.forward(batch, tokens, range(len(tokens)))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tiercache.engine.attention import Batch
-from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.kv_pool import BatchSegment, KVPool
 from tiercache.engine.model import HostedModel
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.streaming import Rotation, Streaming
@@ -26,7 +26,7 @@ _FAR_TOLERANCE = 5e-2
 class _Recorder(TorchPass):
     """A pass with its tokens `shift` positions further on; keeps the queries of layers without a window."""
 
-    def __init__(self, pool: KVPool, segment: Segment, shift: int) -> None:
+    def __init__(self, pool: KVPool, segment: BatchSegment, shift: int) -> None:
         super().__init__(pool, [segment])
         self.positions = self.positions + shift
         self.queries: dict[int, torch.Tensor] = {}
@@ -84,7 +84,7 @@ def _queries_at(model: HostedModel, shift: int) -> dict[int, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(model.shape.vocabulary, (_TOKENS,), generator=generator).tolist()
     pool = model.new_pool(_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE)
-    segment = Segment(0, 0, _TOKENS, range(_TOKENS // _BLOCK_SIZE))
+    segment = BatchSegment(0, 0, _TOKENS, range(_TOKENS // _BLOCK_SIZE))
     work = _Recorder(pool, segment, shift)
     model.forward(Batch(pool, [segment], work), tokens, [])
     return work.queries

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tiercache.engine.kv_access import Group, Places, access_to
-from tiercache.engine.kv_pool import KVPool, Segment
+from tiercache.engine.kv_access import Places, ReadGroup, access_to
+from tiercache.engine.kv_pool import BatchSegment, KVPool
 from tiercache.engine.streaming import Streaming
 
 _ROWS_LIMIT = 64
@@ -48,7 +48,7 @@ class TorchPass:
     def __init__(
         self,
         pool: KVPool,
-        segments: Sequence[Segment],
+        segments: Sequence[BatchSegment],
         streaming: Streaming | None = None,
         *,
         tails: Sequence[int] | None = None,
@@ -62,7 +62,7 @@ class TorchPass:
         self._groups = [self._group(segments, chosen) for chosen in _alike(segments, pool.layout.token_bytes)]
         self._plans: dict[tuple[int, int], list[_Reading]] = {}
 
-    def _group(self, segments: Sequence[Segment], chosen: list[int]) -> Group:
+    def _group(self, segments: Sequence[BatchSegment], chosen: list[int]) -> ReadGroup:
         count = segments[chosen[0]].end - segments[chosen[0]].start
         first = segments[chosen[0]].row
         rows: slice | torch.Tensor = slice(first, first + count * len(chosen))
@@ -70,7 +70,7 @@ class TorchPass:
             rows = torch.tensor([segments[index].row for index in chosen], device=self._device)
         positions = self.positions[rows].view(len(chosen), count)
         members, tails = [segments[index] for index in chosen], [self._tails[index] for index in chosen]
-        return Group(members, tails, rows, positions)
+        return ReadGroup(members, tails, rows, positions)
 
     def attend(
         self,
@@ -121,14 +121,14 @@ class TorchPass:
             self._plans[window, sinks] = plan
         return plan
 
-    def _reading(self, group: Group, window: int, sinks: int, dtype: torch.dtype) -> _Reading:
+    def _reading(self, group: ReadGroup, window: int, sinks: int, dtype: torch.dtype) -> _Reading:
         places = self._access.places(group, window, sinks)
         mask = _mask(group.positions, places.numbers, window, sinks, dtype)
         unbounded = not window or window >= group.segments[0].end
         return _Reading(places, mask, unbounded and torch.equal(places.numbers, group.positions))
 
 
-def _alike(segments: Sequence[Segment], token_bytes: int) -> list[list[int]]:
+def _alike(segments: Sequence[BatchSegment], token_bytes: int) -> list[list[int]]:
     """Numbers of the segments read together: those with one token and of about the same length."""
     groups = [[index] for index, one in enumerate(segments) if one.end - one.start > 1]
     group: list[int] = []

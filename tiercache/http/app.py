@@ -54,7 +54,7 @@ class HttpError(Exception):
         return Response(error_body(self.code, str(self)), self.status, headers, _JSON)
 
 
-class Routes:
+class PortRoutes:
     """The endpoints. A few threads do all that waits for the daemon, with the deadlines of the client."""
 
     def __init__(self, client: Client, request_s: float) -> None:
@@ -152,7 +152,7 @@ def _parse(body: bytes) -> Query:
 
 def build_app(client: Client, request_s: float) -> Starlette:
     """The ASGI application. `request_s`: how long a body may take to arrive."""
-    routes = Routes(client, request_s)
+    routes = PortRoutes(client, request_s)
     return Starlette(
         routes=[
             Route("/healthz", routes.healthz),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercache.plan.model import Model
-from tiercache.replay.requests import Request
+from tiercache.replay.requests import TraceRequest
 from tiercache.replay.simulation import Outcome
 
 _STEP = math.log(1.01)
@@ -87,7 +87,7 @@ class Estimate:
             flops += pair_flops * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
         return flops
 
-    def add(self, request: Request, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome) -> None:
+    def add(self, request: TraceRequest, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome) -> None:
         """Add one prompt, the size of its KV, and the blocks that GPU, DRAM and NVMe had as leading runs."""
         tokens, costs = max(1, request.input_tokens), self._costs
         gpu = min(in_gpu * block_tokens, tokens - 1)

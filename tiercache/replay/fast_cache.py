@@ -24,7 +24,7 @@ from tiercache.daemon.tiers.nvme.moves.promotion import BATCH
 from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, FREE_AHEAD_BYTES
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay.requests import Kind, Request
+from tiercache.replay.requests import RequestKind, TraceRequest
 from tiercache.replay.simulation import Outcome, Sizes, Tallies
 
 WRITER = b"client"
@@ -93,9 +93,9 @@ class FastCache:
         self._ahead = max(1, min(FREE_AHEAD_BYTES // spec.frame_bytes, slots // 8))
         self._budget = WriteBudget(sizes.nvme_write_budget_bytes, lambda: self.now_s)
 
-    def play(self, request: Request) -> Outcome:
+    def play(self, request: TraceRequest) -> Outcome:
         """Play one prompt: a match, promotion of what NVMe has, and a store of the rest."""
-        assert request.kind is Kind.ASK, "prompts only"
+        assert request.kind is RequestKind.ASK, "prompts only"
         self.now_s = max(self.now_s, request.time_s)
         self._tails.lapse()
         keys, blocks = request.keys, len(request.keys) // KEY_BYTES

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.requests import Kind, Request
+from tiercache.replay.requests import RequestKind, TraceRequest
 
 _NEVER = 1 << 40
 _SPARE_ENTRIES = 4096
@@ -27,12 +27,12 @@ _SPARE_ENTRIES = 4096
 class Accesses:
     """A trace as numbers: the blocks of each request, and the next use of each block."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(self, requests: Iterable[TraceRequest]) -> None:
         numbers: dict[bytes, int] = {}
         blocks, self.ends, self.counted = array("I"), array("q"), bytearray()
         self.depth = array("I")
         for request in requests:
-            if request.kind is Kind.FORGET:
+            if request.kind is RequestKind.FORGET:
                 continue  # so it is an upper bound there too
             keys = request.keys
             for at in range(0, len(keys), KEY_BYTES):
@@ -43,7 +43,7 @@ class Accesses:
                     self.depth.append(at // KEY_BYTES)
                 blocks.append(number)
             self.ends.append(len(blocks))
-            self.counted.append(request.kind in (Kind.ASK, Kind.LOOK))
+            self.counted.append(request.kind in (RequestKind.ASK, RequestKind.LOOK))
         self.unique_blocks = len(numbers)
         self.blocks = np.frombuffer(blocks, "u4") if blocks else np.zeros(0, "u4")
         self.next_use = self._next_uses()

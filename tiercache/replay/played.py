@@ -12,7 +12,7 @@ from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.requests import Kind, Request
+from tiercache.replay.requests import RequestKind, TraceRequest
 from tiercache.replay.simulation import Outcome, Simulation, Sizes, Tallies
 
 TELL_EVERY = 64
@@ -22,18 +22,18 @@ TELL_EVERY = 64
 class Requests(Protocol):
     """The input: requests, and the namespaces of those read so far."""
 
-    def __iter__(self) -> Iterator[Request]: ...
+    def __iter__(self) -> Iterator[TraceRequest]: ...
 
     @property
     def specs(self) -> Mapping[int, NamespaceSpec]: ...
 
 
-class Engine(Protocol):
+class PlayedCache(Protocol):
     """A cache on which requests are played."""
 
     def declare(self, number: int, spec: NamespaceSpec) -> None: ...
 
-    def play(self, request: Request) -> Outcome: ...
+    def play(self, request: TraceRequest) -> Outcome: ...
 
     def tallies(self) -> Tallies: ...
 
@@ -85,7 +85,7 @@ class GpuPool:
         self._most = blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
-    def ask(self, request: Request) -> int:
+    def ask(self, request: TraceRequest) -> int:
         """Length of a prompt's leading run in the pool; afterwards the pool has all of its blocks that fit."""
         keys = request.keys
         chain = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
@@ -103,7 +103,7 @@ class GpuPool:
         return run
 
 
-def engine_for(sizes: Sizes, exact: bool, start_s: float, policies: Mapping[str, Maker] = POLICIES) -> Engine:
+def engine_for(sizes: Sizes, exact: bool, start_s: float, policies: Mapping[str, Maker] = POLICIES) -> PlayedCache:
     """The daemon's cache itself, or the fast one for traces of prompts of one namespace."""
     return Simulation(sizes, {}, start_s, policies) if exact else FastCache(sizes, start_s, policies)
 
@@ -114,8 +114,8 @@ def play(
     gpu_blocks: int = 0,
     exact: bool = False,
     tell: Callable[[Played], None] = lambda played: None,
-    engine: Engine | None = None,
-    each: Callable[[Request, int, Outcome], None] | None = None,
+    engine: PlayedCache | None = None,
+    each: Callable[[TraceRequest, int, Outcome], None] | None = None,
     start_s: float | None = None,
 ) -> Played:
     """Play all requests. Calls `tell` now and then, and `each` for every prompt, with the hits in GPU, DRAM and NVMe.
@@ -134,11 +134,11 @@ def play(
                 engine.declare(number, spec)
             known = len(requests.specs)
         outcome = engine.play(request)
-        if request.kind not in (Kind.ASK, Kind.LOOK):
+        if request.kind not in (RequestKind.ASK, RequestKind.LOOK):
             continue
         in_gpu = pool.ask(request) if pool is not None else request.in_gpu
         _count(played, request, requests.specs[request.namespaces[0]].block_size, in_gpu, outcome)
-        if request.kind is Kind.LOOK:
+        if request.kind is RequestKind.LOOK:
             played.recorded += 1
             played.agreed += outcome == request.had
         if each is not None:
@@ -154,7 +154,7 @@ def play(
     return played
 
 
-def _count(played: Played, request: Request, block_tokens: int, in_gpu: int, outcome: Outcome) -> None:
+def _count(played: Played, request: TraceRequest, block_tokens: int, in_gpu: int, outcome: Outcome) -> None:
     if not played.requests:
         played.first_s = request.time_s
     played.requests += 1

@@ -14,7 +14,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 _ID_BYTES = 8
 
 
-class Kind(Enum):
+class RequestKind(Enum):
     """Kinds of requests to the cache."""
 
     ASK = "ask"
@@ -40,7 +40,7 @@ class Told(NamedTuple):
     priority: int = 0
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """One line of a trace.
 
     `keys`: packed, 16 bytes for each full block from the root on. `input_tokens` counts the whole prompt, with a
@@ -57,7 +57,7 @@ class Request(NamedTuple):
     input_tokens: int
     output_tokens: int = 0
     session: str | None = None
-    kind: Kind = Kind.ASK
+    kind: RequestKind = RequestKind.ASK
     first: int = 0
     had: tuple[int, int] = (0, 0)
     namespaces: tuple[int, ...] = (1,)

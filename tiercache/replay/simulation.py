@@ -30,7 +30,7 @@ from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.disk import PaperCatalog, PaperDirectory, PaperQueue
-from tiercache.replay.requests import Kind, Request
+from tiercache.replay.requests import RequestKind, TraceRequest
 
 _POLICY = DaemonConfig().policy
 _LEASE_S = 1e9
@@ -145,32 +145,32 @@ class Simulation:
         """A namespace of the trace, by the trace's number."""
         self._namespaces[number] = self.cache.space.open_namespace(spec)
 
-    def play(self, request: Request) -> Outcome:
+    def play(self, request: TraceRequest) -> Outcome:
         """Play one request, and all that follows from it."""
         self.now_s = max(self.now_s, request.time_s)
         self.cache.expire()
         if self.cache.below.name and not self.cache.below.settled:
             self._settle()  # land the promotion of a hint's prefetch first
         namespaces = [self._namespaces[number] for number in request.namespaces]
-        if request.kind is Kind.FORGET:
+        if request.kind is RequestKind.FORGET:
             self._forget(namespaces, request.keys, request.tier)
             return Outcome(0, 0)
-        if request.kind is Kind.KEEP:
+        if request.kind is RequestKind.KEEP:
             self._keep(namespaces[0], request)
             return Outcome(0, 0)
-        if request.kind is Kind.HINT:
+        if request.kind is RequestKind.HINT:
             told = request.told
             priority = Priority(told.priority) if told.priority else None
             said = hint_given_at(self.now_s, told.done, told.return_in_s, told.ttl_s, priority)
             finish(self.cache.hint(namespaces, request.keys, request.first, said))
             return Outcome(0, 0)
-        if request.kind is Kind.FETCH:
+        if request.kind is RequestKind.FETCH:
             fetched = finish(self.cache.reads.prefetch(self._owner, namespaces, request.keys))
             self._settle()
             return Outcome(fetched.dram, fetched.below)
         found, here = self._match(namespaces, request.keys, request.promote)
         # An engine would have computed, and stored, what the recorded daemon had and this one lacks.
-        end = request.blocks if request.kind is Kind.ASK else sum(request.had)
+        end = request.blocks if request.kind is RequestKind.ASK else sum(request.had)
         if here < end:
             for namespace in namespaces:
                 self._store(namespace, request.keys[: end * KEY_BYTES], here)
@@ -189,7 +189,7 @@ class Simulation:
             self.cache.reads.release(self._owner, lease.lease_id)
         return outcome, here if promote else outcome.dram + outcome.nvme
 
-    def _keep(self, namespace: Namespace, request: Request) -> None:
+    def _keep(self, namespace: Namespace, request: TraceRequest) -> None:
         """Play a recorded store; from the root on if the cache lacks the block before it."""
         keys, first = request.keys, request.first
         before = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""

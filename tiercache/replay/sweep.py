@@ -14,7 +14,7 @@ from tiercache.replay.formats.recorded import RecordedReader
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.optimum import Accesses
 from tiercache.replay.played import Played, play
-from tiercache.replay.requests import Request
+from tiercache.replay.requests import TraceRequest
 from tiercache.replay.simulation import Outcome, Sizes
 
 AS_RECORDED = "as recorded"
@@ -174,7 +174,7 @@ def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes,
     def told(played: Played) -> None:
         tell(f"{label}, {sizes.policy}", _share(trace))
 
-    def added(request: Request, in_gpu: int, outcome: Outcome) -> None:
+    def added(request: TraceRequest, in_gpu: int, outcome: Outcome) -> None:
         specs = [trace.specs[number] for number in request.namespaces]
         token_bytes = sum(spec.block_bytes / spec.block_size for spec in specs)
         estimate.add(request, specs[0].block_size, token_bytes, in_gpu, outcome)

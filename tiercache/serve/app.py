@@ -32,7 +32,7 @@ HUNG_UP = 499
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ModelService:
     """What the routes work with.
 
     `defaults` are the values of `SamplingParams` for this model; `hosts` are the hosts that requests may be for.
@@ -79,10 +79,10 @@ class _EventStream(StreamingResponse):
             self._close()
 
 
-class Routes:
+class ServeRoutes:
     """The endpoints of one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelService) -> None:
         self._service = service
         self._texts = TokenTexts(service.prompts.tokenizer)
         self._bodies = Bodies(service.engine.max_model_len)
@@ -210,9 +210,9 @@ def _refusal(complaint: Complaint) -> Response:
     return ApiError(complaint.status, complaint.text, code=complaint.code).response()
 
 
-def build_app(service: Service) -> ASGIApp:
+def build_app(service: ModelService) -> ASGIApp:
     """The ASGI application of a service. Requests that a foreign page makes a browser send never reach its routes."""
-    routes = Routes(service)
+    routes = ServeRoutes(service)
 
     def guarded(endpoint: Endpoint) -> Endpoint:
         async def authorised(request: Request) -> Response:

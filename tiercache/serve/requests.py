@@ -78,7 +78,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     include_usage: bool = False
 
 
-class Request(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of both interfaces; None is the model's default. See `SamplingParams`."""
 
     model: str | None = None
@@ -113,7 +113,7 @@ class Request(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
         return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs, "stop": stop})
 
 
-class CompletionRequest(Request, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
@@ -143,7 +143,7 @@ class CompletionRequest(Request, kw_only=True, frozen=True, forbid_unknown_field
         return self._params(defaults, max_tokens, self.logprobs)
 
 
-class ChatRequest(Request, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -172,7 +172,7 @@ class ChatRequest(Request, kw_only=True, frozen=True, forbid_unknown_fields=True
         return self._params(defaults, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-_R = TypeVar("_R", bound=Request)
+_R = TypeVar("_R", bound=GenerationRequest)
 
 
 def parse(body: bytes | bytearray, kind: type[_R]) -> _R:

@@ -26,7 +26,7 @@ from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
 from tiercache.ground import listening
 from tiercache.http.hosts import allowed_hosts
-from tiercache.serve.app import Service, build_app
+from tiercache.serve.app import ModelService, build_app
 from tiercache.serve.connections import SWEEP_S, Sweeper, cut_unsent
 from tiercache.serve.metrics import Metrics
 from tiercache.serve.private_daemon import PrivateDaemon
@@ -134,7 +134,7 @@ class _Server:
             stall_timeout_s=settings.stall_timeout_s,
             on_death=self._stop,
         )
-        service = Service(
+        service = ModelService(
             engine=engine,
             prompts=self._prompts,
             model=settings.name,

@@ -12,7 +12,7 @@ from tiercache.daemon.index.policy import NO_ENTRY, USED
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.requests import Request, chain_keys, plain_spec
+from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Sizes
 
 BLOCK_BYTES = 64 << 20
@@ -29,7 +29,7 @@ class Play:
     def ask(self, *ids: int) -> int:
         """How many blocks of the prompt were here."""
         self.now_s += 1.0
-        return self.cache.play(Request(self.now_s, chain_keys(ids), 16 * len(ids))).dram
+        return self.cache.play(TraceRequest(self.now_s, chain_keys(ids), 16 * len(ids))).dram
 
     def here(self, prompts: Iterable[Sequence[int]]) -> int:
         """How many of these prompts are here to their ends."""

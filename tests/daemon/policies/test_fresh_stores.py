@@ -11,7 +11,7 @@ from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.fresh_stores import SHARE
 from tiercache.protocol.messages import BlockState
-from tiercache.replay.requests import Request, chain_keys, plain_spec
+from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 
 FRAMES = 120
@@ -81,7 +81,7 @@ def test_with_a_tier_below_it_is_found_in_one_of_the_two(policy: str) -> None:
     for number in range(400):
         again = chance.random() < 0.5
         ids = [chance.randrange(40), 7] if again else [1000 + number]
-        found = engine.play(Request(0.001 * number, chain_keys(ids), 0))
+        found = engine.play(TraceRequest(0.001 * number, chain_keys(ids), 0))
         new = len(ids) - sum(found)
         stored = (stored + ([chain_keys(ids)[-16:]] if new else []))[-2:]  # of two blocks at most: five are a tenth
         dram, below = engine.resident(1)
@@ -102,6 +102,6 @@ def test_the_pace_of_requests_changes_nothing(policy: str) -> None:
             chat = min(39, int(chance.paretovariate(0.5)))
             length[chat] = min(12, length[chat] + chance.randint(0, 2))
             keys = chain_keys([1000 * chat + at for at in range(length[chat])])
-            found.append(engine.play(Request(20.0 * number / divisor, keys, 0)))
+            found.append(engine.play(TraceRequest(20.0 * number / divisor, keys, 0)))
         left.append((found, engine.resident(1)))
     assert left[0] == left[1] == left[2]

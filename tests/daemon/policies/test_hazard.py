@@ -29,7 +29,7 @@ from tiercache.daemon.policies.worths import (
 )
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.requests import Request, plain_spec
+from tiercache.replay.requests import TraceRequest, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 
 BLOCK_BYTES = 4096
@@ -62,8 +62,8 @@ class Learning:
         self.turnover.comes(blocks, stored=True)
 
 
-def ask(time_s: float, keys: bytes) -> Request:
-    return Request(time_s, keys, TOKENS * len(keys) // KEY_BYTES)
+def ask(time_s: float, keys: bytes) -> TraceRequest:
+    return TraceRequest(time_s, keys, TOKENS * len(keys) // KEY_BYTES)
 
 
 def sizes(dram: int, nvme: int, **others: object) -> Sizes:
@@ -311,7 +311,7 @@ def test_half_of_a_full_sample_goes_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
     assert most <= 2 * 40 * predicting.LOOKED_AT, "what came was a store, and asked for"
 
 
-def loop(documents: int, blocks: int, laps: int) -> list[Request]:
+def loop(documents: int, blocks: int, laps: int) -> list[TraceRequest]:
     return [
         ask(5.0 * (lap * documents + number), chain_of(number, blocks))
         for lap in range(laps)

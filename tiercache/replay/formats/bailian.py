@@ -17,14 +17,14 @@ import msgspec
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import check, fields_of, full_keys, wrong
-from tiercache.replay.requests import Request, plain_spec
+from tiercache.replay.requests import TraceRequest, plain_spec
 
 BLOCK_TOKENS = 16
 MAX_CHATS = 1 << 20
 """Most chats whose first turn is remembered."""
 
 
-class Line(msgspec.Struct):
+class BailianLine(msgspec.Struct):
     """One line. Further fields are ignored."""
 
     chat_id: int
@@ -57,10 +57,10 @@ class BailianReader:
     def __init__(self, block_tokens: int, block_bytes: Callable[[int], int]) -> None:
         self.block_tokens = block_tokens
         self.specs: dict[int, NamespaceSpec] = {1: plain_spec(block_tokens, block_bytes(block_tokens))}
-        self._decode = msgspec.json.Decoder(Line).decode
+        self._decode = msgspec.json.Decoder(BailianLine).decode
         self._first_turns: OrderedDict[int, int] = OrderedDict()
 
-    def read(self, line: bytes) -> Iterable[Request]:
+    def read(self, line: bytes) -> Iterable[TraceRequest]:
         """See `Reader`."""
         try:
             row = self._decode(line)
@@ -72,8 +72,8 @@ class BailianReader:
         if len(self._first_turns) > MAX_CHATS:
             self._first_turns.popitem(last=False)
         keys = full_keys(row.hash_ids, row.input_length, self.block_tokens)
-        yield Request(row.timestamp, keys, row.input_length, row.output_length, str(first_turn))
+        yield TraceRequest(row.timestamp, keys, row.input_length, row.output_length, str(first_turn))
 
-    def end(self) -> Iterable[Request]:
+    def end(self) -> Iterable[TraceRequest]:
         """See `Reader`."""
         return ()

@@ -15,14 +15,14 @@ import msgspec
 
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
-from tiercache.replay.requests import Request, chain_keys, plain_spec
+from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 
 BLOCK_TOKENS = 512
 _LIKELY = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8, 4)
 _ENOUGH = 0.9
 
 
-class Line(msgspec.Struct):
+class MooncakeLine(msgspec.Struct):
     """One line. Further fields are ignored."""
 
     timestamp: float
@@ -55,9 +55,9 @@ class MooncakeReader:
     def __init__(self, block_tokens: int, block_bytes: Callable[[int], int]) -> None:
         self.block_tokens = block_tokens
         self.specs: dict[int, NamespaceSpec] = {1: plain_spec(block_tokens, block_bytes(block_tokens))}
-        self._decode = msgspec.json.Decoder(Line).decode
+        self._decode = msgspec.json.Decoder(MooncakeLine).decode
 
-    def read(self, line: bytes) -> Iterable[Request]:
+    def read(self, line: bytes) -> Iterable[TraceRequest]:
         """See `Reader`."""
         try:
             row = self._decode(line)
@@ -66,9 +66,9 @@ class MooncakeReader:
         session = None if row.session_id is None else str(row.session_id)
         check(row.timestamp, row.input_length, row.output_length)
         keys = full_keys(row.hash_ids, row.input_length, self.block_tokens)
-        yield Request(row.timestamp / 1000, keys, row.input_length, row.output_length, session)
+        yield TraceRequest(row.timestamp / 1000, keys, row.input_length, row.output_length, session)
 
-    def end(self) -> Iterable[Request]:
+    def end(self) -> Iterable[TraceRequest]:
         """See `Reader`."""
         return ()
 
@@ -94,7 +94,7 @@ def guess_block_tokens(sample: list[bytes]) -> int:
     lengths = []
     for line in sample:
         try:
-            row = msgspec.json.decode(line, type=Line)
+            row = msgspec.json.decode(line, type=MooncakeLine)
         except msgspec.DecodeError:
             continue  # reported when its turn comes
         if row.hash_ids and row.input_length > 0:

@@ -20,13 +20,20 @@ from tiercache.protocol.messages import KEY_BYTES, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import fields_of, wrong
-from tiercache.replay.requests import Kind, Request, Told, plain_spec
+from tiercache.replay.requests import RequestKind, Told, TraceRequest, plain_spec
 from tiercache.replay.simulation import Sizes
 
 VERSION = 1
 HASH_BYTES = 12
 _PAD = bytes(KEY_BYTES - HASH_BYTES)
-_KINDS = {"m": Kind.LOOK, "l": Kind.LOOK, "p": Kind.FETCH, "s": Kind.KEEP, "f": Kind.FORGET, "h": Kind.HINT}
+_KINDS = {
+    "m": RequestKind.LOOK,
+    "l": RequestKind.LOOK,
+    "p": RequestKind.FETCH,
+    "s": RequestKind.KEEP,
+    "f": RequestKind.FORGET,
+    "h": RequestKind.HINT,
+}
 
 
 class Header(msgspec.Struct):
@@ -44,7 +51,7 @@ class Header(msgspec.Struct):
     headroom_bytes: int = 0
 
 
-class Line(msgspec.Struct):
+class RecordedLine(msgspec.Struct):
     """Any other line. `o` is the kind; each kind uses some of the other fields."""
 
     t: int
@@ -107,7 +114,7 @@ class RecordedReader:
         """Requests that the daemon could not write down."""
         self.specs: dict[int, NamespaceSpec] = {}
         self._chains: dict[int, bytes] = {}
-        self._decode = msgspec.json.Decoder(Line).decode
+        self._decode = msgspec.json.Decoder(RecordedLine).decode
         self._seen_header = False
 
     @property
@@ -127,7 +134,7 @@ class RecordedReader:
             header.headroom_bytes,
         )
 
-    def read(self, line: bytes) -> Iterable[Request]:
+    def read(self, line: bytes) -> Iterable[TraceRequest]:
         """See `Reader`."""
         if not self._seen_header:
             self._seen_header = True
@@ -145,11 +152,11 @@ class RecordedReader:
         elif row.o != "end":
             raise BadLine(f"o is {row.o!r}: must be one of {', '.join((*_KINDS, 'ns', 'lost', 'end'))}")
 
-    def end(self) -> Iterable[Request]:
+    def end(self) -> Iterable[TraceRequest]:
         """See `Reader`."""
         return ()
 
-    def _declare(self, row: Line) -> None:
+    def _declare(self, row: RecordedLine) -> None:
         spec = plain_spec(row.block_tokens, row.block_bytes)
         # Namespaces of one form are told apart by their numbers.
         extra = {"number": str(row.number), **({"tiers": "dram"} if row.dram_only else {})}
@@ -158,16 +165,16 @@ class RecordedReader:
             raise BadLine(problem)
         self.specs[row.number] = spec
 
-    def _request(self, row: Line) -> Request:
+    def _request(self, row: RecordedLine) -> TraceRequest:
         if not row.n or any(number not in self.specs for number in row.n):
             raise BadLine(f"n is {row.n}: must name namespaces of lines before it")
         kind, rooted = _KINDS[row.o], True
         if row.p:
             keys, first, rooted = _keys(row.p) + _keys(row.k), 1, False
-        elif kind is Kind.FORGET:
+        elif kind is RequestKind.FORGET:
             keys, first = _keys(row.k), 0
         else:
-            keys, first = self._chain(row), row.first if kind is Kind.HINT else row.f
+            keys, first = self._chain(row), row.first if kind is RequestKind.HINT else row.f
         blocks = len(keys) // KEY_BYTES
         if not 0 <= first <= blocks:
             raise BadLine(f"f is {first}: must be 0 to {blocks}, the blocks of the chain")
@@ -175,7 +182,7 @@ class RecordedReader:
         if min(told) < 0 or (told.done and told.return_in_s) or told.priority not in (0, *Priority):
             raise BadLine(f"is no hint: {told}")
         tokens = blocks * self.specs[row.n[0]].block_size
-        return Request(
+        return TraceRequest(
             self.header.clock_s + row.t / 1000,
             keys,
             tokens,
@@ -189,7 +196,7 @@ class RecordedReader:
             told=told,
         )
 
-    def _chain(self, row: Line) -> bytes:
+    def _chain(self, row: RecordedLine) -> bytes:
         """The keys of a line: the part it takes from an earlier chain, and the new part."""
         before = self._chains.get(row.b, b"") if row.at else b""
         if row.at < 0 or len(before) < row.at * KEY_BYTES:

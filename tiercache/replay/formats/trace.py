@@ -12,7 +12,7 @@ import msgspec
 from tiercache.errors import ConfigError
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine, BadTrace, CutOff, TraceLines
-from tiercache.replay.requests import Request
+from tiercache.replay.requests import TraceRequest
 
 SORTED_REQUESTS = 1024
 """Window of requests that are sorted by time."""
@@ -26,10 +26,10 @@ class Reader(Protocol):
     in_order: bool
     """Whether its lines are in the order of events, even if their times say otherwise."""
 
-    def read(self, line: bytes) -> Iterable[Request]:
+    def read(self, line: bytes) -> Iterable[TraceRequest]:
         """The requests that a line completes; often a single one, perhaps none. Raises BadLine."""
 
-    def end(self) -> Iterable[Request]:
+    def end(self) -> Iterable[TraceRequest]:
         """The requests that waited for the end of the file."""
 
     @property
@@ -110,14 +110,14 @@ class Trace:
         """The namespaces of all requests read so far; a replay looks again when a number is new to it."""
         return self.reader.specs
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         """All requests, sorted by time within a window. Raises BadTrace."""
         self.bad_lines = self.late_requests = 0
         self.reader = self._open()
         requests = self._requests()
         return requests if self.reader.in_order else self._sorted(requests)
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self) -> Iterator[TraceRequest]:
         for number, line in self._good_lines():
             try:
                 yield from self.reader.read(line)
@@ -142,8 +142,8 @@ class Trace:
         self.bad_lines += 1
         self.first_problem = self.first_problem or text
 
-    def _sorted(self, requests: Iterable[Request]) -> Iterator[Request]:
-        window: list[tuple[float, int, Request]] = []
+    def _sorted(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        window: list[tuple[float, int, TraceRequest]] = []
         latest_s = float("-inf")
         for number, request in enumerate(requests):
             if len(window) < SORTED_REQUESTS:

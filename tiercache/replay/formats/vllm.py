@@ -23,7 +23,7 @@ import xxhash
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine
 from tiercache.replay.formats.mooncake import fields_of, wrong
-from tiercache.replay.requests import Kind, Request, chain_keys, plain_spec
+from tiercache.replay.requests import RequestKind, TraceRequest, chain_keys, plain_spec
 
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
@@ -73,7 +73,7 @@ class KvEventsReader:
         self._pool: tuple[str | None, int | None] | None = None
         self._start_s: float | None = None
 
-    def read(self, line: bytes) -> Iterable[Request]:
+    def read(self, line: bytes) -> Iterable[TraceRequest]:
         """See `Reader`."""
         time_s, events = _batch(line)
         if self._start_s is None:
@@ -95,7 +95,7 @@ class KvEventsReader:
         for run, parent in zip(runs, parents, strict=True):
             yield self._request(time_s - self._start_s, run, parent)
 
-    def end(self) -> Iterable[Request]:
+    def end(self) -> Iterable[TraceRequest]:
         """See `Reader`."""
         return ()
 
@@ -110,7 +110,7 @@ class KvEventsReader:
             raise BadLine(f"block_size is {stored.block_size}, and that of earlier events {self.specs[1].block_size}")
         return pool == self._pool
 
-    def _request(self, time_s: float, run: list[int], parent: int | None) -> Request:
+    def _request(self, time_s: float, run: list[int], parent: int | None) -> TraceRequest:
         before: list[int] = []
         seen: set[int] = set()
         while parent is not None and parent not in seen:
@@ -124,8 +124,8 @@ class KvEventsReader:
         self._ends.add(run[-1])
         keys, tokens = chain_keys(chain), len(chain) * self.specs[1].block_size
         if grown:
-            return Request(time_s, keys, tokens, kind=Kind.KEEP, first=len(before))
-        return Request(time_s, keys, tokens, in_gpu=len(before))
+            return TraceRequest(time_s, keys, tokens, kind=RequestKind.KEEP, first=len(before))
+        return TraceRequest(time_s, keys, tokens, in_gpu=len(before))
 
 
 def _batch(line: bytes) -> tuple[float, list[Any]]:
