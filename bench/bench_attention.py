@@ -60,7 +60,7 @@ def make_pass(name: str, count: int, start: int, end: int) -> Any:
     """Tables for `count` sequences whose tokens `[start, end)` are new, over a full pool of one layer."""
     import torch
 
-    from tiercache.engine.cuda_attention import Tables
+    from tiercache.engine.cuda_attention import KernelTables
     from tiercache.engine.kv_pool import BatchSegment, KVLayout, KVPool
 
     blocks = CONTEXT // BLOCK
@@ -72,7 +72,7 @@ def make_pass(name: str, count: int, start: int, end: int) -> Any:
         BatchSegment(number * (end - start), start, end, ids[number * blocks : (number + 1) * blocks])
         for number in range(count)
     ]
-    return Tables(pool, segments, [0] * count if name == "raw" else range(1, count + 1))
+    return KernelTables(pool, segments, [0] * count if name == "raw" else range(1, count + 1))
 
 
 def fill(pool: Any) -> None:

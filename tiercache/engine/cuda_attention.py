@@ -55,8 +55,8 @@ class KernelPass:
         self.tails = pool.tails_of(segments) if tails is None else tails
 
     @cached_property
-    def tables(self) -> Tables:
-        return Tables(self.pool, self.segments, self.tails)
+    def tables(self) -> KernelTables:
+        return KernelTables(self.pool, self.segments, self.tails)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -66,7 +66,7 @@ class KernelPass:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """See `Tables.attend`."""
+        """See `KernelTables.attend`."""
         if self.every_kernel:
             self.tables.attend_in_every_way(layer, query, key, value, **options)
         return self.tables.attend(layer, query, key, value, **options)
@@ -80,7 +80,7 @@ class _Launch(NamedTuple):
     splits: int
 
 
-class Tables:
+class KernelTables:
     """The tables of a pass, on the device.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tiercache.engine.attention import Batch
-from tiercache.engine.cuda_attention import KernelPass, Tables
+from tiercache.engine.cuda_attention import KernelPass, KernelTables
 from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import BatchSegment
 
@@ -34,7 +34,7 @@ class _Recording:
 
     def __init__(self, parts: Sequence[KernelPass], rows: int, longest: int) -> None:
         pool = parts[0].pool
-        self.tables = [Tables(pool, part.segments, part.tails, rows=rows, longest=longest) for part in parts]
+        self.tables = [KernelTables(pool, part.segments, part.tails, rows=rows, longest=longest) for part in parts]
         empty = [BatchSegment(row, 0, 1, ()) for row in range(rows)]
         work = self.tables[0] if len(parts) == 1 else GroupedPass(self.tables, pool.places)
         self.batch = Batch(pool, empty, work)
