@@ -15,7 +15,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.played import Played, Requests, engine_for, play
-from tiercache.replay.requests import Request
+from tiercache.replay.requests import TraceRequest
 from tiercache.replay.simulation import Sizes
 
 NVME_TIMES = 5
@@ -39,7 +39,7 @@ class Faster:
     def specs(self) -> Mapping[int, NamespaceSpec]:
         return self._trace.specs
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         return (request._replace(time_s=request.time_s / self._divisor) for request in self._trace)
 
 
@@ -64,7 +64,7 @@ class Listed:
         self._requests = [_cut(request, parts) for request in islice(trace, prompts)]
         self.specs = trace.specs
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)
 
 
@@ -72,7 +72,7 @@ _ODD = np.array([0xC2B2AE3D27D4EB4F, 0x9E3779B97F4A7C15], np.uint64)
 """Any two odd numbers: they make the keys of a block's parts differ in all bytes."""
 
 
-def _cut(request: Request, parts: int) -> Request:
+def _cut(request: TraceRequest, parts: int) -> TraceRequest:
     keys = np.frombuffer(request.keys, np.uint64).reshape(-1, 1, KEY_BYTES // 8)
     numbers = np.arange(parts, dtype=np.uint64)[:, np.newaxis]
     return request._replace(keys=(keys ^ numbers * _ODD).tobytes())
