@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import tiercache
 
 T = TypeVar("T")
 LOOK_EVERY_S = 0.005
@@ -20,3 +26,24 @@ def wait_until(condition: Callable[[], T], what: str = "what was waited for", ti
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(LOOK_EVERY_S)
     return value
+
+
+def state_of(pid: int | str) -> str:
+    """The kernel's letter for a process, or for `PID/task/THREAD`: T is stopped, Z a zombie, empty is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@contextmanager
+def hurried(client: tiercache.Client, deadline_s: float = 0.5) -> Iterator[None]:
+    """Meanwhile the client's requests have this deadline. Before and after, it waits for a daemon that is only slow."""
+    session, keeper = client.session(), client._keeper
+    patient, keeper._settings = keeper._settings, dataclasses.replace(keeper._settings, request_timeout_s=deadline_s)
+    session.timeout_s = session._channels.timeout_s = deadline_s
+    try:
+        yield
+    finally:
+        keeper._settings = patient
+        session.timeout_s = session._channels.timeout_s = patient.request_timeout_s

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from waiting import wait_until
+from waiting import state_of, wait_until
 
 from tiercache.cli.demo import show as demo
 from tiercache.demo import chat as demo_chat
@@ -32,10 +32,7 @@ PROMPT = 160
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state_of(pid) not in ("", "Z")
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_daemon import FakeDaemon
-from waiting import wait_until
+from waiting import hurried, wait_until
 
 import tiercache
 from tiercache.client.channels import LATE_CHANNEL_S
@@ -52,16 +52,14 @@ def brief_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client(brief_end: None, daemon: FakeDaemon) -> Iterator[tiercache.Client]:
-    with tiercache.Client.connect(daemon.address, name="t", request_timeout_s=0.2) as client:
+    with tiercache.Client.connect(daemon.address, name="t") as client:
         yield client
 
 
 @pytest.fixture
 def connector(brief_end: None, daemon: FakeDaemon) -> Iterator[tiercache.Connector]:
     pool = tiercache.Pool.from_blocks(np.zeros((8, BLOCK), np.uint8))
-    with tiercache.connect(
-        daemon.address, namespace=SPEC, pool=pool, request_timeout_s=0.2, required=True
-    ) as connector:
+    with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
         yield connector
 
 
@@ -97,18 +95,19 @@ def _refuse(daemon: FakeDaemon) -> None:
 def test_a_missed_deadline_is_down_and_good_pings_are_up(daemon: FakeDaemon, client: tiercache.Client) -> None:
     daemon.rules[m.Ping] = lambda request, reply: []
     daemon.rules[m.Stats] = lambda request, reply: []
-    with pytest.raises(DeadlineExceeded):
-        client.stats()
-    assert not client.alive
-    with pytest.raises(DaemonUnavailable, match="unavailable: no answer"):
-        client.stats()
-    wait_until(lambda: daemon.seen(m.Stats))
-    assert len(daemon.seen(m.Stats)) == 1  # the second call did not even ask
-    pings = len(daemon.seen(m.Ping))
-    wait_until(lambda: len(daemon.seen(m.Ping)) > pings)
-    assert not client.alive
-    daemon.rules.clear()
-    wait_until(lambda: client.alive)
+    with hurried(client, 0.2):
+        with pytest.raises(DeadlineExceeded):
+            client.stats()
+        assert not client.alive
+        with pytest.raises(DaemonUnavailable, match="unavailable: no answer"):
+            client.stats()
+        wait_until(lambda: daemon.seen(m.Stats))
+        assert len(daemon.seen(m.Stats)) == 1  # the second call did not even ask
+        pings = len(daemon.seen(m.Ping))
+        wait_until(lambda: len(daemon.seen(m.Ping)) > pings)
+        assert not client.alive
+        daemon.rules.clear()
+        wait_until(lambda: client.alive)
     assert client.stats() == {"fake": 1}
     assert len(daemon.hellos) == 1  # a daemon that was only slow keeps its session
 
@@ -116,9 +115,10 @@ def test_a_missed_deadline_is_down_and_good_pings_are_up(daemon: FakeDaemon, cli
 def test_a_late_grant_of_a_read_lease_is_given_back(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     assert connector.store(KEYS, [0, 1, 2]).stored == 3
     daemon.hold_back(m.Match)
-    assert connector.match(KEYS).blocks == 0
-    assert not connector.available
-    ((_, held),) = daemon.held
+    with hurried(connector.client, 0.2):
+        assert connector.match(KEYS).blocks == 0
+    assert connector.counters["times_down"] == 1
+    ((_, held),) = wait_until(lambda: daemon.held)
     lease = msgspec.msgpack.decode(held)[5]
     daemon.let_go()
     wait_until(lambda: any(r.lease == lease for r in daemon.seen(m.Release)))  # type: ignore[attr-defined]
@@ -126,8 +126,9 @@ def test_a_late_grant_of_a_read_lease_is_given_back(daemon: FakeDaemon, connecto
 
 def test_a_late_grant_of_a_write_lease_is_given_back(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     daemon.hold_back(m.Reserve)
-    assert connector.store(KEYS, [0, 1, 2]) == (0, 0, 3, False)
-    ((_, held),) = daemon.held
+    with hurried(connector.client, 0.2):
+        assert connector.store(KEYS, [0, 1, 2]) == (0, 0, 3, False)
+    ((_, held),) = wait_until(lambda: daemon.held)
     lease = msgspec.msgpack.decode(held)[3]
     daemon.let_go()
     wait_until(lambda: any((r.lease, r.finished) == (lease, True) for r in daemon.seen(m.Abort)))  # type: ignore[attr-defined]
@@ -137,11 +138,14 @@ def test_a_late_grant_of_a_write_lease_is_given_back(daemon: FakeDaemon, connect
 def test_without_the_last_word_of_release_a_load_is_a_miss(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
     connector.store(KEYS, [0, 1, 2])
     daemon.rules[m.Release] = lambda request, reply: []
-    assert connector.load(connector.match(KEYS), [3, 4, 5]) == 0
-    # ... and the lease is released when the daemon answers again.
-    daemon.rules.clear()
-    before = len(daemon.seen(m.Release))
-    wait_until(lambda: len(daemon.seen(m.Release)) > before)
+    match = connector.match(KEYS)
+    with hurried(connector.client, 0.2):
+        assert connector.load(match, [3, 4, 5]) == 0
+        # ... and the lease is released when the daemon answers again.
+        before = len(daemon.seen(m.Release))
+        daemon.rules.clear()
+        wait_until(lambda: len(daemon.seen(m.Release)) > before)
+    wait_until(lambda: not connector.client._keeper.errands)
 
 
 def test_a_revoked_lease_is_a_miss(daemon: FakeDaemon, connector: tiercache.Connector) -> None:
@@ -177,9 +181,8 @@ def test_garbage_ends_the_session_and_a_new_one_begins(
     daemon.rules[m.Stats] = lambda request, reply: [garbage] if garbage else [b"", b""]
     with pytest.raises(ProtocolError):
         client.stats()
-    assert not client.alive
     daemon.rules.clear()
-    wait_until(lambda: client.alive)
+    wait_until(lambda: client.times_up == 2)
     assert len(daemon.hellos) == 2
 
 
@@ -203,11 +206,11 @@ def test_a_region_that_comes_late_is_waited_for(run_dir: Path) -> None:
     with FakeDaemon(run_dir) as daemon:
         daemon.announce_regions = False
         pool = tiercache.Pool.from_blocks(np.ones((8, BLOCK), np.uint8))
-        with tiercache.connect(run_dir, namespace=SPEC, pool=pool, required=True, request_timeout_s=5) as connector:
+        with tiercache.connect(run_dir, namespace=SPEC, pool=pool, required=True) as connector:
             transfer = connector.store_async(KEYS, [0, 1, 2])
             wait_until(lambda: daemon.seen(m.Reserve))
             daemon.send_regions()
-            assert transfer.result(5).stored == 3
+            assert transfer.result(40).stored == 3
 
 
 def test_a_closed_session_is_down_at_once_and_comes_back_with_a_new_mapping(
@@ -218,7 +221,7 @@ def test_a_closed_session_is_down_at_once_and_comes_back_with_a_new_mapping(
     assert old.arena is not None
     daemon.drop_sessions()
     wait_until(lambda: connector.counters["times_down"] == 1)
-    assert old.arena.wait_unmapped(5)
+    assert old.arena.wait_unmapped(40)
     wait_until(lambda: connector.available)
     assert len(daemon.hellos) == 2
     assert connector.load(connector.match(KEYS), [3, 4, 5]) == 3
@@ -233,7 +236,7 @@ def test_a_copy_in_flight_keeps_the_mapping(daemon: FakeDaemon, connector: tierc
     wait_until(lambda: not arena.begin_copy() or arena.end_copy())
     assert not arena.wait_unmapped(0.05)
     arena.end_copy()
-    assert arena.wait_unmapped(5)
+    assert arena.wait_unmapped(40)
 
 
 def test_a_request_of_a_former_session_never_reaches_the_new_one(
@@ -400,11 +403,12 @@ def test_a_slow_daemon_does_not_come_up_by_halves(daemon: FakeDaemon, client: ti
 
     daemon.rules[m.Stats] = lambda request, reply: []
     daemon.rules[m.Ping] = slow
-    with pytest.raises(DeadlineExceeded):
-        client.stats()
-    wait_until(lambda: len(waits) >= 3)
-    assert not client.alive
-    daemon.rules.clear()
+    with hurried(client, 0.2):
+        with pytest.raises(DeadlineExceeded):
+            client.stats()
+        wait_until(lambda: len(waits) >= 3)
+        assert not client.alive
+        daemon.rules.clear()
     wait_until(lambda: client.alive)
 
 
@@ -413,12 +417,13 @@ def test_while_down_a_held_match_costs_no_further_deadline(daemon: FakeDaemon, c
     match = connector.match(KEYS)
     for kind in (m.Ping, m.Match):
         daemon.rules[kind] = lambda request, reply: []
-    assert connector.match(KEYS).blocks == 0
-    before = len(daemon.seen(m.Release))
-    assert connector.load(match, [3, 4, 5]) == 0
-    assert len(daemon.seen(m.Release)) == before  # the client did not ask the daemon, so it did not wait for it
-    daemon.rules.clear()
-    wait_until(lambda: len(daemon.seen(m.Release)) == before + 1)
+    with hurried(connector.client, 0.2):
+        assert connector.match(KEYS).blocks == 0
+        before = len(daemon.seen(m.Release))
+        assert connector.load(match, [3, 4, 5]) == 0
+        assert len(daemon.seen(m.Release)) == before  # the client did not ask the daemon, so it did not wait for it
+        daemon.rules.clear()
+    wait_until(lambda: len(daemon.seen(m.Release)) > before)
 
 
 def test_the_daemon_hears_how_the_arena_is_held_and_the_counters(
@@ -441,12 +446,12 @@ def test_who_does_not_answer_holds_up_no_end_of_a_client(
         daemon.rules[m.Ping] = lambda request, reply: []
         began_s = time.monotonic()
         with pytest.raises(DaemonUnavailable):
-            tiercache.Client.connect(daemon.address, timeout_s=0.2)
+            tiercache.Client.connect(daemon.address, timeout_s=0.2, request_timeout_s=0.2)
         assert time.monotonic() - began_s < LATE_CHANNEL_S / 2
         return
-    client = tiercache.Client.connect(daemon.address, request_timeout_s=0.2)
+    client = tiercache.Client.connect(daemon.address)
     daemon.hold_back(m.Stats)
-    with pytest.raises(DeadlineExceeded):
+    with hurried(client, 0.2), pytest.raises(DeadlineExceeded):
         client.stats()
     looks, rests = 0, 0
     settle = Session.settle

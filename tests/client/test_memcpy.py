@@ -80,8 +80,8 @@ def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
 
     other = threading.Thread(target=copy_moves, args=(Moves(), Meeting(stay)), kwargs={"shared": True})
     other.start()
-    assert inside.acquire(timeout=10)
-    assert inside.acquire(timeout=10)  # both of them: its caller and the helper
+    assert inside.acquire(timeout=40)
+    assert inside.acquire(timeout=40)  # both of them: its caller and the helper
     moves = Moves()
     assert copy_moves(moves, never, shared=True) == BLOCKS
     moves.check()

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from chains import chain_of
 from connector_helpers import BLOCK_BYTES, bytes_of, spec
-from waiting import wait_until
+from waiting import hurried, state_of, wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable
 
 pytestmark = pytest.mark.faults
-DEADLINE_S = 0.3
 
 
 @pytest.fixture
@@ -32,9 +31,7 @@ def own_daemon() -> Iterator[tiercache.LaunchedDaemon]:
 @pytest.fixture
 def connector(own_daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Connector]:
     pool = tiercache.Pool.from_blocks(np.random.default_rng(1).integers(0, 256, (32, BLOCK_BYTES), np.uint8))
-    with tiercache.connect(
-        own_daemon.address, namespace=spec(), pool=pool, required=True, request_timeout_s=DEADLINE_S
-    ) as connector:
+    with tiercache.connect(own_daemon.address, namespace=spec(), pool=pool, required=True) as connector:
         yield connector
 
 
@@ -51,7 +48,7 @@ def test_a_killed_daemon_is_a_miss_and_its_successor_a_hit(
     assert connector.load(held, range(10, 18)) == 0
     assert connector.match(chain).blocks == 0
     assert connector.store(chain, range(8)) == (0, 0, 8, False)
-    assert former.arena.wait_unmapped(5)  # else its memory would live on here
+    assert former.arena.wait_unmapped(40)  # else its memory would live on here
     with tiercache.launch("32MiB", region="8MiB", run_dir=own_daemon.address):
         wait_until(lambda: connector.available)
         assert connector.match(chain).blocks == 0
@@ -102,7 +99,7 @@ def test_killed_under_load_nothing_raises_hangs_or_is_wrong(
     finally:
         stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(40)
         connector.close()
         daemon.close()
     assert problems == []
@@ -118,7 +115,8 @@ def test_a_stopped_daemon_costs_one_deadline_and_keeps_its_session(
     session = connector.client.session()
     os.kill(own_daemon.pid, signal.SIGSTOP)
     try:
-        assert connector.match(chain).blocks == 0
+        with hurried(connector.client):
+            assert connector.match(chain).blocks == 0
         assert not connector.available
         asked = connector.counters["failures"]
         for _ in range(1000):  # at once: none of these waits for a deadline
@@ -142,7 +140,7 @@ def test_a_client_that_dies_leaves_nothing_behind(
         "from tiercache.protocol.messages import Reserve\n"
         "spec = tiercache.NamespaceSpec(\n"
         "    engine='test/1', layout='x', dtype='uint8', block_size=4, block_bytes=5000)\n"
-        "client = tiercache.Client.connect(sys.argv[1])\n"
+        "client = tiercache.Client.connect(sys.argv[1], request_timeout_s=10)\n"
         "number = client.register(spec)\n"
         "reserved = client.call(Reserve, namespace=number, parent=b'', keys=bytes(64), ttl_ms=60000)\n"
         "print(reserved.lease != 0, flush=True)\n"
@@ -174,8 +172,7 @@ def test_a_launched_daemon_ends_with_its_parent_and_leaves_nothing() -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
     assert done.returncode == -signal.SIGKILL
     pid, address = done.stdout.split()
-    process = Path(f"/proc/{pid}")
-    wait_until(lambda: not process.exists() or " Z " in (process / "stat").read_text())
+    wait_until(lambda: state_of(pid) in ("", "Z"))
     assert not Path(address).exists()
 
 
@@ -223,7 +220,7 @@ def test_a_session_is_over_for_the_daemon_when_the_parent_of_a_fork_dies(
     """The child must not keep the parent's session socket open."""
     code = (
         "import os, sys, time, tiercache\n"
-        "client = tiercache.Client.connect(sys.argv[1], name='parent')\n"
+        "client = tiercache.Client.connect(sys.argv[1], name='parent', request_timeout_s=10)\n"
         "if os.fork() == 0:\n"
         "    print('forked', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -168,7 +168,7 @@ def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> Non
     assert (dropped.done(), dropped.result()) == (True, (0, 0, 2, False))
     assert (missed.done(), missed.result()) == (True, 0)
     gate.set()
-    assert (waiting[0].result(5).present, waiting[1].result(5)) == (2, 2)
+    assert (waiting[0].result(40).present, waiting[1].result(5)) == (2, 2)
     assert _leases(connector) == (0, 0)
 
 

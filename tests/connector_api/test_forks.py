@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from chains import chain_of
 from connector_helpers import BLOCK_BYTES, spec
-from waiting import wait_until
+from waiting import state_of, wait_until
 
 import tiercache
 from tiercache.connector.jobs import JobQueue, Transfer
@@ -225,17 +225,10 @@ def test_a_child_ends_no_daemon_and_a_daemon_outlives_no_parent(tmp_path: Path) 
     try:
         assert answered == "True"
         parent.communicate(timeout=60)
-        wait_until(lambda: not Path(f"/proc/{daemon_pid}").exists() or "Z" in state_of(daemon_pid))
+        wait_until(lambda: state_of(daemon_pid) in ("", "Z"))
         assert state_of(child_pid) == "S", "while the child lives"
     finally:
         os.kill(int(child_pid), signal.SIGKILL)
-
-
-def state_of(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
 
 
 def test_something_that_cannot_forget_does_not_keep_others_from_it(caplog: pytest.LogCaptureFixture) -> None:

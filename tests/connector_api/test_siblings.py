@@ -51,7 +51,7 @@ def test_a_sibling_ends_with_the_first_and_not_before(open_connector: Open) -> N
     first.close()
     assert not other.available
     assert other.match(chain).blocks == 0
-    assert other.store_async(chain, [0, 1]).result(5).stored == 0
+    assert other.store_async(chain, [0, 1]).result(40).stored == 0
 
 
 def test_a_sibling_whose_blocks_do_not_fit_is_refused(open_connector: Open) -> None:

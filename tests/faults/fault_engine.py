@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 from chains import key_of
 from fault_blocks import content, whose
+from waiting import hurried
 
 import tiercache
 from tiercache.connector.loads import Match
@@ -64,16 +64,9 @@ class Engine:
         """Match, load and verify; how many blocks were good."""
         return self.load_match(self.connector.match(keys), keys)
 
-    @contextmanager
-    def hurried(self, deadline_s: float = 0.5) -> Iterator[None]:
-        """Requests meanwhile have this deadline. Before and after, a daemon that is only slow is waited for."""
-        session = self.connector.client.session()
-        patient_s = session.timeout_s
-        session.timeout_s = session._channels.timeout_s = deadline_s
-        try:
-            yield
-        finally:
-            session.timeout_s = session._channels.timeout_s = patient_s
+    def hurried(self, deadline_s: float = 0.5) -> AbstractContextManager[None]:
+        """See `waiting.hurried`."""
+        return hurried(self.connector.client, deadline_s)
 
     def try_flush(self, key: bytes) -> int:
         """Flush; 0 when the daemon cannot be asked."""

@@ -17,20 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fault_peer import Peer
-from waiting import wait_until
+from waiting import state_of, wait_until
 
 from tiercache.config.daemon_config import session_socket_path
 
 READY_S = 50.0
 _HERE = Path(__file__).parent
-
-
-def state_of(pid: int | str) -> str:
-    """The kernel's letter for a process, or for `PID/task/THREAD`: T is stopped, Z a zombie, empty is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def stop(pid: int) -> None:

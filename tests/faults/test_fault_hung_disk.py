@@ -23,8 +23,8 @@ from chains import chain_of, key_of
 from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_hang import FrozenDisk, Gate, patch
-from fault_processes import Daemon, state_of
-from waiting import wait_until
+from fault_processes import Daemon
+from waiting import state_of, wait_until
 
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.errors import RequestRefused

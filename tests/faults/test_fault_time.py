@@ -9,8 +9,8 @@ from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_peer import Peer
-from fault_processes import Child, Daemon, state_of
-from waiting import wait_until
+from fault_processes import Child, Daemon
+from waiting import state_of, wait_until
 
 from tiercache.protocol import messages as m
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def test_a_flush_while_reads_are_under_way_is_a_miss(make: Make) -> None:
         assert other.store(fresh, range(40)).stored == 40
         wait_until(lambda: cluster.nvme()["blocks"] == 44, "they are written")
     cluster.backend.resume()
-    assert transfer.result(20) == 0
+    assert transfer.result(40) == 0
     # The named slots had no new owner before the lease ended: the bytes that came are the old ones.
     assert all(cluster.is_right(number, chain, number) for number in range(10))
     assert cluster.nvme()["direct_leases"] == 0
@@ -196,13 +197,14 @@ def test_blocks_belong_to_a_load_until_its_last_read_has_ended(make: Make) -> No
     chain = cluster.store_on_disk("a", 10)
     match = cluster.connector.match(chain)
     cluster.pool[:] = 0
-    transfer = cluster.connector.load_async(match, range(10), timeout_s=0.1)
+    transfer = cluster.connector.load_async(match, range(10))
     wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
+    transfer._limit.deadline_s = time.monotonic()
     transfer.cancel()
     with pytest.raises(tiercache.DeadlineExceeded):
         transfer.result(0.5)  # past its deadline and cancelled, and yet not done
     cluster.backend.resume()
-    assert transfer.result(20) in (0, 10)
+    assert transfer.result(40) in (0, 10)
     assert cluster.load(chain) == 10
 
 
@@ -260,4 +262,4 @@ def test_a_lease_that_expired_is_a_miss(make: Make) -> None:
     cluster.connector.client.leases.let_go(taken)  # the client no longer renews it
     wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "it is over")
     cluster.backend.resume()
-    assert transfer.result(20) == 0
+    assert transfer.result(40) == 0

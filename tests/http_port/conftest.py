@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from http_helpers import url_in
+from http_helpers import request, url_in
+from waiting import wait_until
 
 import tiercache
 
@@ -20,7 +21,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.Launc
 
 @pytest.fixture(scope="session")
 def url(daemon: tiercache.LaunchedDaemon) -> str:
-    return url_in(Path(daemon.log))
+    found = url_in(Path(daemon.log))
+    wait_until(lambda: request(f"{found}/healthz").status == 200, "it has found its daemon")
+    return found
 
 
 @pytest.fixture

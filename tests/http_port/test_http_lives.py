@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_helpers import request, url_in
-from waiting import wait_until
+from waiting import state_of, wait_until
 
 import tiercache
 from tiercache.config.daemon_config import DaemonConfig
@@ -47,10 +47,7 @@ def http_pid(daemon: tiercache.LaunchedDaemon) -> int:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, be it a zombie that its parent has not reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
-    except FileNotFoundError:
-        return True
+    return state_of(pid) in ("", "Z", "X")
 
 
 class Launching(subprocess.Popen[bytes]):
@@ -67,15 +64,17 @@ class Launching(subprocess.Popen[bytes]):
 
 def children_of(pid: int) -> list[int]:
     """Of all threads of a process."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for one in lists for child in one.split()]
+    found: list[int] = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
 
 
 def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
     daemon = launched()
     first = url_in(Path(daemon.log))
-    wait_until(lambda: http_pid(daemon), "it is connected")
-    pid = http_pid(daemon)
+    pid = wait_until(lambda: http_pid(daemon), "it is connected")
     os.kill(pid, signal.SIGKILL)
     second = url_in(Path(daemon.log), 2)
     wait_until(lambda: http_pid(daemon) not in (0, pid), "another one is connected")
@@ -88,8 +87,7 @@ def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
 def test_a_killed_daemon_leaves_nothing(launched: Launch, hung: bool) -> None:
     daemon = launched()
     url_in(Path(daemon.log))
-    wait_until(lambda: http_pid(daemon), "it is connected")
-    pid = http_pid(daemon)
+    pid = wait_until(lambda: http_pid(daemon), "it is connected")
     if hung:
         os.kill(pid, signal.SIGSTOP)
     os.kill(daemon.pid, signal.SIGKILL)
@@ -126,8 +124,7 @@ def test_a_port_alone_ends_with_the_process_that_started_it(launched: Launch, tm
 def test_a_stopped_daemon_ends_it_first(launched: Launch) -> None:
     daemon = launched()
     url_in(Path(daemon.log))
-    wait_until(lambda: http_pid(daemon), "it is connected")
-    pid = http_pid(daemon)
+    pid = wait_until(lambda: http_pid(daemon), "it is connected")
     daemon.close()
     assert (daemon.poll(), is_gone(pid)) == (0, True)
     assert "going on without it" not in Path(daemon.log).read_text()  # it never saw the daemon go
@@ -170,8 +167,7 @@ def test_it_keeps_its_port_while_it_is_started_again(launched: Launch) -> None:
 def test_a_hangup_is_none_of_its_business(launched: Launch) -> None:
     daemon = launched()
     url = url_in(Path(daemon.log))
-    wait_until(lambda: http_pid(daemon), "it is connected")
-    pid = http_pid(daemon)
+    pid = wait_until(lambda: http_pid(daemon), "it is connected")
     os.kill(pid, signal.SIGHUP)
     assert request(f"{url}/healthz").status == 200
     assert http_pid(daemon) == pid

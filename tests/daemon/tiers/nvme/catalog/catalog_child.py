@@ -80,7 +80,7 @@ def main(directory: Path, seed: int) -> None:
         room.release()
 
     while True:
-        room.acquire(timeout=10)
+        room.acquire(timeout=40)
         change = model.step()
         if change.place is None:
             catalog.drop_segment(change.segment, done)
