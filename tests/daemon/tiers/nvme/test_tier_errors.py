@@ -12,7 +12,7 @@ from disk_rig import segment_path
 from disk_troubles import fail
 from tier_rig import BLOCK_BYTES, TierRig, play
 
-from tiercache.daemon.tiers.nvme import shelf, tier
+from tiercache.daemon.tiers.nvme import tier
 
 # --- every error path -----------------------------------------------------------------------------
 
@@ -153,7 +153,6 @@ def test_a_disk_that_cannot_write_stops_no_other(tmp_path: Path) -> None:
 
 def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(shelf, "OFFLINE_AGE_S", 0.3)
         rig = await TierRig(tmp_path, disks=2, arena_regions=16).open()
         space = rig.namespace()
         chains = [chain_of(str(number), 12) for number in range(12)]
@@ -173,6 +172,7 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for chain in chains:
             if chain not in on_hung:
                 assert await rig.load(space, chain) == 12
+        monkeypatch.setattr(hung.queue, "oldest_age_s", lambda: 1000.0)
         await rig.until(lambda: lease.lease_id not in rig.cache.reads.growing.leases)
         await rig.until(lambda: other.lease_id not in rig.cache.reads.growing.leases)
         assert rig.read(lease, space) == rig.read(other, space) == 0
@@ -186,6 +186,7 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             rig.store(space, chain)
         await rig.until(lambda: all(rig.shelves[1].has(space, key_of(chain, 3)) for chain in new))
         assert rig.cache.check_integrity() == []
+        monkeypatch.undo()
         gate.set()
         await rig.until(lambda: not hung.offline and hung.queue.in_flight == 0)
         await rig.settled()
