@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -114,32 +115,49 @@ class Relay:
     def _accept(self) -> None:
         ours, _ = self._listener.accept()
         theirs = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.connect(str(session_socket_path(self._daemon)))
+        try:
+            theirs.connect(str(session_socket_path(self._daemon)))
+            self._greet(ours, theirs)
+        except OSError:  # one of them has gone meanwhile: a client waits for so long and no longer
+            ours.close()
+            theirs.close()
+            return
+        for sock in (ours, theirs):
+            self._pairs[sock.fileno()] = (ours, theirs)
+            self._poller.register(sock, zmq.POLLIN)
+
+    def _greet(self, ours: socket.socket, theirs: socket.socket) -> None:
         data, fds = receive_packet(ours)
         close_fds(fds)
+        if not data:
+            raise ConnectionAbortedError
         pidfd = os.pidfd_open(os.getpid())
-        send_packet(theirs, data, [pidfd])
-        os.close(pidfd)
+        try:
+            send_packet(theirs, data, [pidfd])
+        finally:
+            os.close(pidfd)
         data, fds = receive_packet(theirs)
+        if not data:
+            raise ConnectionAbortedError
         welcome = _decode_packet(data)
         assert isinstance(welcome, m.Welcome)
         welcome.control = control_endpoint(Path(self.run_dir))
         send_packet(ours, msgspec.msgpack.encode(welcome))
-        for sock in (ours, theirs):
-            self._pairs[sock.fileno()] = (ours, theirs)
-            self._poller.register(sock, zmq.POLLIN)
 
     def _pass_packet(self, fd: int) -> None:
         if fd not in self._pairs:
             return  # its other end has ended it in this very turn
         ours, theirs = self._pairs[fd]
         source, target = (ours, theirs) if fd == ours.fileno() else (theirs, ours)
-        data, fds = receive_packet(source)
-        if data:
-            sent = self.replace_fds(fds) if source is theirs and fds else fds
-            send_packet(target, data, sent)
-            close_fds(list({*fds, *sent}))
-            return
+        with suppress(OSError):  # one of them may go at any time
+            data, fds = receive_packet(source)
+            if data:
+                sent = self.replace_fds(fds) if source is theirs and fds else fds
+                try:
+                    send_packet(target, data, sent)
+                finally:
+                    close_fds(list({*fds, *sent}))
+                return
         for sock in (ours, theirs):
             self._poller.unregister(sock)
             del self._pairs[sock.fileno()]

@@ -180,17 +180,17 @@ def test_46_the_memory_goes_though_a_match_is_held(daemon: Daemon, start_child: 
 
 def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(relay: Relay, engine_of: Callable[..., Engine]) -> None:
     """Every answer takes one deadline and a half: one of them is paid, and then the cache is away, steadily."""
-    engine = engine_of(relay.run_dir, SPEC, request_timeout_s=0.2)
-    keys = chain_of("late", 4)
-    wait_until(lambda: engine.store(keys).dropped == 0, "the chain is stored")
+    engine, keys = engine_of(relay.run_dir, SPEC), chain_of("late", 4)
+    assert engine.store(keys).stored == 4
     before = engine.connector.counters
     relay.delays = lambda request: [0.3]
-    end_s = time.monotonic() + 2
     paid = calls = 0
-    while calls <= 100 or time.monotonic() < end_s:
-        paid += engine.connector.available
-        calls += 1
-        assert engine.load(keys) == 0
+    with engine.hurried(0.2):
+        end_s = time.monotonic() + 2
+        while calls <= 100 or time.monotonic() < end_s:
+            paid += engine.connector.available
+            calls += 1
+            assert engine.load(keys) == 0
     after = engine.connector.counters
     assert after["times_up"] == before["times_up"], "three good pings in a row bring it up, and there are none"
     assert after["times_down"] == before["times_down"] + 1
@@ -204,21 +204,20 @@ def test_46_a_daemon_that_runs_a_moment_now_and_then_does_not_flap(
     daemon: Daemon, engine_of: Callable[..., Engine]
 ) -> None:
     """Good pings get through while it runs; each time that they prove wrong the next try is later."""
-    engine = engine_of(daemon, SPEC, request_timeout_s=0.1)
-    keys = chain_of("now and then", 4)
-    wait_until(lambda: engine.store(keys).dropped == 0, "the chain is stored")
+    engine, keys = engine_of(daemon, SPEC), chain_of("now and then", 4)
+    assert engine.store(keys).stored == 4
     ups = engine.connector.counters["times_up"]
-    good = 0
-    end_s = time.monotonic() + 2.5
-    while time.monotonic() < end_s:
-        daemon.stop()
-        moment_s = time.monotonic() + 0.11
-        while time.monotonic() < moment_s:
-            good += engine.load(keys)
-        daemon.go_on()
-        moment_s = time.monotonic() + 0.08
-        while time.monotonic() < moment_s:
-            good += engine.load(keys)
+    with engine.hurried(0.1):
+        end_s = time.monotonic() + 2.5
+        while time.monotonic() < end_s:
+            daemon.stop()
+            moment_s = time.monotonic() + 0.11
+            while time.monotonic() < moment_s:
+                engine.load(keys)
+            daemon.go_on()
+            moment_s = time.monotonic() + 0.08
+            while time.monotonic() < moment_s:
+                engine.load(keys)
     # 0.05 s, doubling: the first six pauses are 2.4 s at least.
     assert engine.connector.counters["times_up"] - ups <= 6
     wait_until(lambda: engine.load(keys) == 4, "there are hits again")
