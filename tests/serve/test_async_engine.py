@@ -161,7 +161,7 @@ def test_no_request_waits_for_blocks_that_never_come(
         [text] = await collect(served.submit([prompt(1)], SamplingParams(max_tokens=3)))
         assert len(text) == 3
 
-    assert run(engine, model_dir, use, stall_timeout_s=0.5) == []
+    assert run(engine, model_dir, use, stall_timeout_s=1.5) == []
 
 
 def test_wrong_requests_are_refused_at_once(engine: Engine, model_dir: Path) -> None:
