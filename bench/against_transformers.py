@@ -1,7 +1,7 @@
 """The bundled engine beside transformers: the same weights, prompts and batch, and one thread each.
 
 `generate` pads a batch and computes until all of it is done; `generate_batch` is transformers' own continuous
-batching. A decode step is what passes from one forward pass over one token of each sequence to the next, in
+batching. A decode step is the time between two forward passes over one token of each sequence, in
 seconds of this process's CPU, so that other work on the machine counts little. What `generate_batch` takes to set up
 its cache is not in it, and the cache is as large as the batch needs: by default it claims nine tenths of the
 machine's memory, which takes half a minute.
@@ -42,7 +42,7 @@ class Stock:
 
     def __init__(self, model: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # that there is no psutil
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # the warning that psutil is missing
 
     def generate(self, prompts: list[list[int]], count: int) -> None:
         inputs = torch.tensor(prompts)
@@ -58,7 +58,7 @@ class Stock:
 
     def generate_batch(self, prompts: list[list[int]], count: int) -> None:
         context = len(prompts[0])
-        # As many prompts enter at a time as fit into a step: the first must not have ended when the last decodes.
+        # Prompts enter as a step has room for them: the first must still be decoding when the last one begins to.
         count += -(-len(prompts) * context // BATCH_TOKENS)
         pages = -(-(context + count) // PAGE) + 1
         self._model.generate_batch(

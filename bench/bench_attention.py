@@ -26,7 +26,7 @@ CONTEXT, CHUNK = 8192, 2048
 BATCHES = (1, 8, 32)
 ROUNDS = 20
 TARGET = 0.8
-"""Target share of the bandwidth, for raw blocks and the largest batch."""
+"""Target: the share of the bandwidth, for raw blocks and the largest batch."""
 
 
 class Figure(NamedTuple):
@@ -103,10 +103,10 @@ def bench_decode(name: str, count: int, bandwidth: float) -> Figure:
     """One new token for each of `count` sequences; the blocks' bytes over the time of writing and attending."""
     import torch
 
-    end = CONTEXT - BLOCK // 2  # in the middle of a block, as most steps are
+    end = CONTEXT - BLOCK // 2  # in the middle of a block, where most steps are
     tables = make_pass(name, count, end - 1, end)
     query, key, value = rows_of(count)
-    graph = torch.cuda.CUDAGraph()  # as the engine runs it: launches are not to be measured
+    graph = torch.cuda.CUDAGraph()  # as the engine runs it, so that kernel launches are not measured
     tables.attend(0, query, key, value, scale=HEAD_DIM**-0.5)
     with torch.cuda.graph(graph):
         tables.attend(0, query, key, value, scale=HEAD_DIM**-0.5)

@@ -34,7 +34,7 @@ from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
 PARTS = ("itl", "pressure", "generate")
 LONG = 8192
 SAID, ANSWERED = 120, 8
-"""Tokens of a turn of a conversation."""
+"""Tokens of one turn of a conversation."""
 median = statistics.median
 
 
@@ -57,7 +57,7 @@ def measure_itl(report: Report, model: Path, tokens: list[int], rounds: int) -> 
 
 
 def _gaps(engine: Engine, prompt: list[int]) -> list[float]:
-    """Seconds between tokens of four running requests, as long as `prompt` is computed."""
+    """Seconds between tokens of four running requests, while `prompt` is computed."""
     running = [engine.add_request(prompt[100 * number : 100 * number + 64], greedy(400)) for number in range(1, 5)]
     last_s = {}
     while len(last_s) < len(running):
@@ -100,7 +100,7 @@ def measure_pressure(report: Report, model: Path, text: list[int], conversations
 
 
 def _converse(engine: Engine, text: list[int], conversations: int, turns: int) -> list[list[int]]:
-    """What was said and answered in each conversation, after all turns of all of them."""
+    """The whole text of each conversation, after all turns of all conversations."""
     talks: list[list[int]] = [[] for _ in range(conversations)]
     for turn in range(turns):
         for number, talk in enumerate(talks):

@@ -96,7 +96,7 @@ def run(model: HostedModel, rows: torch.Tensor, name: str, *, size: int, chunk: 
 
 
 def losses(raw: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> Losses:
-    """Of logits against those of the raw pool."""
+    """Loss of logits against those of the raw pool."""
     base, other = raw.float().log_softmax(-1), logits.float().log_softmax(-1)
     kl = (base.exp() * (base - other)).sum(-1).mean()
     top1 = (base.argmax(-1) == other.argmax(-1)).float().mean()

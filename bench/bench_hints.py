@@ -40,7 +40,7 @@ SPREAD = 0.5
 
 
 class Known(NamedTuple):
-    """A trace in memory, and for each prompt after how long one goes on from its end; 0 for never."""
+    """A trace in memory. For each prompt: the time until a later prompt continues it; 0 for never."""
 
     name: str
     requests: list[TraceRequest]
@@ -93,7 +93,7 @@ def open_trace_specs() -> dict[int, object]:
 
 
 class Predicting(Simulation):
-    """Brings up from NVMe what `hazard` expects to be used soon."""
+    """Promotes from NVMe what `hazard` expects to be used soon."""
 
     every_s = 1.0
     at_once = 4
@@ -138,7 +138,7 @@ def chain_to(index: Index, entry: int) -> list[bytes]:
 
 
 def measure(trace: Known, percent: float, policy: str, mode: str) -> tuple[Played, int]:
-    """One replay, and how many blocks were brought up ahead."""
+    """One replay, and how many blocks it promoted ahead of their use."""
     blocks = max(1, round(trace.unique_blocks * percent / 100))
     headroom_bytes = trace.longest * BLOCK_BYTES
     sizes = Sizes(

@@ -56,7 +56,7 @@ class Port:
         return text
 
     def times_ms(self, count: int, path: str, body: bytes | None = None) -> list[float]:
-        """Seconds of so many requests in sequence."""
+        """Seconds of that many requests, one after the other."""
         took = []
         for _ in range(count):
             start_s = time.perf_counter()
@@ -112,7 +112,7 @@ def wait_known(port: Port, queries: dict[str, bytes]) -> None:
 
 
 def keep_asking(url: str, query: bytes, asking: Event) -> None:
-    """Runs in its own process: so many queries a second while `asking` is set. Ends with its parent."""
+    """Runs in its own process: sends `QUERIES_PER_S` while `asking` is set. Ends with its parent."""
     port = Port(url)
     while True:
         asking.wait()

@@ -49,7 +49,7 @@ class Case(NamedTuple):
     rounds: int
     nvme_bytes: int
     keep: bool = False
-    """Whether older rounds stay: then the directory is full from the warm-up on, and every write evicts."""
+    """Whether the blocks of older rounds stay: then the directory is full after the warm-up, and every write evicts."""
 
     @property
     def blocks(self) -> int:

@@ -68,7 +68,7 @@ def unobserved_main(arguments: list[str]) -> int:
 
     for kind, names in ((Histogram, ["observe"]), (Traffic, ["matched", "read"]), (WhatIf, ["looked_up", "stored"])):
         for name in names:
-            getattr(kind, name)  # raises when it has gone, so that this does not compare equals
+            getattr(kind, name)  # raises when it has been renamed: else two equal daemons would be compared
             setattr(kind, name, nothing)
     return main(arguments)
 
@@ -144,7 +144,7 @@ def looked_at(url: str, report: Report) -> Iterator[None]:
 
 
 class Turns:
-    """A daemon and its client, which do rounds of stores and loads in their turns."""
+    """A daemon and its client. In its turn the client does rounds of stores and loads."""
 
     def __init__(self, daemon: Daemon, case: Case, number: int) -> None:
         self._daemon = daemon
@@ -188,10 +188,10 @@ def measure_overhead(report: Report) -> None:
 
 
 def report_overhead(report: Report, case: Case, turns: list[Turns]) -> None:
-    """Of all turns together: what comes once in a second is in some of them only. Quartiles are of pairs."""
+    """Of all turns together, since work that is done once a second is in some turns only. Quartiles are of pairs."""
     pairs = []
     for number in range(PAIRS):
-        order = (0, 1) if number % 2 else (1, 0)  # which daemon is first
+        order = (0, 1) if number % 2 else (1, 0)  # the daemon that goes first
         taken = {who: turns[who].take() for who in order}
         pairs.append((taken[0], taken[1]))
     watched, plain = (sum(pair[who][0] for pair in pairs) / sum(pair[who][1] for pair in pairs) for who in (0, 1))
@@ -289,7 +289,7 @@ def measure_top(report: Report, daemon: Daemon, url: str) -> None:
                 shown[:] = (shown + part)[-2000:]
                 drawn.set()
         except OSError:
-            return  # it has ended
+            return  # the command has ended
 
     threading.Thread(target=drain, daemon=True).start()
     try:

@@ -86,12 +86,12 @@ class Best(NamedTuple):
     seconds: float
 
     def budget_bytes_per_day(self, writes_per_block: float) -> int:
-        """The daemon's setting for that limit; its bucket is full at first."""
+        """The daemon's setting for that limit; its token bucket starts full."""
         return int(writes_per_block * self.asked_blocks * BLOCK_BYTES / (DEPTH_S + self.seconds) * DAY_S)
 
 
 class PolicyReport(Report):
-    """With every cell in the JSON."""
+    """The JSON with every cell."""
 
     cells: list[dict[str, Any]]
     promises: list[dict[str, Any]]
@@ -122,7 +122,7 @@ def one_cell(
     budget: float = 0.0,
     divisor: float = 1.0,
 ) -> Cell:
-    """One replay, with times divided by that. Runs in its own process."""
+    """One replay, with all times divided by a factor. Runs in its own process."""
     blocks, min_dram, min_total = best.hits[percent]
     headroom_bytes = 0 if tight else best.longest * BLOCK_BYTES
     sizes = Sizes(

@@ -42,7 +42,7 @@ TOTAL_BUDGET_S = 80.0
 SETS = 5
 """The arena holds so many times what one round of all clients moves."""
 ALONE_SETS = 16
-"""The same for a single block."""
+"""As `SETS`, for a case of a single block."""
 CLIENT_TIMEOUT_S = 60.0
 
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     order: str = "shuffled"
     """`shuffled`: pool blocks as an engine's free list gives them; `ascending`: neighbours."""
     remote: bool = False
-    """As a client on another host: by TCP, encrypted; here over the loopback, both ends on the same cores."""
+    """Connect as a client on another host does: encrypted, by TCP; here over the loopback, on the same cores."""
 
     @property
     def sets(self) -> int:
@@ -236,7 +236,7 @@ class ClientProcess:
         self._process.stdin.flush()
 
     def hear(self) -> str:
-        """Its answer to the last step."""
+        """The client's answer to its last step."""
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().strip()
         if not answer:
@@ -296,7 +296,7 @@ def run_case(case: Case) -> tuple[list[Times], float]:
 
 
 def _together(clients: list[ClientProcess], steps: list[str]) -> dict[str, list[float]]:
-    """Some steps, each by all clients at once; the seconds that each client took."""
+    """Have all clients do each step at once; the seconds that each client took."""
     times = {}
     for step in steps:
         for process in clients:
@@ -317,7 +317,7 @@ def _steps(number: int) -> list[str]:
 
 
 def ratios(times: Times, step: str, reference: str) -> list[float]:
-    """Speed over memcpy, round by round: the two were measured within milliseconds."""
+    """Speed relative to memcpy, round by round: the two were measured within milliseconds of each other."""
     return [copy / own for copy, own in zip(times[reference], times[step], strict=True)]
 
 
@@ -340,7 +340,7 @@ LABELS = {
 
 
 def report_case(report: Report, case: Case, all_times: list[Times]) -> None:
-    """Add the figures of one case: of several clients the slower one counts."""
+    """Add the figures of one case; of several clients the slowest counts."""
     if case.name == "one":
         _report_one(report, all_times[0])
         return
@@ -374,7 +374,7 @@ def _report_one(report: Report, times: Times) -> None:
 
 
 def report_remote(report: Report, local: Times, remote: Times) -> None:
-    """What a client on another host has of the speed of one that maps the arena. Of different daemons, in one run."""
+    """Speed of a client on another host, relative to one that maps the arena; of different daemons, in one run."""
     for step in ("load", "store"):
         shared_s = statistics.median(local[step])
         samples = [shared_s / seconds for seconds in remote[step]]

@@ -66,7 +66,7 @@ MIB = 1 << 20
 
 
 class Run(NamedTuple):
-    """One prompt served: CPU is that of this process until the transfers have ended too."""
+    """One served prompt. CPU is that of this process until its transfers have ended too."""
 
     ttft_s: float
     cpu_s: float
@@ -174,7 +174,7 @@ def serve(engine: Engine, prompt: list[int]) -> Run:
 
 
 def checked(runs: dict[str, Run], length: int) -> dict[str, Run]:
-    """The same; raises RuntimeError where a run took its KV from elsewhere than its name says."""
+    """The runs of one prompt. Raises RuntimeError where a run took its KV from another place than its name says."""
     for name, run in runs.items():
         hits = (run.pool_tokens > length // 2, run.cache_tokens > length // 2)
         if hits != (name == "pool", name in ("dram", "nvme")):
@@ -228,7 +228,7 @@ def main() -> None:
             rig.round([255, *text[1:WARM_UP]])
             for number in range(args.rounds):
                 for length in lengths:
-                    # Another first token: nothing matches what an earlier round has stored.
+                    # Another first token, so that nothing matches what an earlier round has stored.
                     runs = rig.round([number, length // 1024 % 256, *text[2:length]])
                     told = ", ".join(f"{name} {run.ttft_s:.3f}" for name, run in runs.items())
                     print(f"{length} tokens, round {number + 1}: {told} s", file=sys.stderr, flush=True)

@@ -42,7 +42,7 @@ TOKEN_NUMBERS = 6 << 10
 NUMBER_BYTES = {"bfloat16": 2, "float32": 4}
 CACHE_GIB = 2
 PATIENCE_S = 5.0
-"""Deadline of a request to the daemon: a machine that is busy with other things is not a daemon that hangs."""
+"""Deadline of a request to the daemon, long enough that a busy machine does not look like a hung daemon."""
 CONVERSATIONS, TURNS, TURN_TOKENS = 6, 4, 1000
 PARTS = ("hits", "turns")
 
@@ -110,7 +110,7 @@ class Candidate:
         return answer
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        """One order and its answer. The first waits until the engine has started: several start at the same time."""
+        """Send one order; returns its answer. The first waits until the engine has started: several start at once."""
         assert self._process.stdin is not None
         if not self._ready:
             self._ready = bool(self._read())
@@ -148,7 +148,7 @@ def offloading(spec: str, **settings: Any) -> dict[str, Any]:
 
 
 def our_transfer(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
-    """Our connector, over a daemon."""
+    """Our connector, with a daemon."""
     return {
         "kv_connector": "TierCacheConnector",
         "kv_connector_module_path": "tiercache.connectors.vllm_v1",
@@ -202,7 +202,7 @@ class Bench:
         return int(self.client.stats()["tiers"][tier]["blocks"])
 
     def one_round(self, tokens: int, number: int) -> None:
-        """Every case once, of a prompt of its own."""
+        """Every case once, each with a prompt of its own."""
         ids = prompt_of(tokens, f"{tokens} {number}")
         plain, ours = self.engines["plain"], self.engines["ours"]
         full = tokens // BLOCK * BLOCK
@@ -223,7 +223,7 @@ class Bench:
             self.seconds.setdefault((case, tokens), []).append(seconds)
 
     def turns(self) -> dict[str, float]:
-        """Seconds of each engine for conversations of several turns; the engines take turns too."""
+        """Seconds of each engine for conversations of several turns. The engines take turns as well."""
         texts = {}
         for name, engine in self.engines.items():
             assert engine.ask("forget")["done"]

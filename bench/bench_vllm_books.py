@@ -59,7 +59,7 @@ class Names:
     """All requests are of one model."""
 
     def read_later(self, who: str) -> None:
-        """Nothing: it is named."""
+        """Nothing: there are no weights to read."""
 
     def root(self, lora_request: Any, own: bool = False) -> bytes:
         return b"r" * 16
@@ -89,7 +89,7 @@ class Rig:
         return result
 
     def batch(self, name: str, hits: bool, cold: bool) -> None:
-        """Requests from their arrival to their end, and what workers then say of them."""
+        """Requests from arrival to end, and what workers then report of them."""
         self.cache.hits = hits
         scheduler = self.scheduler
         requests = [make_request(f"{name} {number}") for number in range(BATCH)]
@@ -122,7 +122,7 @@ class Rig:
         scheduler.check_integrity()
 
     def step(self, tokens: dict[str, int], cold: bool) -> list[int]:
-        """The numbers of the stores that it begins."""
+        """The ids of the stores that this step begins."""
         orders: Orders = self.call("build_connector_meta", cold, self.scheduler.step, make_output(tokens))
         return [store.job_id for store in (*orders.ready, *orders.fresh)]
 

@@ -56,7 +56,7 @@ def call_hooks(engine: Candidate, client: tiercache.Client, batches: int) -> Non
 
 
 def decode(engine: Candidate, number: int) -> float:
-    """Steps per second of a batch whose prompts are shorter than a block."""
+    """Steps per second of a batch whose prompts are shorter than a block, so that nothing is found or stored."""
     prompts = [prompt_of(BLOCK // 2, f"decode {number} {place}") for place in range(BATCH)]
     return DECODED_TOKENS / float(engine.ask("run", prompts=prompts, tokens=DECODED_TOKENS)["seconds"])
 

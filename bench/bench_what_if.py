@@ -57,7 +57,7 @@ def namespace() -> Namespace:
 
 
 def estimate(trace: list[Request], sizes: list[int], seed: int) -> Estimate:
-    """The daemon's estimate after the trace, for a daemon of the middle one of `sizes` (in blocks)."""
+    """The daemon's estimate after the trace, for a daemon with the middle one of `sizes` (in blocks)."""
     now_s = trace[0].time_s
     # The estimate tracks what 8 times the DRAM has: with this DRAM it tracks more than the largest size here.
     what_if = WhatIf(lambda: now_s, sizes[-1] * BLOCK_BYTES)
@@ -108,7 +108,7 @@ def daemon_cpu_s(pid: int) -> float:
 
 
 def cost_to_a_daemon(report: Report, key: str, blocks: int, block_bytes: int) -> None:
-    """The share of a daemon's CPU time that the estimate takes while chains of so many blocks come and go."""
+    """The estimate's share of a daemon's CPU time while chains of `blocks` blocks come and go."""
     spec = msgspec.structs.replace(SPEC, block_bytes=block_bytes)
     pool = np.ones((blocks, block_bytes), np.uint8)
     places, fresh = list(range(blocks)), count()

@@ -145,11 +145,11 @@ def watched_main(arguments: list[str]) -> int:
 
 
 class _Parts:
-    """How long each part of a go of the loop took, what it calls of other parts left out."""
+    """How long each part of one turn of the loop took, without the parts that it calls."""
 
     def __init__(self) -> None:
         self.took: Counter[str] = Counter()
-        self._inside = 0  # of parts that were called by the one at hand
+        self._inside = 0  # time of the parts that the current one has called
 
     def largest(self) -> str:
         """The part that took longest."""
@@ -206,7 +206,7 @@ class _Parts:
 
 
 def _named(steps: Any) -> str:
-    """What is done in slices: the kind of request, or the generator."""
+    """The name of work that is done in slices: its kind of request, or its generator."""
     frame = steps.gi_frame
     request = None if frame is None else frame.f_locals.get("request")
     return cast(str, steps.__qualname__ if request is None else f"a slice of {type(request).__name__}")
@@ -254,7 +254,7 @@ class Pings:
         self.take()
 
     def take(self) -> list[float]:
-        """Milliseconds of each ping since the last time."""
+        """Milliseconds of each ping since the last call."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -290,14 +290,14 @@ def _readable(descriptor: int) -> bool:
 
 
 class Round(NamedTuple):
-    """What pings and the loop were like once while a case went on."""
+    """Pings and holds of the loop during one round of a case."""
 
     pings_ms: list[float]
     held: Holds
 
 
 def one_round(daemon: WatchedDaemon, pings: Pings, act: Callable[[], Any]) -> Round:
-    """Do it, and look meanwhile."""
+    """Run a case once, and watch pings and the loop meanwhile."""
     pings.take()
     daemon.take_holds()
     act()
@@ -305,7 +305,7 @@ def one_round(daemon: WatchedDaemon, pings: Pings, act: Callable[[], Any]) -> Ro
 
 
 def tell(report: Report, name: str, label: str, rounds: list[Round]) -> None:
-    """A line or two of a case: the median of its rounds."""
+    """A line or two for a case: the median of its rounds."""
     held_ms, pings_ms = [one.held.cpu_ms for one in rounds], [ping for one in rounds for ping in one.pings_ms]
     worst = max((one.held for one in rounds), key=lambda held: held.cpu_ms)
     _rows.append((name, max(pings_ms), worst))

@@ -80,7 +80,7 @@ class Report:
         self._figures.append(Figure(key, label, value, unit, at_least, at_most, spread))
 
     def leave_out(self, keys: Sequence[str], reason: str) -> None:
-        """Figures that could not be measured: null in the JSON, and a note."""
+        """Add figures that could not be measured: null in the JSON, and a note."""
         self._left_out += keys
         self.note(f"not measured: {', '.join(keys)}: {reason}")
 
@@ -144,13 +144,13 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The sample that a share (0 to 1) of them do not exceed."""
+    """The value that a share (0 to 1) of the samples do not exceed."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, as far as it matters for memory and messages."""
+    """The facts of this machine that matter for memory and messages."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -166,7 +166,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checkout's commit, with `+` when files differ from it; empty outside of one."""
+    """The commit that is checked out, with `+` when files differ from it; empty outside a checkout."""
     if shutil.which("git") is None:
         return ""
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
@@ -208,7 +208,7 @@ class Daemon:
         self.pid = self._process.pid
 
     def connect(self, *, map_arena: bool = False, timeout_s: float = 10.0) -> Client:
-        """A client, as soon as the daemon answers; looked for every millisecond."""
+        """Connect a client as soon as the daemon answers; tries every millisecond."""
         deadline_s = time.perf_counter() + timeout_s
         while True:
             if self._process.poll() is not None:
@@ -231,7 +231,7 @@ class Daemon:
         self.close()
 
     def close(self) -> None:
-        """End it and remove its directory. Idempotent."""
+        """End the daemon and remove its directory. Idempotent."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1

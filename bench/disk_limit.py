@@ -53,7 +53,7 @@ class DiskLimit:
         return self._pass(os.preadv, block_bytes)
 
     def _pass(self, call: Call, block_bytes: int) -> float:
-        blocks = iter(range(0, self._size, block_bytes))  # next() of it is atomic: each block goes to one thread
+        blocks = iter(range(0, self._size, block_bytes))  # `next` is atomic, so each block goes to one thread
         threads = [threading.Thread(target=self._move, args=(call, blocks, block_bytes)) for _ in range(THREADS)]
         start = time.perf_counter()
         for thread in threads:

@@ -82,7 +82,7 @@ class Worker:
         return {}
 
     def write(self) -> dict[str, float]:
-        """Store, and wait until everything is on the disk."""
+        """Store all blocks, and wait until they are on the disk."""
         before = self._nvme()["written_blocks"]
         start = time.perf_counter()
         cpu = time.process_time()
@@ -236,7 +236,7 @@ class Child:
         self._process.stdin.flush()
 
     def line(self) -> str:
-        """One line of output."""
+        """The next line that the child prints."""
         assert self._process.stdout is not None
         text = self._process.stdout.readline().strip()
         if not text:
@@ -249,12 +249,12 @@ class Child:
         return answer
 
     def ask(self, word: str) -> dict[str, Any]:
-        """One step."""
+        """Do one step; returns its answer."""
         self.say(word)
         return self.hear()
 
     def close(self) -> None:
-        """Let it end."""
+        """End the child."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

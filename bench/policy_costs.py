@@ -133,7 +133,7 @@ def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key:
         start_ns = perf_counter_ns()
         clock.append(perf_counter_ns() - start_ns)
     report.add(f"clock_us_{key}", f"{policy}: of each of these, the clock", statistics.median(clock) / 1000, "us")
-    # By medians: on a busy machine the sums are those of what came between.
+    # Medians, since on a busy machine the sums contain other processes' time.
     evicting = [(len(samples[name]), statistics.median(samples[name])) for name in EVICTING if samples[name]]
     evicting_ns = sum(calls * (took_ns - statistics.median(clock)) for calls, took_ns in evicting)
     report.add(
@@ -153,7 +153,7 @@ MEMORY_BLOCKS = 100_000
 
 
 def measure_memory(report: Report, policy: str) -> None:
-    """Bytes of an index full of single blocks, and what it has grown by when as many have passed through it."""
+    """Bytes of an index full of single blocks, and its growth after as many more have passed through it."""
 
     def chain(number: int) -> TraceRequest:
         return TraceRequest(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)

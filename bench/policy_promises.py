@@ -54,7 +54,7 @@ def prompt(number: int, blocks: int = PROMPT) -> list[int]:
 
 
 def store_then_load() -> Prompts:
-    """Each is loaded once, when two others have been stored, and never again."""
+    """Each prompt is loaded once, after two others have been stored, and never again."""
     for number in range(600):
         yield prompt(number)
         if number >= 2:
@@ -62,7 +62,7 @@ def store_then_load() -> Prompts:
 
 
 def store_then_load_at_the_edge() -> Prompts:
-    """So few that little is learnt, with room for five: what is about to be loaded was used longest ago but one."""
+    """Too few prompts to learn from, and room for five: the next one to be loaded is the second oldest."""
     for number in range(30):
         yield prompt(number, ROOM // 5)
         if number >= 7:
@@ -70,7 +70,7 @@ def store_then_load_at_the_edge() -> Prompts:
 
 
 def loop() -> Prompts:
-    """A loop over half as much again as there is room for."""
+    """A loop over one and a half times as much as there is room for."""
     for _ in range(15):
         for number in range(ROOM * 3 // 2 // PROMPT):
             yield prompt(number)
@@ -84,7 +84,7 @@ def scan_beside_hot() -> Prompts:
 
 
 def zipf() -> Prompts:
-    """Some are much more popular than others."""
+    """Some prompts are much more popular than others."""
     chance = random.Random(2)
     weights = [1.0 / (1 + rank) for rank in range(300)]
     for number in chance.choices(range(300), weights, k=3000):
@@ -134,7 +134,7 @@ def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: 
 
 
 def lost_too_soon(policy: str, divisor: float) -> int:
-    """Blocks that were not found although less than a tenth had been stored after them, beside a hot set."""
+    """Blocks that were not found, beside a hot set, though less than a tenth of the room had been stored after them."""
     engine = FastCache(Sizes(ROOM * BLOCK_BYTES, policy=policy), policies=ALL)
     engine.declare(1, plain_spec(16, BLOCK_BYTES))
     latest = ROOM // 10 // PROMPT
@@ -152,7 +152,7 @@ def lost_too_soon(policy: str, divisor: float) -> int:
 
 
 def on_small_workloads() -> list[Promise]:
-    """Promises a, b and c where no trace is needed."""
+    """Promises a, b and c on the small workloads."""
     lost = max(lost_too_soon(policy, divisor) for policy in ALL for divisor in DIVISORS)
     rows = [Promise("a", "blocks of a tenth of the arena that were not found, any policy", lost, 0)]
     for make in SMALL:

@@ -44,7 +44,7 @@ class Faster:
 
 
 def replay(requests: Requests, sizes: Sizes, exact: bool = False) -> Played:
-    """`play`, with any of the policies compared."""
+    """`play`, with any of the compared policies."""
     start_s = next(iter(requests)).time_s
     return play(requests, sizes, engine=engine_for(sizes, exact, start_s, ALL))
 

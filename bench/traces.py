@@ -31,12 +31,12 @@ FOLDER = os.environ.get("TIERCACHE_TRACES")
 
 
 def trace_files(folder: str | None = FOLDER) -> list[Path]:
-    """All traces in a directory; none where none is given."""
+    """All traces in the directory; empty without one."""
     return sorted(path for path in Path(folder).iterdir() if path.name.endswith(SUFFIXES)) if folder else []
 
 
 def read_trace(path: Path) -> list[Request]:
-    """The requests of a file, in its order."""
+    """The requests of a file, in the order of its lines."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         rows = [json.loads(line) for line in lines]
     return [Request(row["timestamp"] / 1000, tuple(row["hash_ids"])) for row in rows]
@@ -69,7 +69,7 @@ def made_up_trace(seed: int, requests: int = 3000) -> list[Request]:
 
 
 def lru_hits(trace: Sequence[Request], size_blocks: int) -> int:
-    """Blocks of leading runs that an LRU cache has, which evicts leaves first and stores all that it is asked for."""
+    """Hits of an LRU cache that evicts leaves first and stores all that it is asked for: blocks of leading runs."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in trace:
@@ -88,7 +88,7 @@ def lru_hits(trace: Sequence[Request], size_blocks: int) -> int:
 
 
 def block_keys(seed: int) -> Callable[[Sequence[int]], bytes]:
-    """Packed keys of blocks; another seed gives others, and so another sample."""
+    """Packed keys of blocks. Another seed gives other keys, and so another sample."""
     known: dict[int, bytes] = {}
 
     def key(block: int) -> bytes:

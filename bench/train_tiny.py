@@ -28,7 +28,7 @@ BATCH = 8
 STEPS = 500
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 20
-HELD_OUT_EVERY = 20  # every so many files are for the test
+HELD_OUT_EVERY = 20  # every 20th file is for the test
 SMALL: dict[str, int] = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -40,7 +40,7 @@ SMALL: dict[str, int] = {
 
 
 def text_at_hand() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to learn from, and others to be tested with, uint8: Python's own documents and sources."""
+    """Bytes to train on and bytes to test on, uint8: Python's own documents and sources."""
     from pydoc_data.topics import topics
 
     folder = Path(sysconfig.get_path("stdlib"))
@@ -69,7 +69,7 @@ def new_model(**changes: int) -> Any:
 
 
 class Training:
-    """A model on its way. Each step depends on its number alone, so that a resumed run is the same run."""
+    """A model in training. Each step depends on its number alone, so a resumed run repeats an uninterrupted one."""
 
     def __init__(
         self, model: Any, text: torch.Tensor, *, steps: int, batch: int = BATCH, context: int = CONTEXT
@@ -119,7 +119,7 @@ class Training:
 
 @torch.inference_mode()
 def bits_per_byte(model: Any, text: torch.Tensor, *, windows: int = 16, context: int = CONTEXT) -> float:
-    """Of `windows` pieces of a text, spread over it."""
+    """Mean loss over `windows` pieces that are spread over a text."""
     starts = torch.linspace(0, len(text) - context - 1, windows).long()
     rows = torch.stack([text[start : start + context + 1] for start in starts]).long()
     logits = model(input_ids=rows[:, :-1], use_cache=False).logits

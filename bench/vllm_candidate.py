@@ -83,7 +83,7 @@ class Watch:
         return call
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """Of each hook that was called, as the module says."""
+        """The figures of each hook that was called, as the module describes them."""
         return {name: _figures(calls) for name, calls in self.calls.items() if calls}
 
 

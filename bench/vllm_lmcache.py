@@ -82,7 +82,7 @@ class LMCacheServer:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def transfer(self) -> dict[str, Any]:
-        """vLLM's configuration for it."""
+        """vLLM's configuration for LMCache."""
         where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
         ways = {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.save_decode_cache": True}
         return {"kv_connector": CONNECTOR, "kv_connector_extra_config": {**where, **ways}}

@@ -54,7 +54,7 @@ class Bench:
         return Client.connect(self.address, name="worst", map_arena=mapped, request_timeout_s=60.0)
 
     def more(self, count: int, *, mapped: bool = True) -> list[Client]:
-        """Open so many further sessions; they end with `drop_others`."""
+        """Open `count` further sessions; they end with `drop_others`."""
         self._others += [self.connect(mapped=mapped) for _ in range(count)]
         return self._others[-count:]
 
@@ -116,11 +116,11 @@ class Bench:
             time.sleep(0.1)
 
     def blocks_left(self, least: int) -> bool:
-        """Whether so many blocks are there still."""
+        """Whether that many blocks are still there."""
         return cast(int, self.stats()["tiers"]["dram"]["blocks"]) >= least
 
     def settle(self, timeout_s: float) -> None:
-        """Until what was put off is done: nothing waits to be freed, and counters stand still."""
+        """Wait until deferred work is done: nothing waits to be freed, and counters stand still."""
         deadline_s, before = time.monotonic() + timeout_s, None
         while time.monotonic() < deadline_s:
             stats = self.stats()
@@ -131,7 +131,7 @@ class Bench:
             time.sleep(0.1)
 
     def run(self, act: Act, timeout_s: float) -> None:
-        """What a case asks for, and what it leaves to be done."""
+        """Run a case, and wait until the work that it leaves behind is done."""
         act()
         self.settle(timeout_s)
 
@@ -192,7 +192,7 @@ def _zero_words(bench: Bench) -> bytes:
 
 
 def _chains(bench: Bench) -> list[int]:
-    """256 namespaces with the same chain of 300 blocks."""
+    """256 namespaces, each with the same chain of 300 blocks."""
     numbers = bench.many("chains")
     for number in numbers:
         bench.store(number, bench.long[: 16 * 300])
@@ -254,7 +254,7 @@ def _pin_long(bench: Bench) -> Act:
 
 
 def _many_pins(bench: Bench) -> Act:
-    """As many as there can be, each of a chain of one block."""
+    """As many pins as there can be, each on a chain of one block."""
     number = bench.client.register(spec("pins"))
     keys = [bench.keys(1) for _ in range(17_000)]
     for key in keys:
@@ -430,7 +430,7 @@ def _leases_of_one_session(bench: Bench) -> Act:
 
 
 def _write_leases_end(bench: Bench) -> Act:
-    # Without the arena: what the others leave is in quarantine for as long as this process lives.
+    # Without the arena: what mapped clients leave is in quarantine until this process ends.
     for client in bench.more(8, mapped=False):
         for _ in range(64):
             bench.call(m.Reserve, client, namespace=bench.main, parent=b"", keys=bench.keys(512), ttl_ms=TTL_MS)

@@ -46,7 +46,7 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

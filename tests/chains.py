@@ -1,4 +1,4 @@
-"""The keys of chains, for all tests to which it does not matter of what tokens they are."""
+"""Keys of chains, for tests in which the tokens do not matter."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The process has as many threads as it may have, until this is undone."""
+    """The process cannot start another thread until this is undone."""
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -14,7 +14,7 @@ import pytest
 
 
 class RefusedValues(Exception):
-    """Helm took the values, the schema or the templates for wrong."""
+    """Helm rejected the values, the schema or the templates."""
 
 
 def objects_of(text: str) -> list[dict[str, Any]]:

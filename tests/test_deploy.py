@@ -1,4 +1,4 @@
-"""The files for deployment name settings and metrics that exist, and pass the validators that are installed."""
+"""Deployment files name only existing settings and metrics, and pass the installed validators."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_container_has_tiercache(path: Path) -> None:
     assert images
     assert all(re.match(r"(vllm-)?tiercache:", image) for image in images), images
     stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    assert stages[-1] == "daemon", "what is built without --target"
+    assert stages[-1] == "daemon", "the image that is built without --target"
     assert "engine" in stages, "what makes vllm-tiercache"
 
 

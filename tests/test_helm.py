@@ -34,7 +34,7 @@ def container(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(values: dict[str, Any]) -> DaemonConfig:
-    """What the daemon in the pod makes of its environment."""
+    """The configuration that the daemon in the pod reads from its environment."""
     env = {one["name"]: one["value"] for one in container(values)["env"]}
     return load_config(None, env)
 

@@ -48,7 +48,7 @@ def test_no_child_imports_from_the_current_directory(proof: Path, tmp_path: Path
 
 
 def test_the_folder_is_dangerous_indeed(proof: Path) -> None:
-    """What the test above would look like if a child were started in the ordinary way."""
+    """The test above would fail for a child that is started in the ordinary way."""
     subprocess.run([sys.executable, "-m", "tiercache.ground.units"], capture_output=True, timeout=60, check=False)
     assert proof.exists()
 

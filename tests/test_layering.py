@@ -137,7 +137,7 @@ def _imported(node: ast.AST, known: set[str]) -> Iterator[str]:
 
 
 def unit(module: str, house: dict[str, int] = HOUSES[0]) -> str:
-    """The folder of a house that a module is in; "" for one outside. What a house has is all below its folders."""
+    """The folder of a package in which a module is; "" for a module outside."""
     while module and module not in house:
         module = module.rpartition(".")[0]
     return module

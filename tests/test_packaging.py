@@ -170,7 +170,7 @@ def test_every_extra_that_is_named_exists() -> None:
 FROM_AN_INDEX = re.compile(
     r"""(\binstall\b|--with|requirement)[^\n#]*?[\s'"=]tiercache(-kv)?(\[[\w,-]*\])?\s*([=<>~!@'"`)]|$)|[\s'"]tiercache(-kv)?\[[a-z]"""
 )
-"""Lines that have pip look for us on an index: the name is another project's there, or could become it."""
+"""Lines with which pip would look for us on an index, where the name belongs to another project, or could."""
 
 
 @pytest.mark.parametrize(

@@ -49,4 +49,4 @@ COMPARED: Mapping[str, Maker] = {
     "workload-aware": _workload_aware,
 }
 ALL: Mapping[str, Maker] = {**POLICIES, **COMPARED}
-"""Those of the daemon, and the others."""
+"""All policies: the daemon's and the compared ones."""

@@ -9,7 +9,7 @@ from tiercache.daemon.policies.repeated_lookups import Again
 from tiercache.daemon.policies.turnover import Turnover
 
 COUNTED = Touch(by_client=True, counts=True)
-"""How requests touch blocks, unless they are made again."""
+"""Touches by a request, unless it repeats an earlier one."""
 
 
 class Requests:

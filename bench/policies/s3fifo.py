@@ -16,7 +16,7 @@ MOST_USES = 3
 USES_FOR_MAIN = 2
 """A block in the small queue is moved to the main one, not evicted, if it was used so often."""
 MOST_MOVES = 1024
-"""At most so many blocks are passed over for one eviction; then the next one goes, however often it was used."""
+"""At most so many blocks are spared for one eviction; then the next one goes, however often it was used."""
 
 
 class S3FIFO:

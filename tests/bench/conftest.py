@@ -1,4 +1,4 @@
-"""The policies of `bench/`, and what the tests of the daemon's own policies have for all of them, can be imported."""
+"""Makes the policies of `bench/` importable, and the rules that the tests of the daemon's policies share."""
 
 from __future__ import annotations
 

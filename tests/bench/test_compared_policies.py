@@ -42,7 +42,7 @@ WITH_QUEUES = ("arc", "s3fifo", "wtinylfu")
 
 
 def hot_then_scan(policy: str) -> int:
-    """Twenty prompts are asked for again and again, then 500 others once: how many of the twenty have stayed."""
+    """Ask for twenty prompts again and again, then for 500 others once; returns how many of the twenty have stayed."""
     play, hot = Play(policy, 50, ALL), [[number, 1000 + number] for number in range(20)]
     for _ in range(4):
         for ids in hot:
@@ -74,7 +74,7 @@ def test_arc_moves_the_share_towards_the_queue_whose_ghosts_come_back() -> None:
     assert play.ask(100) == 0
     assert arc._share > 0.0
     entry = play.cache._dram.entry(chain_keys([100]), 1)
-    assert arc._queues.of(entry) == AGAIN, "what comes back was used twice"
+    assert arc._queues.of(entry) == AGAIN, "a block that comes back counts as used twice"
     while not len(arc._lost[AGAIN]):
         play.ask(random.Random(len(arc._lost[0])).choice([103, 104, 105, 106, 107]))
         play.ask(200 + int(play.now_s))
@@ -104,7 +104,7 @@ def test_s3fifo_lets_what_is_used_once_leave_from_the_small_queue() -> None:
     queues: Queues = play.policy._queues
     assert queues.sizes == [20, 0]
     assert play.here([[99], [80]]) == 2
-    assert play.ask(79) == 0, "the first to come is the first to go"
+    assert play.ask(79) == 0, "first in, first out"
     assert queues.sizes == [19, 1], "it was among the ghosts, so it enters the main queue"
 
 
@@ -156,7 +156,7 @@ def test_tinylfu_refuses_what_is_asked_for_once_and_lets_in_what_is_asked_for_mo
     for number in range(2000, 2100):
         play.ask(number)
     assert play.here([[500]]) == 1
-    assert kept - 2 <= play.here(regular) < kept, "one of the others made room"
+    assert kept - 2 <= play.here(regular) < kept, "another block made room"
     entry = play.cache._dram.entry(chain_keys([500]), 1)
     assert play.policy._queues.of(entry) > WINDOW
 
@@ -278,7 +278,7 @@ def test_a_ghost_takes_less_than_64_bytes() -> None:
     assert ghosts.size_bytes < 64 * limit
     lost = sum(not ghosts.take(number.to_bytes(KEY_BYTES, "little")) for number in range(2 * limit, 3 * limit))
     assert lost < 0.02 * limit
-    assert len(ghosts) <= lost, "older ones stand in for those"
+    assert len(ghosts) <= lost, "older ghosts are kept instead"
 
 
 @pytest.mark.parametrize("policy", WITH_GHOSTS)
@@ -333,7 +333,7 @@ def test_the_same_prompts_leave_the_same_blocks(policy: str) -> None:
 @pytest.mark.parametrize("policy", COMPARED)
 def test_blocks_of_an_earlier_life_go_as_others_do(policy: str) -> None:
     first = first_to_go_of_an_earlier_life(COMPARED[policy])
-    assert policy == "wtinylfu" or first == 9, "the end of the oldest chain"
+    assert policy == "wtinylfu" or first == 9, "the last block of the oldest chain"
 
 
 @pytest.mark.parametrize("policy", COMPARED)
@@ -343,7 +343,7 @@ def test_the_fast_replay_decides_as_the_daemon_would(policy: str) -> None:
 
 
 def test_the_benchmark_compares_all_policies(tmp_path: Path) -> None:
-    """Each of them from its name on, in a process of its own."""
+    """The benchmark finds the compared policies by their names, also in its worker processes."""
     command = [sys.executable, BENCH / "bench_policies.py", "--percent", "2", "--policy", "arc", "--policy", "lru"]
     sample = tmp_path / "sample.jsonl"
     with gzip.open(SAMPLE, "rt") as lines:

@@ -50,7 +50,7 @@ class Small:
         return self.index.insert(self.table, key(number), self.table.root if parent is None else parent, number)
 
     def use(self, entry: int) -> None:
-        """As a request does."""
+        """Touch the blocks as a request does."""
         self.index.touch(entry, COUNTED)
 
 
@@ -72,7 +72,7 @@ def test_s3fifo_counts_uses_anew_in_the_main_queue_and_for_a_new_block() -> None
     entries = [small.insert(number) for number in range(3)]
     for _ in range(5):
         small.use(entries[0])
-    assert small.policy._uses[entries[0]] == 3, "no more are counted"
+    assert small.policy._uses[entries[0]] == 3, "uses above the cap are not counted"
     assert small.policy.victim() == entries[1]
     assert (small.queues.of(entries[0]), small.policy._uses[entries[0]]) == (MAIN, 0)
     small.use(entries[1])
@@ -118,7 +118,7 @@ def test_arc_keeps_blocks_used_once_and_their_ghosts_within_the_room() -> None:
             small.index.evict(small.policy.victim())
         small.insert(number)
         ghosts.append(len(small.policy._lost[ONCE]))
-        assert ghosts[-1] + small.queues.sizes[ONCE] <= most + 1, "room is made before the block comes"
+        assert ghosts[-1] + small.queues.sizes[ONCE] <= most + 1, "room is made before the block is known"
     assert ghosts[-1] >= 19
 
 
@@ -152,7 +152,7 @@ def test_arc_takes_what_the_daemon_moves_for_no_use() -> None:
     entries = [small.insert(number) for number in range(3)]
     small.index.touch(entries[0])
     assert small.queues.of(entries[0]) == ONCE
-    assert small.policy.victim() == entries[1], "it is the youngest of them now"
+    assert small.policy.victim() == entries[1], "the moved block is the youngest of its queue"
     small.use(entries[1])
     assert small.queues.of(entries[1]) == AGAIN
 
@@ -169,7 +169,7 @@ def test_tinylfu_lets_no_block_in_for_one_that_is_asked_for_as_often() -> None:
         small.insert(1000 + len(small.index.key))
     assert small.policy.victim() == newest
     small.sketch.asked(key(entries.index(newest)), 0, 0)
-    assert small.policy.victim() == oldest, "asked for more often it wins"
+    assert small.policy.victim() == oldest, "the block that was asked for more often wins"
 
 
 def test_tinylfu_protects_a_part_only() -> None:
@@ -261,7 +261,7 @@ def test_the_capacity_falls_slowly_where_there_is_room_for_fewer() -> None:
     assert small.queues.capacity == 100
     for entry in entries[1:41]:
         small.index.evict(entry)
-    assert 97 < small.queues.capacity < 99, "of a cache that is filled and emptied it is the room"
+    assert 97 < small.queues.capacity < 99, "in a cache that is filled and emptied, the capacity is the room"
 
 
 # --- workload-aware ------------------------------------------------------------------------------

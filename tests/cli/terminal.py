@@ -1,4 +1,4 @@
-"""A command on a pseudo-terminal of some size, and what it shows there."""
+"""Runs a command on a pseudo-terminal of some size, and reads what it shows there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Terminal:
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def resize(self, columns: int, lines: int) -> None:
-        """Another size, told to the command as a terminal does it."""
+        """Resize the terminal, and tell the command as a terminal does."""
         self._resize(self._master, columns, lines)
         self.child.send_signal(signal.SIGWINCH)
 
@@ -60,7 +60,7 @@ class Terminal:
         return [_CODES.sub("", part).split("\n") for part in parts]
 
     def _last(self) -> list[str]:
-        """What is on the screen once nothing more comes."""
+        """The frame that is being drawn; the final one once nothing more comes."""
         return _CODES.sub("", self.text.split(_HOME)[-1]).split("\n")
 
     def until(self, condition: Callable[[list[str]], Any], what: str) -> list[str]:

@@ -20,7 +20,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs one command line: (exit status, stdout, stderr). Measures for as short as it can."""
+    """Runs one command line: (exit status, stdout, stderr). Measures as briefly as possible."""
     monkeypatch.setattr(codecs, "MEASURE_S", 0.0)
     monkeypatch.setattr(codecs, "SYNTHETIC_BYTES", 1 << 20)
     monkeypatch.setattr(disk, "DISK_BYTES", 8 << 20)

@@ -237,7 +237,7 @@ def test_a_tree_becomes_sections() -> None:
 
 
 def test_reasons_are_shown_whole_and_each_in_its_line() -> None:
-    """Their ends say what to do."""
+    """Long messages are not cut: their ends say what to do."""
     reasons = [f"nvme directory /mnt/nvme{number} cannot be used: {'why ' * 20}\x1b: mount it" for number in range(2)]
     [found] = sections({"health": {"state": "degraded", "reasons": reasons, "parts": {"nvme": 2}}})
     first, second = [reason.replace("\x1b", "?") for reason in reasons]
@@ -302,7 +302,7 @@ def test_a_run_dir_of_another_user_is_not_called_missing() -> None:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
         call = f"main(['ping', '--address', '{folder}'])"
-        # Once before, which imports all there is: the interpreter of this test may be where only root may look.
+        # Run it once as root, to import everything: the other user may not be able to read the interpreter's files.
         first = "import os; from tiercache.cli.main import main; main(['ping', '--address', '/nowhere'])"
         code = f"{first}; os.setuid(54321); {call}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

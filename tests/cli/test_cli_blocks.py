@@ -27,7 +27,7 @@ def keys(first: int = 0) -> bytes:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tiercache.Connector]]:
-    """A daemon with one stored prompt, of a model that was announced, and its engine."""
+    """A daemon with one stored prompt of an announced model, and its engine."""
     folder = tmp_path_factory.mktemp("cli")
     settings: dict[str, Any] = {"nvme": str(folder / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}
     pool = tiercache.Pool.from_blocks(np.zeros((16, 4096), np.uint8))
@@ -93,7 +93,7 @@ def test_a_prefix_is_pinned_by_its_last_key(ask: Ask, daemon: tuple[str, tiercac
     assert [(pin["key"], pin["blocks"]) for pin in listed["pins"]] == [(key(5), 6)]
     assert "24.0 KiB of 41.0 KiB that pins may keep (--pin-share)" in ask("ls", "--pins")[1]
     status, out, _ = ask("pin", key(11))
-    assert status == 1, "what is beyond the share is not kept"
+    assert status == 1, "blocks beyond the share are not pinned"
     assert out.startswith("4 of 12 blocks pinned for 60.0 min\nthe rest exceeds what pins may keep")
     assert ask("unpin", key(5))[:2] == (0, "1 pin ended, 6 blocks may be evicted again\n")
     assert json.loads(ask("unpin", "--all", "--json")[1]) == {"ended_pins": 1, "unpinned_blocks": 4}
@@ -128,7 +128,7 @@ def test_a_prompt_is_pinned_as_the_engine_names_it(
     tokens = list(range(100, 122))
     chain = tiercache.KeyChain(salted_root(bytes(16), "s3"), 4, tokens)
     assert connector.store(chain.packed(), list(range(5))).stored == 5
-    # Only the words' numbers are made up here: what a tokeniser gives is tested with `affinity`.
+    # The token ids are made up here: `affinity` tests those of a tokeniser.
     monkeypatch.setattr(affinity, "tokenise", lambda model, text: tokens)
     status, out, _ = ask("pin", "some words", "--model", "demo", "--salt", "s3")
     assert (status, out) == (0, "5 of 5 blocks pinned for 60.0 min\n")

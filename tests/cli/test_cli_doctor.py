@@ -277,7 +277,7 @@ def test_why_there_are_no_hits() -> None:
     assert hits([space(1, asked=9, hit=3)]).startswith("ok: hit rate: 33.3% of 9 blocks")
     told = hits([space(1, asked=9, hit=3)], refused_blocks=7, refused_by_quota_blocks=7)
     assert "quotas: blocks refused: 7 in DRAM, 0 on NVMe" in told
-    assert "found no room" not in told, "it is said once"
+    assert "found no room" not in told, "it is said only once"
 
 
 def test_two_engines_that_pass_each_other_by_are_told_in_what_they_differ() -> None:
@@ -286,7 +286,7 @@ def test_two_engines_that_pass_each_other_by_are_told_in_what_they_differ() -> N
     told = hits([space(1, asked=9), space(2, stored=5), space(3, stored=5)], specs)
     assert "namespace 1 is asked for, 2 holds the blocks: they differ in dtype (bfloat16 and float8), " in told
     assert "extra.rope (None and yarn)" in told
-    assert "namespace 1 is asked for, 3 holds" not in told, "the nearest one is the one that was meant"
+    assert "namespace 1 is asked for, 3 holds" not in told, "only the nearest spec is named"
     assert "under other keys" not in told
 
 

@@ -28,7 +28,7 @@ Help = Callable[[str], str]
 
 @pytest.fixture
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Help:
-    """What a command says of itself, on a wide terminal."""
+    """The help of a command, on a wide terminal."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def one(command: str) -> str:

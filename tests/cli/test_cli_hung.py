@@ -1,4 +1,4 @@
-"""A daemon that does not answer: every command says which process that is, and that it is there."""
+"""A daemon that does not answer: every command names its process and says that it still runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_programs_are_told_its_pid(stopped: tiercache.LaunchedDaemon, capsys: py
 
 
 def test_leftover_files_are_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even where one that was killed left its files behind."""
+    """Not even where a killed daemon has left its files behind."""
     (tmp_path / "lock").write_text(f"{os.getpid()}\n")
     (tmp_path / "session.sock").touch()
     assert connection.serving_pid(tmp_path) is None

@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 
 
 class Daemon:
-    """One daemon after another at the same place."""
+    """Daemons that follow each other in the same run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -93,7 +93,7 @@ def test_top_on_a_terminal(daemon: Daemon) -> None:
             text = "\n".join(lines)
             for words in ("TIER", "dram", "nvme", "HITS", "leases:", "queues:", "NAMESPACE", "HOT PREFIX", "CLIENT"):
                 assert words in text
-            assert "tiercache-cli" not in text, "it does not show itself"
+            assert "tiercache-cli" not in text, "`top` does not list itself as a client"
             terminal.until(lambda lines: "▁" in lines[7] or "█" in lines[6], "hits as bars")
         terminal.press("s")
         terminal.shows("NAMESPACE (by hits)")
@@ -165,7 +165,7 @@ def test_watch_goes_on_with_the_next_daemon(daemon: Daemon) -> None:
                 pass
         daemon.start()
         lines = [plain.stdout.readline() for _ in range(2)]
-        assert "the daemon is back (restarted)" in lines[0], "one line while it is gone"
+        assert "the daemon is back (restarted)" in lines[0], "one line while the daemon is gone"
         assert (lines[0][:2], lines[1][2]) == ("# ", ":")
         events = [json.loads(as_json.stdout.readline()) for _ in range(3)]
         assert [row.get("event") for row in events] == ["back", None, None]

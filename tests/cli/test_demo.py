@@ -63,7 +63,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sigterm_ends_the_demo_as_ctrl_c_does(tmp_path: Path) -> None:
-    """What it has made is removed then; nothing is left in the folder for temporary files."""
+    """The demo removes what it has made; nothing is left in the folder for temporary files."""
     before = signal.getsignal(signal.SIGTERM)
 
     def interrupted() -> None:

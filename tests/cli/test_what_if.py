@@ -15,7 +15,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCKS = 320
 ROUNDS = 25
-"""So few requests that no pace is too fast for the sample, however slow the machine is."""
+"""Few enough requests that the sample keeps up on the slowest machine."""
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=65536)
 
 

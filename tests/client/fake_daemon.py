@@ -23,7 +23,7 @@ from tiercache.protocol import messages as m
 from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
 Rule = Callable[[m.Request, m.Reply], "list[bytes] | None"]
-"""Parts to send for a request whose proper reply this is; None answers properly, [] not at all."""
+"""Given a request and its proper reply: the parts to send instead; None sends the proper reply, [] nothing."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(m.AnyRequest)
@@ -76,7 +76,7 @@ class FakeDaemon:
             return [request for request in self.requests if type(request) is kind]
 
     def hold_back(self, kind: type[m.Request]) -> None:
-        """Keep the replies to this kind until `let_go`."""
+        """Hold back the replies to this kind of request until `let_go`."""
         self.rules[kind] = lambda request, reply: self._hold(request, reply)
 
     def let_go(self) -> None:
@@ -93,7 +93,7 @@ class FakeDaemon:
         self._commands.append(lambda: [self._send_region(sock) for sock in self._tokens.values()] and None)
 
     def close(self) -> None:
-        """End all of it."""
+        """End the daemon and its thread."""
         self._closing = True
         self._thread.join(5)
         for sock in self._tokens.values():
@@ -143,7 +143,7 @@ class FakeDaemon:
             send_packet(sock, _encode(welcome))
             if hello.map_arena and self.announce_regions:
                 self._send_region(sock)
-        except OSError:  # who has waited for too long has gone
+        except OSError:  # its client stopped waiting and has gone
             sock.close()
             return
         self._tokens[token] = sock
@@ -178,11 +178,11 @@ class FakeDaemon:
         sent = None
         if (rule := self.rules.get(type(request))) is not None:
             sent = rule(request, reply)
-        with self._answering:  # who has the answer finds the request among those seen
+        with self._answering:  # a client that has the answer finds the request in `seen`
             for part in [[_encode(reply)]] if sent is None else [sent]:
                 if part:
                     self._router.send_multipart([identity, *part])
-            # Appended last: who waits for it here knows that the answer is on its way.
+            # Appended last: a test that waits for it knows that the answer is on its way.
             self.requests.append(request)
 
     def _proper(self, request: m.Request) -> m.Reply:

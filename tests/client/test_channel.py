@@ -62,7 +62,7 @@ def test_the_end_of_a_session_wakes_those_who_wait(
 
 
 class Late:
-    """Channels whose replies are given here, when asked for."""
+    """Channels whose replies the test sends, when it says so."""
 
     def __init__(self, router: zmq.Socket[bytes], endpoint: str) -> None:
         self.router = router
@@ -114,11 +114,11 @@ def pings(late: Late, count: int) -> object:
 def test_what_comes_late_is_found_without_another_call(late: Late, count: int) -> None:
     late.time_out(lambda: late.channels.call(Ping, Done, 0.05) if count == 1 else pings(late, count))
     late.take_requests(count)
-    assert late.channels.collect_late(), "it is waited for"
+    assert late.channels.collect_late(), "the request still waits for its reply"
     late.answer()
     late.collect(lambda: len(late.replies) == count)
     assert not late.channels.collect_late()
-    assert (len(late.channels._idle), len(late.channels._late)) == (1, 0), "the channel serves others again"
+    assert (len(late.channels._idle), len(late.channels._late)) == (1, 0), "the channel serves other requests again"
 
 
 def test_what_comes_late_from_an_earlier_life_of_the_daemon_is_nothing(late: Late) -> None:

@@ -46,7 +46,7 @@ def daemon(run_dir: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def brief_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients whose daemon has kept an answer from them do not wait for it at their end."""
+    """Clients whose daemon withholds an answer do not wait for it when they close."""
     monkeypatch.setattr(tiercache.client.keeper, "CLOSE_S", 0.1)
 
 
@@ -249,7 +249,7 @@ def test_a_request_of_a_former_session_never_reaches_the_new_one(
     before = len(daemon.seen(m.Release))
     assert connector.load(match, [3, 4, 5]) == 0
     assert connector.available
-    wait_until(lambda: not connector.client._keeper.errands)  # the last word about the old lease was never said
+    wait_until(lambda: not connector.client._keeper.errands)  # the end of the old lease never reached the daemon
     assert len(daemon.seen(m.Release)) == before
     assert connector.match(KEYS).blocks == 3
 
@@ -266,7 +266,7 @@ def test_a_client_is_cold_for_a_moment_after_the_daemon_was_away(
     daemon: FakeDaemon, client: tiercache.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiercache.client.client.RAMP_S", 1e6)
-    assert client.warmth == 1.0, "at the start there is nothing to be spared"
+    assert client.warmth == 1.0, "a first connection need not be spared"
     daemon.drop_sessions()
     wait_until(lambda: client.times_up == 2)
     assert 0.0 <= client.warmth < 0.5
@@ -441,7 +441,7 @@ def test_the_daemon_hears_how_the_arena_is_held_and_the_counters(
 def test_who_does_not_answer_holds_up_no_end_of_a_client(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, comes_up: bool
 ) -> None:
-    """Late replies are waited for in the background, and without turning in circles."""
+    """The client waits for late replies in the background, and without a busy loop."""
     if not comes_up:
         daemon.rules[m.Ping] = lambda request, reply: []
         began_s = time.monotonic()

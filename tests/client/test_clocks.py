@@ -1,4 +1,4 @@
-"""Clocks that differ: deadlines stand on the client's, and one of the two may have stood still for a while."""
+"""Clocks that differ: deadlines go by the client's clock, and either clock may have stood still for a while."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connector(daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Connector]
 
 
 def say_clock(connector: tiercache.Connector, ahead_us: int) -> None:
-    """Have the daemon believe something about the client's clock."""
+    """Make the daemon's idea of the client's clock wrong."""
     connector.client.call(m.Ping, clock_us=time.monotonic_ns() // 1000 + ahead_us)
 
 
@@ -47,18 +47,18 @@ def test_a_client_whose_clock_fell_behind_is_served_again(connector: tiercache.C
     session = connector.client.session()
     before = connector.client.stats()["counters"]["requests_expired"]
     say_clock(connector, FAR_US)
-    assert connector.match(KEYS).blocks == 0, "it is too late for the daemon"
+    assert connector.match(KEYS).blocks == 0, "the daemon takes the request for expired"
     wait_until(lambda: connector.match(KEYS).blocks == 3)
-    assert connector.client.session() is session, "nothing but the clock was wrong"
+    assert connector.client.session() is session, "only the clock was wrong"
     assert connector.counters["times_down"] == 0
     expired = connector.client.stats()["counters"]["requests_expired"] - before
-    assert 0 < expired < 100, "it does not ask again and again"
+    assert 0 < expired < 100, "the client does not ask again and again"
 
 
 def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
     connector: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a client of another host, which says its time now and then."""
+    """Act as a client of another host, which tells its time now and then."""
 
     def ask_late() -> None:
         ours = connector.client.session()
@@ -90,7 +90,7 @@ def expired(fake: FakeDaemon, request: m.Request) -> list[bytes]:
 
 
 def test_a_daemon_that_cannot_be_told_is_greeted_anew(tmp_path: Path) -> None:
-    """An earlier release: it knows the clock from the hello alone."""
+    """A daemon of an earlier release: it knows the client's clock only from the hello."""
     fake = FakeDaemon(tmp_path / "fake")
     try:
         with tiercache.Client.connect(fake.address) as client:
@@ -129,7 +129,7 @@ def test_what_is_refused_again_and_again_is_asked_for_less_and_less(
         fake.close()
     seconds, requests = zip(*pauses[:8], strict=True)
     assert seconds[0] < 0.1 < 1 < seconds[-1] < 3, "pauses grow to seconds"
-    assert len(set(seconds)) == 8, "no two clients come in step"
+    assert len(set(seconds)) == 8, "no two clients retry at the same times"
     assert all(later - earlier <= 3 for earlier, later in pairwise(requests))
 
 

@@ -65,7 +65,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def in_threads(count: int, work: Callable[[], object]) -> list[object]:
-    """What `work` returns or raises in as many threads at once."""
+    """What `work` returns or raises in `count` threads at once."""
     results: list[object] = []
 
     def perform() -> None:
@@ -114,7 +114,7 @@ def test_threads_share_half_of_the_channels(channels: Callable[..., Channels], o
 def test_who_holds_one_gets_another_at_once(
     fake: FakeDaemon, channels: Callable[..., Channels], opened: list[Any]
 ) -> None:
-    """As a store that has asked for its next frames and commits: else all would wait for each other."""
+    """A store holds one request while it makes another: with too few connections all threads would wait forever."""
     ours, ready = channels(4), threading.Barrier(2)
 
     def nested() -> int:
@@ -183,7 +183,7 @@ def test_a_channel_whose_reply_is_late_serves_others_and_its_grant_is_given_back
         assert time.monotonic() < deadline_s
         ours.call(m.Stats, m.StatsReply)
     assert [type(reply) for reply in late] == [m.Done]
-    assert not ours.collect_late(), "nothing is owed any more"
+    assert not ours.collect_late(), "no reply is outstanding any more"
     assert len(opened) == 1
 
 
@@ -210,7 +210,7 @@ def test_a_broken_connection_frees_its_place(
 
 
 def test_who_keeps_the_session_in_order_waits_for_no_others(channels: Callable[..., Channels]) -> None:
-    """Its ping says whether the daemon is there, and its renewals keep what the others have."""
+    """The keeper has a connection of its own: its pings detect a dead daemon, and its renewals keep leases alive."""
     ours = channels(4)
     held: list[Any] = []
     both = threading.Barrier(2, timeout=WAIT_S)  # a thread may have the number of one that has ended

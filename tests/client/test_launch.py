@@ -45,7 +45,7 @@ def test_ctrl_c_at_a_terminal_is_not_for_it(daemon: LaunchedDaemon) -> None:
 def test_one_that_was_stopped_ends_with_sigterm_too(daemon: LaunchedDaemon) -> None:
     os.kill(daemon.pid, signal.SIGSTOP)
     daemon.close(WAIT_S)
-    assert daemon.poll() == 7, "of its own accord"
+    assert daemon.poll() == 7, "the daemon ends by itself"
 
 
 def test_each_life_has_one_pipe(daemon: LaunchedDaemon) -> None:
@@ -60,7 +60,7 @@ def test_each_life_has_one_pipe(daemon: LaunchedDaemon) -> None:
     said(daemon, "over")
     daemon.close()
     assert len(os.listdir("/proc/self/fd")) == files - 1
-    assert "over" in daemon.log.read_text(), "it ends with the last holder of the pipe"
+    assert "over" in daemon.log.read_text(), "the daemon ends with the last holder of the pipe"
 
 
 def test_a_closed_one_does_not_come_back(daemon: LaunchedDaemon) -> None:

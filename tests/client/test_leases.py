@@ -1,4 +1,4 @@
-"""Leases of one client: renewed while they are in use, given back when their holder is gone, never held for ever."""
+"""Leases of one client: renewed while in use, released when their holder is gone, never held for ever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Holder:
 
 
 class FakeSession:
-    """Notes what it is asked."""
+    """Records its requests."""
 
     def __init__(self) -> None:
         self.renewed: list[int] = []
@@ -54,11 +54,11 @@ def test_a_lease_is_renewed_at_half_its_time_and_for_ten_minutes_at_most(clock: 
     clock.now_s += HOLD_AT_MOST_S
     held.renew(session)  # type: ignore[arg-type]
     assert session.renewed == [7, 7]
-    assert held.until_next_renewal_s() == 1.0, "nothing is held any more"
+    assert held.until_next_renewal_s() == 1.0, "no lease is left"
 
 
 def test_a_lease_whose_renewal_had_no_answer_is_renewed_again_at_once(clock: SimpleNamespace) -> None:
-    """Not at half its time from then on, when it would be over."""
+    """Not only after half of its time from then on: it would be over by then."""
     held, session, holder = Leases(), FakeSession(), Holder()
     held.keep(session, 7, 10_000, holder, writing=False)  # type: ignore[arg-type]
     clock.now_s += 5.0

@@ -65,7 +65,7 @@ def test_a_region_that_no_thread_can_populate_is_mapped(no_threads: pytest.Monke
         assert len(mapping.addresses(packed(0), 4096, 1.0)) == 1
         no_threads.undo()
         mapping.add([(1, 1 << 20)], [second])
-        assert ready.wait(WAIT_S), "both have been populated"
+        assert ready.wait(WAIT_S), "both regions have been populated"
         assert mapping._fresh == []
     mapping.end()
     assert mapping.wait_unmapped(WAIT_S)
@@ -125,7 +125,7 @@ def test_the_mapping_goes_with_the_last_copy() -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_the_gpu_driver_keeps_stays_mapped(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
-    """Its addresses would else serve something else, which the GPU could still write to."""
+    """Else the addresses would be mapped anew for something else, and the GPU could still write there."""
 
     class Driver:
         def register(self, address: int, size_bytes: int) -> None:
@@ -174,7 +174,7 @@ def test_memory_that_could_shrink_or_is_of_another_size_is_not_mapped() -> None:
 
 
 def test_a_forked_child_does_not_have_the_mapping() -> None:
-    """It would keep the arena's memory for as long as it lives."""
+    """Else a forked child would keep the arena's memory for as long as it lives."""
     with region() as fd:
         mapped = Region(0, fd, 1 << 20)
         try:

@@ -39,7 +39,7 @@ class Moves(list[Move]):
         super().__init__((last - block * BLOCK, first + block * BLOCK, BLOCK) for block in range(BLOCKS))
 
     def check(self, complete: int = BLOCKS) -> None:
-        """So many blocks have arrived, byte for byte."""
+        """Check that the first `complete` blocks have arrived, byte for byte."""
         np.testing.assert_array_equal(self.target[::-1][:complete], self.source[:complete])
 
 
@@ -48,7 +48,7 @@ def never() -> bool:
 
 
 class Meeting:
-    """Answers no until both threads have asked, so that each is known to take part."""
+    """Answers no until both threads have asked, which shows that both take part."""
 
     def __init__(self, then: Callable[[], bool] = never) -> None:
         self.both = threading.Barrier(2)

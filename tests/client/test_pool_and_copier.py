@@ -113,7 +113,7 @@ def test_copies_are_exact(ids: list[int], rows: list[int], count: int, layered: 
 
 
 class StopAfter(Limit):
-    """Reached after a number of questions."""
+    """A limit that is reached after a number of questions."""
 
     def __init__(self, questions: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a store says for KV events: to a daemon that wants it, and nothing to one that does not."""
+"""What a store tells for KV events: everything to a daemon that wants it, and nothing to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store makes of the daemon's answers: what counts as stored, when it goes on, and what it must not commit."""
+"""How a store treats the daemon's answers: what counts as stored, when it goes on, and what it must not commit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def committed(daemon: FakeDaemon) -> list[list[int]]:
 
 
 def words(daemon: FakeDaemon) -> list[bool]:
-    """Of each abort, whether no copy is under way."""
+    """The `finished` flag of each abort: whether no copy is under way."""
     return [request.finished for request in daemon.seen(m.Abort) if isinstance(request, m.Abort)]
 
 
@@ -106,7 +106,7 @@ def test_a_store_that_gets_some_frames_asks_for_as_many_again(daemon: FakeDaemon
 
 
 def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(daemon: FakeDaemon, connector: Any) -> None:
-    """What is being committed may have been all that one client may have at a time."""
+    """The blocks being committed may have been as many as one client may have at a time."""
     asked = grants(daemon, [F, F, F, F], [N], *[[F, F]] * 4)
     assert store(connector) == (12, 0, 0, False)
     assert asked == [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2), (10, 2)]
@@ -114,7 +114,7 @@ def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(daem
 
 @pytest.mark.parametrize("before", [0, 1], ids=["nothing", "present"])
 def test_a_store_that_is_refused_with_nothing_under_way_ends(daemon: FakeDaemon, connector: Any, before: int) -> None:
-    """To ask again would change nothing."""
+    """Asking again would change nothing."""
     asked = grants(daemon, *[[H, H, H, H]] * before, [N])
     assert store(connector) == (0, 4 * before, BLOCKS - 4 * before, False)
     assert asked == [(0, 4), (4, 4)][: before + 1]
@@ -189,4 +189,4 @@ def test_a_chain_whose_beginning_is_missing_is_said_to_be_so_at_its_first_window
     assert store(connector) == (0, 0, 12, True)
     windows.clear()
     daemon.rules[m.Reserve] = missing_from(1)
-    assert store(connector) == (4, 0, 8, False), "the first blocks were stored, and are lost meanwhile"
+    assert store(connector) == (4, 0, 8, False), "the first blocks were stored and have been lost since"

@@ -16,7 +16,7 @@ from tiercache.protocol.messages import NO_LEASE, EventRun
 
 
 class Rig:
-    """A session and the leases of a client that note what is done with lease 7."""
+    """A session and a client's leases that record what is done with lease 7."""
 
     def __init__(self, answers: bool = True) -> None:
         self.answers = answers

@@ -1,4 +1,4 @@
-"""Real daemons that are killed and stopped under a connector that must not mind."""
+"""Real daemons are killed and stopped under a connector, which must survive it."""
 
 from __future__ import annotations
 

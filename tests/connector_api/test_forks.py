@@ -55,7 +55,7 @@ def in_child(work: Callable[[], Any]) -> Any:
 
 
 class LocksHeld:
-    """All locks that a child must renew are held by another thread."""
+    """Another thread holds all locks that a child must renew."""
 
     def __enter__(self) -> LocksHeld:
         self._locks: list[Any] = []
@@ -205,7 +205,7 @@ def test_figures_can_be_taken_in_the_child() -> None:
 
 
 def test_a_child_ends_no_daemon_and_a_daemon_outlives_no_parent(tmp_path: Path) -> None:
-    """The child holds no copy of what keeps the daemon alive, and cannot kill, restart or close it."""
+    """The child has no copy of the pipe that keeps the daemon alive, and cannot kill, restart or close the daemon."""
     code = (
         "import os, sys, time, tiercache\n"
         "daemon = tiercache.launch('2MiB')\n"

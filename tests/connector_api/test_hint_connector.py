@@ -19,11 +19,11 @@ from tiercache.protocol.messages import MAX_HINT_MS, Priority
 
 Open = Callable[..., tiercache.Connector]
 WAIT_S = 15.0
-"""For an answer, on a machine that does other things too."""
+"""Deadline of an answer on a busy machine."""
 
 
 def found(connector: tiercache.Connector, chain: bytes) -> int:
-    """How many blocks a match has, given back at once."""
+    """How many blocks a match finds; it is released at once."""
     match = connector.match(chain)
     connector.release(match)
     return match.blocks
@@ -57,7 +57,7 @@ def test_a_store_in_the_background_says_it_too(open_connector: Open) -> None:
         "ttl": 0,
         "priority": 1,
     }
-    assert found(connector, chain) == 4, "until room is wanted"
+    assert found(connector, chain) == 4, "the blocks stay until room is needed"
 
 
 def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:

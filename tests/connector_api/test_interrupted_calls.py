@@ -39,7 +39,7 @@ class Terminated(Exception):
 
 @pytest.fixture(autouse=True)
 def handlers(ctrl_c: None) -> Iterator[dict[int, Any]]:
-    """Handlers that raise, of SIGINT and SIGTERM; they are the ones in force when a test is over."""
+    """Handlers of SIGINT and SIGTERM that raise. They must still be installed when a test ends."""
 
     def terminate(number: int, frame: Any) -> None:
         raise Terminated
@@ -54,7 +54,7 @@ def handlers(ctrl_c: None) -> Iterator[dict[int, Any]]:
 
 @contextmanager
 def injected(events: dict[int, int], files: tuple[str, ...], what: str = "opcode") -> Iterator[list[int]]:
-    """Raise signals in this thread: `events` says at which step (an opcode, or a line) of `files` which comes."""
+    """Raise signals in this thread: `events` gives the signal for each step (an opcode, or a line) of `files`."""
     seen = [0]
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -132,7 +132,7 @@ def test_two_signals_at_any_steps_cut_no_work() -> None:
 
 
 def heal() -> None:
-    """A handler of ours that was left behind goes with the next signal, which it hands on."""
+    """A handler of ours that was left installed passes the next signal on and removes itself."""
     for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
         with pytest.raises(kind):
             signal.raise_signal(number)
@@ -170,7 +170,7 @@ def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handler
 
 
 def test_what_the_call_was_given_goes_with_the_error() -> None:
-    """And not with the next collection of garbage: a match that is not loaded ends with its last name."""
+    """And not only with the next garbage collection: a match that is not loaded ends with its last reference."""
 
     class Given:
         pass
@@ -245,7 +245,7 @@ def test_only_the_calls_own_thread_handles_signals() -> None:
 
 
 def test_restarting_system_calls_stays_as_it_was_set() -> None:
-    """With `signal.siginterrupt(number, False)`, as asyncio has it, which `signal.signal` would undo."""
+    """`signal.siginterrupt(number, False)`, which asyncio sets, stays in force though `signal.signal` would undo it."""
 
     def flags() -> bytes:
         import ctypes
@@ -297,7 +297,7 @@ def test_a_child_forked_meanwhile_has_the_handlers(from_main: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
-    """The error is the parent's; raised in the child it would keep the rest from being forgotten."""
+    """The error belongs to the parent. Raised in the child it would stop the child from dropping the rest."""
 
     class Owner:
         forgotten = False
@@ -376,7 +376,7 @@ last = Last()
 
 @pytest.mark.timeout(60)
 def test_a_handler_may_use_the_connector_at_any_step_of_calls_that_signals_may_cut(open_connector: Open) -> None:
-    """It waits for no lock that its own thread has."""
+    """A handler waits for no lock that its own thread holds."""
     connector = open_connector()
     used: list[int] = []
 
@@ -415,7 +415,7 @@ def leases(watcher: tiercache.Connector) -> dict[str, int]:
 def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behind(
     open_connector: Open, part: int
 ) -> None:
-    """At some hundred of all lines: the rest are alike."""
+    """Interrupt at a hundred of all lines; the rest are alike."""
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
     chain = chain_of(f"interrupted at a line of part {part}", 8)
     assert connector.store(chain, range(8)).stored == 8
@@ -466,10 +466,10 @@ def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
     copy = CpuCopier._copy
 
     def interrupt(self: CpuCopier, block_ids: Any, addresses: Any, limit: Limit, **options: Any) -> int:
-        for _ in range(2):  # impatience
+        for _ in range(2):  # the user presses Ctrl-C twice
             os.kill(os.getpid(), signal.SIGINT)
         copied = copy(self, block_ids[:4], addresses[:4], limit, **options)
-        assert copied == 0, "none has begun"
+        assert copied == 0, "no copy has begun"
         ended.append(limit.stopped)
         return copied
 
@@ -486,7 +486,7 @@ def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
 def test_ctrl_c_ends_the_wait_for_an_answer_that_is_long_in_coming(
     open_connector: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is granted all the same is given back, and the daemon does not count as gone."""
+    """If the lease is granted all the same it is given back, and the daemon does not count as gone."""
     watcher, connector = open_connector(name="watcher", pool=None), open_connector(request_timeout_s=10**6)
     receive, waits = Channel.receive, [0]
 

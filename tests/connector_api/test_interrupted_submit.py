@@ -1,4 +1,4 @@
-"""A signal handler that raises while a transfer is handed over: its caller has none, and reuses the blocks."""
+"""A signal handler raises while a transfer is submitted: the caller gets no transfer, and reuses the blocks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def leases(watcher: tiercache.Connector) -> dict[str, int]:
 
 @contextmanager
 def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Copies that have begun, and what they wait for."""
+    """Holds copies that have begun until the test lets them go on."""
     begun, gate = threading.Event(), threading.Event()
     copy = CpuCopier._copy
 
@@ -54,7 +54,7 @@ def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
 
 
 def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Work in a thread, and what it has returned or raised."""
+    """Do `work` in a thread; returns the thread, and a list for what the work returned or raised."""
     results: list[Any] = []
 
     def perform() -> None:
@@ -150,7 +150,7 @@ def test_closing_without_a_daemon_is_quick_and_twice_is_once(
         connector = tiercache.connect(daemon.address, namespace=spec(4096), pool=pool, required=True)
         os.kill(daemon.pid, signal.SIGKILL)
         wait_until(lambda: not connector.available)
-        connector.client._keeper.errands.append((1, bytes(16), Release, {"lease": 1}))  # of a life that is over
+        connector.client._keeper.errands.append((1, bytes(16), Release, {"lease": 1}))  # of a daemon that has ended
         for _ in range(2):
             connector.close()
         thread = connector.client._keeper._thread
@@ -205,7 +205,7 @@ def test_a_connector_that_is_closed_without_its_session_tells_the_daemon_in_one_
 
 @pytest.mark.parametrize("error", [CallInterrupted("a signal"), DaemonUnavailable("no answer in time")])
 def test_a_hold_whose_answer_was_not_waited_for_is_given_back(error: Exception) -> None:
-    """The daemon may have granted it."""
+    """The daemon may have granted the lease."""
     given_back: list[tuple[Any, dict[str, Any]]] = []
 
     def call(*_: Any, **__: Any) -> Any:

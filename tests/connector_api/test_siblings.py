@@ -16,7 +16,7 @@ Open = Callable[..., tiercache.Connector]
 
 
 def small_pool(block_bytes: int = 700) -> tiercache.Pool:
-    """Blocks that are the beginnings of larger ones, as those of a group of layers may be."""
+    """Blocks whose bytes begin those of larger ones, as blocks of a group of layers may."""
     rng = np.random.default_rng(5)
     return tiercache.Pool.from_blocks(rng.integers(0, 256, (16, 2 * block_bytes), np.uint8)[:, :block_bytes])
 

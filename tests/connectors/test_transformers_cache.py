@@ -108,7 +108,7 @@ def test_a_small_staging_buffer_is_used_again_and_again(open_cache: Open) -> Non
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 @pytest.mark.parametrize("off", [slice(80, 100), slice(20, 40)], ids=["at the end", "in between"])
 def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype: torch.dtype, off: slice) -> None:
-    """Whatever its type: what is computed under it is of other tokens than those behind the padding."""
+    """Whatever the mask's type: K and V computed under it belong to other tokens than those behind the padding."""
     model = tiny_model("LlamaConfig")
     ids = prompt(100)
     mask = torch.ones_like(ids)
@@ -210,7 +210,7 @@ def test_padding_is_neither_restored_nor_stored(open_cache: Open) -> None:
     stores = cache.connector.counters["stores"]
     assert greedy(cache, longer, attention_mask=longer_mask) == greedy(model, longer, attention_mask=longer_mask)
     assert cache.connector.counters["stored_blocks"] == 7
-    assert cache.connector.counters["stores"] == stores + 1, "what was restored is not offered again"
+    assert cache.connector.counters["stores"] == stores + 1, "restored blocks are not stored again"
     assert cache.restore(longer, longer_mask).get_seq_length() == 40 + 112
 
 
@@ -344,7 +344,7 @@ def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
         assert cache.restore(ids).get_seq_length() == restored
     long = prompt(100, seed=1)
     greedy(cache, long, max_new_tokens=2)
-    assert cache.restore(long[:, :60]).get_seq_length() == 0, "its K was computed as for the long one"
+    assert cache.restore(long[:, :60]).get_seq_length() == 0, "its K was computed with the scaling of the long prompt"
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ SIZE = 16
 
 
 def batches(dealer: zmq.Socket[bytes]) -> Iterator[list[dict[str, Any]]]:
-    """All that were published so far."""
+    """All events that were published so far."""
     dealer.send_multipart([b"", bytes(8)])
     while True:
-        assert dealer.poll(30_000), "no end"
+        assert dealer.poll(30_000), "events do not stop coming"
         *_, number, payload = dealer.recv_multipart()
         if number == b"\xff" * 8:
             return

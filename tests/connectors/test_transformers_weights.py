@@ -54,7 +54,7 @@ def write_in_inference_mode(model: Any) -> None:
 
 
 def merge_one(model: Any) -> None:
-    """As of a LoRA of rank 1 into a single matrix."""
+    """A change as that of a LoRA of rank 1, merged into a single matrix."""
     weight = model.model.layers[1].self_attn.v_proj.weight
     weight.data += torch.outer(torch.ones(weight.shape[0]), torch.linspace(0.1, 1, weight.shape[1]))
 
@@ -79,7 +79,7 @@ def test_an_update_that_pytorch_does_not_count_is_noticed(open_cache: Open, upda
 
 
 def test_an_update_in_the_middle_of_a_generation_is_noticed(open_cache: Open) -> None:
-    """Nothing that was computed then is stored, under whatever name."""
+    """Nothing that was computed during the change is stored, under any name."""
     model = tiny_model("LlamaConfig")
     cache = open_cache(model)
 
@@ -177,7 +177,7 @@ def test_a_change_that_nothing_shows_can_be_told(open_cache: Open, monkeypatch: 
     assert restored_blocks(cache) == 0
     assert greedy(cache, IDS) == greedy(model, IDS)
     assert restored_blocks(cache) == BLOCKS
-    assert restored_blocks(open_cache(model)) == BLOCKS, "as another process that was told nothing"
+    assert restored_blocks(open_cache(model)) == BLOCKS, "the name that another process computes by itself"
     cache.weights_changed("with another rotation")
     assert restored_blocks(cache) == 0
     greedy(cache, IDS)
@@ -188,7 +188,7 @@ def test_a_change_that_nothing_shows_can_be_told(open_cache: Open, monkeypatch: 
 def test_a_handler_of_a_signal_may_say_that_the_weights_have_changed(
     open_cache: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the signal comes while they are being named, which it does not cut short."""
+    """The signal comes while the weights are being named, and does not cut that short."""
     cache = open_cache(tiny_model("LlamaConfig"))
     greedy(cache, IDS)
     named = transformers_watch.hash_tensors
@@ -343,7 +343,7 @@ def test_whatever_a_module_computes_with_is_looked_at(open_cache: Open, name: st
     ids=["reversed", "other byte order", "long doubles", "long double", "text", "objects"],
 )
 def test_arrays_that_pytorch_does_not_take_are_looked_at(build: Callable[[int], Any]) -> None:
-    """Each element of them; and those that are built alike are equal, as they have to be in other processes."""
+    """Every element counts. Modules that are built alike are equal, as they must be in other processes."""
 
     def facts(first: int) -> str:
         module = torch.nn.Identity()

@@ -1,4 +1,4 @@
-"""Which hits are loaded and which computed, from what both have taken."""
+"""Which hits are loaded and which are computed, by how long each has taken."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tiercache.connectors.vllm.costs import ASK_AGAIN, LAST_LOADS, LEAST_SAMPLES
 SIZE = 16
 STEP_TOKENS = 1600
 BLOCK_S = 0.01
-"""What prefill takes for a block in these tests."""
+"""Seconds of prefill for a block in these tests."""
 
 
 def measured(costs: EngineCosts, batches: int = 1) -> EngineCosts:
-    """After steps of one long prompt, a hundred blocks a second."""
+    """Costs after steps of one long prompt at a hundred blocks a second."""
     for step in range(LEAST_SAMPLES + batches):
         costs.stepped({"long": STEP_TOKENS}, STEP_TOKENS, step * BLOCK_S * STEP_TOKENS / SIZE)
     return costs
@@ -117,7 +117,7 @@ def test_short_steps_say_nothing_of_prefill() -> None:
 
 @pytest.mark.parametrize("batches", [1, 2, 4])
 def test_with_steps_in_flight_the_time_is_that_of_the_oldest(batches: int) -> None:
-    """A long step among short ones; each is scheduled when the one `batches` before it has ended."""
+    """A long step among short ones; each step is scheduled when the step `batches` before it has ended."""
     costs = EngineCosts(SIZE, batches)
     now_s = 0.0
     flight: list[int] = []

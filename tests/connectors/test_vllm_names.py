@@ -56,7 +56,7 @@ def adapter(folder: Path, number: int, **options: Any) -> Any:
 
 
 def slow_reads(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
-    """Files are read when `go_on` is set."""
+    """Files are read only once `go_on` is set."""
     read: Callable[..., str] = vllm_names.fingerprint_files
 
     def read_late(files: list[Path]) -> str:
@@ -85,7 +85,7 @@ def test_the_first_request_waits_while_the_weights_are_read(folder: Path, monkey
 
 
 def test_no_request_waits_longer_than_it_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes after that is a miss at once, until the weights have been read."""
+    """Later requests are misses at once, until the weights have been read."""
     go_on = threading.Event()
     slow_reads(monkeypatch, go_on)
     started_s = time.monotonic()
@@ -145,7 +145,7 @@ def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatc
 
 
 def test_the_length_that_modules_were_built_by_stands_for_them() -> None:
-    """Where vLLM makes the length fit into memory afterwards, that is another one."""
+    """vLLM may afterwards reduce the length to fit into memory, which is another configuration."""
 
     def lengths(**options: Any) -> list[int]:
         return lengths_of(SimpleNamespace(model_config=SimpleNamespace(**options)))

@@ -24,7 +24,7 @@ class Block(torch.nn.Module):
 
 
 class Runner:
-    """As far as a model runner of vLLM's is looked at."""
+    """The parts of vLLM's model runner that the connector looks at."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(Block(), Block())
@@ -86,7 +86,7 @@ def test_experts_that_vllm_moves_about_are_left_out(runner: Runner) -> None:
 
 
 def test_nothing_waits_for_a_device(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks have shown is taken note of when it has arrived, in their order."""
+    """The result of each look counts once it has arrived, in the order of the looks."""
     arrived = False
     weights = Weights(RunnerTensors(runner))
     monkeypatch.setattr(Look, "known", lambda look: arrived)

@@ -58,7 +58,7 @@ def test_a_tensor_without_bytes_is_named() -> None:
 
 
 class Quantised(torch.Tensor):
-    """Without storage of its own, as torchao's are."""
+    """A tensor without storage of its own, as torchao's are."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantised:

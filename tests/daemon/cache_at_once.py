@@ -1,4 +1,4 @@
-"""The daemon's cache for tests: what takes slices is done in one go, however long it takes."""
+"""The daemon's cache for tests: work that the daemon does in slices is done at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiercache.daemon.tiers.dram.write_lease import Reservation
 
 
 class CacheAtOnce(Cache):
-    """Requests as methods, and whatever else is tested on a cache without a daemon around it."""
+    """The cache without a daemon around it; requests are methods that return when they are done."""
 
     def match(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, ttl_s: float, **how: Any) -> Found:
         """See `Reads.match`."""

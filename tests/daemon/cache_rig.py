@@ -54,7 +54,7 @@ class CacheRig:
         return self.cache.space.open_namespace(spec)
 
     def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> list[BlockState]:
-        """All of these blocks."""
+        """Store all of these blocks."""
         states = self.store_what_fits(namespace, keys, parent)
         assert set(states) <= {BlockState.FRAME, BlockState.HAVE}
         return states
@@ -74,7 +74,7 @@ class CacheRig:
 
 
 class SmallCache(CacheRig):
-    """A cache of `frames` frames that is checked after each store, of which not every block needs to fit."""
+    """A cache of `frames` frames, checked after each store. A store may find room for only some of its blocks."""
 
     def __init__(self, frames: int = 8, regions: int = 1, policy: str = "lru") -> None:
         super().__init__(regions, frames * FRAME_BYTES, policy)
@@ -92,12 +92,12 @@ def key(*path: int) -> bytes:
 
 
 def branch(*path: int) -> bytes:
-    """The keys of a chain in a tree of them: it shares its beginning with those whose paths begin alike."""
+    """The keys of a chain in a tree: chains share keys as far as their paths are the same."""
     return b"".join(key(*path[: i + 1]) for i in range(len(path)))
 
 
 def fill(h: CacheRig, namespace: Namespace, tag: int, blocks: int) -> bytes:
-    """Store a chain of so many blocks; its keys."""
+    """Store a chain of `blocks` blocks; returns its keys."""
     keys = chain_of(tag, blocks)
     for first in range(0, blocks, 500):
         parent = keys[16 * (first - 1) : 16 * first] if first else b""
@@ -106,7 +106,7 @@ def fill(h: CacheRig, namespace: Namespace, tag: int, blocks: int) -> bytes:
 
 
 def finish(h: CacheRig) -> None:
-    """Do all that was put off."""
+    """Do all deferred work."""
     while h.cache.work():
         pass
     h.check()
@@ -126,7 +126,7 @@ def in_slices(steps: Steps[Any], after_each: Callable[[], object]) -> tuple[Any,
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> Callable[[], int]:
-    """How often these methods of a class were called since this was asked the last time."""
+    """How often these methods of a class were called since the last look."""
     calls = 0
     for name in names:
         method = getattr(owner, name)

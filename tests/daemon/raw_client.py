@@ -95,7 +95,7 @@ class SessionSocket:
         return (msgpack.unpackb(packet) if packet else None), list(fds)
 
     def hello(self, message: Any, fds: Sequence[int] | None = None) -> tuple[Any, list[int]]:
-        """Say hello with one's own pidfd, or with `fds`; the answer."""
+        """Say hello with the pidfd of this process, or with `fds`; returns the answer."""
         pidfd = os.pidfd_open(os.getpid())
         try:
             self.send(message, [pidfd] if fds is None else fds)
@@ -157,7 +157,7 @@ class Client:
     # --- requests --------------------------------------------------------------------------------
 
     def header(self, deadline_s: float = WAIT_S, **changed: Any) -> list[Any]:
-        """What every request starts with, after its tag."""
+        """The fields that every request starts with, after its tag."""
         fields = {
             "request_id": next(self._ids),
             "session": self.token,
@@ -175,11 +175,11 @@ class Client:
         return msgpack.unpackb(answer[0], strict_map_key=False), answer[1:]
 
     def send(self, tag: str, *fields: Any) -> None:
-        """One request whose answer is left lying."""
+        """Send one request and do not read its answer."""
         self._dealer.send(msgpack.packb([tag, *self.header(), *fields]), zmq.NOBLOCK)
 
     def answer(self) -> list[Any]:
-        """The next answer to what was sent, whole."""
+        """The next answer, with all its parts."""
         assert self._dealer.poll(int(WAIT_S * 1000)), "no answer"
         return list(msgpack.unpackb(self._dealer.recv(), strict_map_key=False))
 
@@ -222,7 +222,7 @@ class Client:
     # --- the arena -------------------------------------------------------------------------------
 
     def await_arena(self) -> None:
-        """Until the daemon has all of its memory: it serves before that, and refuses blocks."""
+        """Wait until the daemon has all of its memory. It serves before that, but refuses blocks."""
         wait_until(lambda: self.stats()["arena"]["populated_bytes"] == self.arena_bytes)
 
     def take_regions(self, wait_s: float = WAIT_S) -> None:
@@ -330,5 +330,5 @@ def new_chain(blocks: int) -> bytes:
 
 
 def block_of(number: int, block_bytes: int = 8192) -> bytes:
-    """Content that tells blocks apart."""
+    """Content that differs between blocks."""
     return hashlib.blake2b(struct.pack("<Q", number)).digest() * (block_bytes // 64)

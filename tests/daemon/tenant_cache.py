@@ -1,4 +1,4 @@
-"""A cache that tenants share, who store chains in it and look them up."""
+"""A cache that tenants share: helpers to store chains in it and look them up."""
 
 from __future__ import annotations
 

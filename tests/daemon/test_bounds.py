@@ -107,7 +107,7 @@ def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unli
 
 
 def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is emptied for frames of another size."""
+    """A region is checked before it is emptied for frames of another size."""
     monkeypatch.setattr("tiercache.daemon.tiers.dram.space.LOOK_AT_ONCE", 512)
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
     small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
@@ -115,7 +115,7 @@ def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest
     h.cache.space.tails.give_up()
     looked = counted(monkeypatch, Space, "_look_slice")
     assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
-    assert looked() == 1, "a part, in the store"
+    assert looked() == 1, "a part of the work, within the store"
     assert h.cache.counters.regions_drained == 0
     finish(h)
     assert looked() >= BLOCKS // 512 - 1
@@ -181,14 +181,14 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
         h.store(small, bytes([8]) + number.to_bytes(15, "big"))
         left.append(let_out())
     assert max(left) <= 16
-    assert sum(left) > 400, "they leave it as others come"
+    assert sum(left) > 400, "blocks leave the window as others are stored"
     finish(h)
 
 
 def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a session still has to say when it ends is heard all the same, up to a batch."""
+    """The daemon still handles a session's last requests when the session ends, up to a batch."""
     now_ns, served = 0, 0
     monkeypatch.setattr(router, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
 
@@ -203,7 +203,7 @@ def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
         sender = zmq.Context.instance().socket(zmq.DEALER)
         sender.setsockopt(zmq.SNDHWM, 0)  # this thread receives too, so it must never wait until it can send
         sender.connect(endpoint)
-        while served < 1:  # it has shaken hands
+        while served < 1:  # the handshake is complete
             sender.send(b"hello")
             time.sleep(0.01)
             ours.drain(1)
@@ -212,7 +212,7 @@ def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
         counts = []
         for limit in (router.BATCH, 3):
             empty = True
-            while empty:  # they did not come as fast as they were served
+            while empty:  # the requests arrived more slowly than they were served
                 for _ in range(100):
                     sender.send(b"again")
                 served = 0
@@ -227,7 +227,7 @@ def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
 
 @pytest.mark.parametrize("start", [b"\x96", b"\xdc\0\x06", b"\xdd\0\0\0\x06"], ids=["fix", "16", "32"])
 def test_a_spec_of_megabytes_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
-    """To build the names in it takes a tenth of a second of the loop."""
+    """Building its names would hold the loop for a tenth of a second."""
     monkeypatch.setattr(service, "_decode", lambda header: pytest.fail("it was built"))
     header = start + msgpack.packb("register_namespace") + bytes(service.MAX_REGISTER_BYTES)
     with pytest.raises(RequestRefused, match="the spec is longer than 8192 bytes"):

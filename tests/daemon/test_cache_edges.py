@@ -1,4 +1,4 @@
-"""Corners of the cache in which a lease, a pin or the loop could be let down."""
+"""Edge cases of the cache: leases, pins, and the time that the event loop is held."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_there_are_so_many_pins_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     for tag in (1, 2, 3):
         h.store(namespace, chain_of(tag, 1))
     assert [h.cache.pin([namespace], chain_of(tag, 1), 10) for tag in (1, 2, 3)] == [1, 1, 0]
-    assert h.cache.pin([namespace], chain_of(1, 1), 20) == 1, "set again it is no further one"
+    assert h.cache.pin([namespace], chain_of(1, 1), 20) == 1, "setting a pin again adds none"
     h.check()
 
 
@@ -103,7 +103,7 @@ def test_a_lease_on_a_window_names_no_frame_that_it_does_not_hold() -> None:
     lease = h.cache.match(h.owner, [window], keys, 10).lease
     assert lease is not None
     assert [len(h.cache.reads.frames(lease, window, first, 5)) for first in range(6)] == [0, 0, 0, 2, 1, 0]
-    # Room for others is made of what the lease does not hold: 8 frames, 2 of them held.
+    # Room for others is made from frames that the lease does not hold: 8 frames, 2 of them held.
     got = h.cache.reserve(h.owner, window, b"", chain_of(2, 8), 10)
     assert got.states.count(BlockState.FRAME) == 6
     assert h.cache.reads.release(h.owner, lease.lease_id)
@@ -128,7 +128,7 @@ def test_a_region_with_blocks_on_their_way_in_is_not_emptied() -> None:
 
 
 def test_a_region_in_which_a_pinned_chain_begins_is_not_emptied() -> None:
-    """Only its last block is pinned itself, and lies in another region."""
+    """Only the chain's last block is pinned itself, and it is in another region."""
     h = CacheRig(regions=2, pin_share=1.0)
     small, large = h.space(), h.space(rank=1, block_bytes=8 * FRAME_BYTES)
     h.store(small, chain_of(9, 1))  # the coldest one, in the first region
@@ -182,7 +182,7 @@ def test_flushes_of_several_namespaces_take_everything_with_them() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_growing_lease_is_revoked_for_what_has_landed_for_it(asked: bool) -> None:
-    """It pins the block that came last besides the end of what it began with; either may be flushed alone."""
+    """The lease pins its newest block and the end of what it began with; either may be flushed alone."""
     h = CacheRig()
     space, keys = h.space(), chain_of(1, 4)
     h.store(space, keys[:32])
@@ -196,7 +196,7 @@ def test_a_growing_lease_is_revoked_for_what_has_landed_for_it(asked: bool) -> N
     assert (lease.blocks, lease.target) == (3, 4)
     assert h.cache.check_integrity() == []
     h.cache.space.index.drop(space.table.get(keys[32:48]))
-    if asked:  # found out when it is used, else in the background
+    if asked:  # the lease's end is noticed when it is used, else in the background
         assert h.cache.reads.find(h.owner, lease.lease_id) is None
     while h.cache.work():
         pass

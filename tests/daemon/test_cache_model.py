@@ -170,7 +170,7 @@ def test_a_first_tiny_block_does_not_fix_the_frame_size() -> None:
 
 
 def test_a_pinned_region_does_not_starve_a_new_size_class() -> None:
-    """The coldest block's region cannot be emptied, so another one is."""
+    """The region of the coldest block cannot be emptied, so another region is."""
     h = SmallCache(frames=16, regions=3)
     small, large = h.space(), h.space(block_bytes=40_000, rank=1)
     for number in range(48):

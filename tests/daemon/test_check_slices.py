@@ -1,4 +1,4 @@
-"""`check` over books that change: a part at a time, nothing that is right is a finding, and what is wrong is found."""
+"""`check` in slices while the books change: it finds what is wrong, and nothing that is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = 6 * ENTRIES
 
 
 class Busy(CacheRig):
-    """A full cache of two sizes of frames, in which something happens at each step."""
+    """A full cache with frames of two sizes; each step makes a random request."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -78,7 +78,7 @@ def test_books_that_change_all_the_time_agree() -> None:
         assert slices > BLOCKS // ENTRIES
     h.check()
     index, regions = h.cache.space.index, h.cache.space.allocator.classes[FRAME_BYTES].regions
-    assert index.moved is None, "nothing is noted any more"
+    assert index.moved is None, "nothing is recorded for the check any more"
     assert all(region.seen is None for region in regions.values())
 
 
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
 
 
 def test_a_slice_of_a_check_looks_at_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one block has very many children."""
+    """This also holds where one block has very many children."""
     h = CacheRig(region_bytes=8 * BLOCKS * FRAME_BYTES)
     flat = h.space(window_blocks=1)
     for tag in range(1, 13):

@@ -25,7 +25,7 @@ CONFIG = DaemonConfig(arena_bytes=64 << 20, region_bytes=2 << 20, max_sessions=1
 
 
 def _needs(config: DaemonConfig) -> int:
-    """The smallest limit that changes nothing."""
+    """The smallest limit that leaves the settings as they are."""
     low, high = 0, 1 << 30
     while low < high:
         middle = (low + high) // 2
@@ -107,7 +107,7 @@ class _Listener:
     def until(self, condition: Callable[[], bool]) -> None:
         end_s = time.monotonic() + 20
         while not condition():
-            assert time.monotonic() < end_s, "waited in vain"
+            assert time.monotonic() < end_s, "the condition was not met in time"
             self.connections.look()
             time.sleep(0.002)
 
@@ -138,7 +138,7 @@ def test_one_too_many_takes_the_place_of_who_has_said_nothing_for_longest(listen
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(listener.endpoint)
         dealer.send(b"hello")
-        if count == 1:  # of the other one a message is read before its coming is seen
+        if count == 1:  # the message of the other peer is read before the event of its connection
             listener.until(lambda: listener.connections.count == 1)
         identity, frame = listener.socket.recv_multipart(copy=False)
         listener.connections.heard(int(frame.get(zmq.SRCFD)))
@@ -149,7 +149,7 @@ def test_one_too_many_takes_the_place_of_who_has_said_nothing_for_longest(listen
     for refused in range(1, 4):
         silent.append(listener.raw())
         listener.until(lambda refused=refused: listener.connections.refused == refused)
-        assert _is_shut(silent.pop(0)), "the one before"
+        assert _is_shut(silent.pop(0)), "the oldest silent peer is shut"
     listener.until(lambda: listener.connections.count == 3)
     for dealer in good:
         dealer.send(b"still here")

@@ -26,7 +26,7 @@ MANY = 2 * FLUSHED_AT_ONCE + 10
 
 
 class Below:
-    """A tier that notes what DRAM has of the namespaces that it is told to forget."""
+    """A tier below that records what DRAM still has of the namespaces that it is told to flush."""
 
     end: Callable[[], None]
 
@@ -56,10 +56,10 @@ def test_many_namespaces_are_flushed_in_slices() -> None:
         h.check()
     assert parts == [1, 2], "a part of both tiers in each slice"
     assert [len(part) for part in below.parts] == [FLUSHED_AT_ONCE, FLUSHED_AT_ONCE, 10]
-    assert all(set(part) == {0} for part in below.parts), "nothing of it could come up or be written again"
+    assert all(set(part) == {0} for part in below.parts), "no block of it could be promoted or written again"
     assert gone == 6
     assert h.cache.counters.flushes == 1
-    assert h.cache.match(h.owner, [spaces[0]], late, 0).dram == 1, "what was stored after its flush stays"
+    assert h.cache.match(h.owner, [spaces[0]], late, 0).dram == 1, "a block that was stored after the flush stays"
     finish(h)
 
 
@@ -91,7 +91,7 @@ def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path)
 
 
 def test_a_flush_that_is_refused_has_flushed_nothing() -> None:
-    """Where a session has too many long requests under way, that is seen before the first slice."""
+    """A session with too many long requests is refused before the first slice."""
     service, session = Service.__new__(Service), Session(Hello(1, 1, bytes(16), "s", 0, False), "p")
     service._sliced = Counter({session: MAX_SLICED})
     begun: list[str] = []
@@ -104,12 +104,12 @@ def test_a_flush_that_is_refused_has_flushed_nothing() -> None:
     for request in (m.Flush(1, b"", 1, 0, "all", [], b""), m.Ping(1, b"", 1, 0)):
         with pytest.raises(RequestRefused, match="long requests of this session"):
             service._begin(session, request, steps(type(request).__name__))
-    assert begun == ["Ping"], "others learn that they take long by beginning"
+    assert begun == ["Ping"], "other requests are found to be long only once they have begun"
     assert service._sliced == {session: MAX_SLICED}
 
 
 def test_a_request_that_has_done_its_work_is_answered_instead_of_refused() -> None:
-    """A commit that only waits for its blocks to become visible: they do all the same."""
+    """The blocks of a commit that only waits for them become visible all the same."""
     service, session = Service.__new__(Service), Session(Hello(1, 1, bytes(16), "s", 0, False), "p")
     service._sliced = Counter({session: MAX_SLICED})
     done = m.Done(1, 1)

@@ -35,17 +35,17 @@ class Running:
         self.daemon, self.file, self.log = daemon, file, Path(daemon.log)
 
     def reload(self, text: str) -> str:
-        """Write the file, and have it read; what the log says of it."""
+        """Write the file and have the daemon read it; returns what the log says of it."""
         before = len(self.log.read_text())
         self.file.write_text(text)
         os.kill(self.daemon.pid, signal.SIGHUP)
         wait_until(lambda: "reloaded" in self.log.read_text()[before:])
-        with Client(Path(self.daemon.address), map_arena=False) as client:  # whatever else it has to say is said
+        with Client(Path(self.daemon.address), map_arena=False) as client:  # all other lines are logged by now
             client.ask("settings")
         return self.log.read_text()[before:]
 
     def limits(self) -> dict[str, int]:
-        """Of the quotas that it knows."""
+        """The limits of the quotas that the daemon knows."""
         with Client(Path(self.daemon.address), map_arena=False) as client:
             return {one["name"]: one["limit_bytes"] for one in client.stats().get("quotas", [])}
 
@@ -167,7 +167,7 @@ def test_quotas_change_under_those_who_have_one() -> None:
     ]
     quotas.change({"b": 7, "*": 9})
     assert [quotas.limit_bytes(name) for name in ("a", "b", UNLIMITED, "ns:5d1e0b3a")] == [9, 7, None, None]
-    assert quotas.account_of("b", "x") == "b", "for namespaces to come"
+    assert quotas.account_of("b", "x") == "b", "for new namespaces"
     assert quotas.enter(4, "b", "y") == "b"
     assert len(set(quotas.numbers.values())) == len(quotas.numbers)
     quotas.change({})

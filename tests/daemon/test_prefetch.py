@@ -1,4 +1,4 @@
-"""Chains that are to be asked for at a known time: when they set out, and how many such plans are kept."""
+"""Chains with a known time of their next request: when their prefetch starts, and how many such plans are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPACES = [cast(Namespace, SimpleNamespace(number=1, table=SimpleNamespace(policy
 
 
 class Rig:
-    """Plans, a clock that is a field, and the keys that have set out."""
+    """Plans, a clock that is a field, and the keys whose prefetch has started."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -37,7 +37,7 @@ class Rig:
         self.ahead.say(SPACES, keys, hint_given_at(self.now_s, done, return_in_s, 0.0, None))
 
     def at(self, now_s: float) -> list[bytes]:
-        """What has set out by then."""
+        """The chains whose prefetch has started by then."""
         self.now_s = now_s
         self.ahead.work()
         while self.slices.work():
@@ -75,7 +75,7 @@ def test_what_is_said_anew_counts() -> None:
 def test_a_late_client_is_not_awaited_for_ever() -> None:
     rig = Rig()
     rig.say(chain_of(1), return_in_s=10.0)
-    assert rig.at(1100.0) == [], "the daemon was busy elsewhere, and who was to be back is late"
+    assert rig.at(1100.0) == [], "the client is late, and its plan has lapsed"
     assert rig.ahead.plans == 0
 
 
@@ -84,7 +84,7 @@ def test_a_few_are_on_their_way_at_a_time() -> None:
     for number in range(AT_ONCE + 3):
         rig.say(chain_of(number), return_in_s=10.0)
     rig.growing.leases = dict.fromkeys(range(AT_ONCE))
-    assert rig.at(1009.0) == [], "others are under way already"
+    assert rig.at(1009.0) == [], "other prefetches are under way already"
     rig.growing.leases = {}
     assert len(rig.at(1009.0)) == AT_ONCE
     assert len(rig.at(1009.0)) == AT_ONCE + 3
@@ -102,5 +102,5 @@ def test_plans_are_bounded_in_number_and_length(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ahead, "MAX_PLAN_BYTES", 16 * 10)
     for number in range(20, 40):
         rig.say(chain_of(number, 4), return_in_s=100.0)
-    assert rig.ahead.plans == 2, "the youngest, and the keys of those that were dropped are not counted any more"
+    assert rig.ahead.plans == 2, "the youngest plans stay; keys of dropped plans do not count any more"
     assert rig.at(1095.0) == [chain_of(38, 4), chain_of(39, 4)]

@@ -39,7 +39,7 @@ def test_a_systemd_that_does_not_listen_ends_nothing(
 @pytest.mark.parametrize("serving", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_reload_is_told_and_its_end_too(monkeypatch: pytest.MonkeyPatch, serving: bool, fails: bool) -> None:
-    """Before the daemon serves it would say that it is ready; systemd waits for the one or the other."""
+    """Before the daemon serves, systemd still waits for its first READY, which a reload must not send."""
     told: list[str] = []
     monkeypatch.setattr(server, "_notify_systemd", lambda state: told.append(state.partition("\n")[0]))
 
@@ -82,7 +82,7 @@ def test_a_terminal_that_has_gone_is_the_end_and_else_settings_are_read(
 
 
 def test_a_queue_that_never_runs_empty_does_not_keep_leases_alive() -> None:
-    """While requests are left in it their leases may be renewed there; but not for ever."""
+    """Queued requests may renew leases, so leases do not expire while the queue is not empty; but not for ever."""
     expired = 0
 
     def expire() -> None:

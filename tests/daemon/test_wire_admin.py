@@ -1,4 +1,4 @@
-"""What operators ask of a daemon, as `daemon/PROTOCOL.md` has it: inspect, pins, specs, the use of namespaces."""
+"""Requests of operators, as `daemon/PROTOCOL.md` has them: inspect, pins, specs, the use of namespaces."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_block_is_inspected_in_every_place(client: Client, run_dir: Path) -> N
         assert (tag, chain) == ("inspected", b"")
         return list(views)
 
-    wait_until(lambda: len(places(one, keys[32:])) == 2)  # written behind, after its parents
+    wait_until(lambda: len(places(one, keys[32:])) == 2)  # written to NVMe in the background, after its parents
     dram, nvme = places(one, keys[16:32])
     assert dram[:8] == [one, "dram", "", 8192, 1, 0, "", ""]
     assert 0 <= dram[8] < 60
@@ -58,7 +58,7 @@ def test_a_block_is_inspected_in_every_place(client: Client, run_dir: Path) -> N
     wait_until(lambda: places(one, keys[32:])[0][5] == 1)  # the daemon no longer expects a client to continue the chain
     assert client.release(lease)
     after = client.stats()["counters"]
-    assert after["match_requests"] == before["match_requests"] + 1, "looking is not asking"
+    assert after["match_requests"] == before["match_requests"] + 1, "an inspection does not count as a request"
     assert client.refusal("inspect", [one], keys) == "too_large"
     assert client.refusal("inspect", [4000], keys[:16]) == "unknown_namespace"
 
@@ -119,7 +119,7 @@ def test_ages_are_kept_coarser_the_older_they_are() -> None:
     for second in range(10 * MAX_MOMENTS):
         ages.note(100 * second, float(second))
     now_s = 10.0 * MAX_MOMENTS
-    assert ages.age_s(100 * (10 * MAX_MOMENTS - 1) + 50, now_s) == 0, "given after the last note: now"
+    assert ages.age_s(100 * (10 * MAX_MOMENTS - 1) + 50, now_s) == 0, "a use after the last recorded one: now"
     assert ages.age_s(100 * (10 * MAX_MOMENTS - 10), now_s) == 10
     old = ages.age_s(100 * MAX_MOMENTS, now_s)
     assert 9 * MAX_MOMENTS * 31 / 32 - 1 <= old <= 9 * MAX_MOMENTS, old

@@ -140,7 +140,7 @@ def test_a_request_past_its_deadline_is_not_done(client: Client) -> None:
 def test_the_deadline_is_on_the_clock_of_the_sender(run_dir: Path) -> None:
     session = SessionSocket(run_dir)
     message = hello(os.urandom(16), map_arena=False)
-    message[5] = 1_000_000  # this client's clock began a second ago
+    message[5] = 1_000_000  # this client's clock started a second ago
     _, _, generation, token, control, *_ = session.hello(message)[0]
     with Client(run_dir) as client:
         assert control == client.control

@@ -18,7 +18,7 @@ def _number(client: Client, spec: dict[str, object]) -> int:
 
 
 def test_specs_that_differ_in_unknown_fields_are_different_namespaces(client: Client) -> None:
-    """To forget such a field would hand the blocks of one form to those who asked for another."""
+    """Dropping such a field would give clients of one form the blocks of another."""
     plain = new_spec(4096, engine="evolution")
     later = [
         {**plain, "sink_tokens": 4},
@@ -32,7 +32,7 @@ def test_specs_that_differ_in_unknown_fields_are_different_namespaces(client: Cl
     numbers = [_number(client, spec) for spec in (plain, *later)]
     assert len(set(numbers)) == len(numbers)
     assert [_number(client, spec) for spec in (plain, *later)] == numbers
-    assert _number(client, {**plain, "sinks": {"a": [2, 3], "b": 1}}) == numbers[6], "the order in a map says nothing"
+    assert _number(client, {**plain, "sinks": {"a": [2, 3], "b": 1}}) == numbers[6], "the order of keys does not matter"
 
 
 @pytest.mark.parametrize("spec", [{"later": 1}, {**new_spec(4096), "block_size": "x", "later": 1}, {1: 2}])
@@ -44,7 +44,7 @@ def test_what_is_wrong_with_the_known_ones_is_still_said(client: Client, spec: d
 
 @pytest.mark.parametrize("later", [{1: 2}, {"later": {1: 2}}, {"later": [{b"a": 1}]}, {None: 1}])
 def test_a_spec_with_keys_that_are_no_names_is_the_clients_fault(client: Client, later: dict[object, object]) -> None:
-    """They could not be told apart from others in one way only; and it is no failure of the daemon."""
+    """Such fields could be written in more than one way; refusing them is no failure of the daemon."""
     failed = client.stats()["counters"]["requests_failed"]
     assert client.refusal("register_namespace", {**new_spec(4096), **later}) == "malformed"
     assert client.stats()["counters"]["requests_failed"] == failed
@@ -63,7 +63,7 @@ def test_further_elements_of_requests_are_ignored(client: Client) -> None:
 
 
 def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) -> None:
-    """And those of the plain form are not taken for them."""
+    """Blocks of the plain form are not taken for those of the later one."""
     flags = ("--arena", "8MiB", "--region", "2MiB", "--nvme", str(tmp_path / "nvme"), "--nvme-size", "64MiB")
     flags += ("--nvme-segment", "4MiB")
     plain, key = new_spec(4096, engine="restart"), b"r" * 16

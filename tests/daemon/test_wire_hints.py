@@ -1,4 +1,4 @@
-"""Hints spoken as `daemon/PROTOCOL.md` has it, and whatever else may come in their place."""
+"""Hints as `daemon/PROTOCOL.md` has them, and malformed ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_welcome_says_that_hints_are_taken(run_dir: Path) -> None:
 def test_a_hint_takes_effect(client: Client) -> None:
     number, keys = stored(client, 3)
     other = stored(client, 1)
-    assert client.ask("hint", [number], keys + new_chain(1)) == ["hinted", 3], "nothing is said: nothing follows"
+    assert client.ask("hint", [number], keys + new_chain(1)) == ["hinted", 3], "an empty hint changes nothing"
     assert client.ask("hint", [number], keys, 1, False, 0, 50) == ["hinted", 3]
     wait_until(lambda: client.ask("peek", [number], keys)[1] == 1)
     assert client.ask("peek", [other[0]], other[1])[1] == 1
@@ -78,7 +78,7 @@ def test_huge_values_are_cut(client: Client) -> None:
     number, keys = stored(client, 2)
     huge = 2**63
     assert client.ask("hint", [number], keys, 0, False, huge, huge, 1) == ["hinted", 2]
-    assert client.ask("hint", [number], keys, huge, True) == ["hinted", 2], "from a block on that it has not"
+    assert client.ask("hint", [number], keys, huge, True) == ["hinted", 2], "a hint for a block beyond the chain's end"
     assert client.stats()["hints"]["marks"] >= 1
     assert client.ask("check")[0] == "check_reply"
 

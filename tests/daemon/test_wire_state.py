@@ -66,7 +66,7 @@ def test_a_flush_drops_what_is_being_written(client: Client) -> None:
 
 
 def test_a_flush_by_key_drops_what_is_being_written_below_it(client: Client) -> None:
-    """The old child never hangs itself below a block that was stored again, and another writer waits for its end."""
+    """The old child is not attached to a parent that was stored again; another writer waits until its store ends."""
     number, keys = client.namespace(), new_chain(2)
     client.store(number, keys[:16], [block_of(0)])
     lease, _, _, _ = client.reserve(number, keys[16:], keys[:16])
@@ -113,7 +113,7 @@ def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
         client.await_arena()
         number, keys = client.namespace(512 << 10), new_chain(6)
         lease, states, frames, _ = client.reserve(number, keys)
-        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 4, 2)  # half of the arena: it may never commit
+        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 4, 2)  # half of the arena: the writer may never commit
         assert client.commit(lease, range(2)) == [VISIBLE] * 2
         lease, states, frames, _ = client.reserve(number, keys[32:], keys[16:32])
         assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 2, 2)

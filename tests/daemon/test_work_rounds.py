@@ -1,4 +1,4 @@
-"""What was put off, of many kinds: others are served between two of them, and each kind has its turn."""
+"""Deferred work of many kinds: requests are served between two pieces of it, and each kind has its turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiercache.daemon.tiers.dram.writes import Writes
 
 
 def rounds(monkeypatch: pytest.MonkeyPatch, work_ns: float) -> tuple[CacheRig, list[str]]:
-    """A cache of which two kinds of work note their turns; the first always has more to do until it has had three."""
+    """A cache in which two kinds of work record their turns; the first has more to do until its third turn."""
     turns = list[str]()
 
     def free(space: Space) -> bool:
@@ -47,7 +47,7 @@ def test_others_are_served_between_two_kinds_where_they_take_long(monkeypatch: p
             break
     assert most == 1
     assert goes > 6
-    assert turns == ["space", "writes"] * 3, "none is passed over, and what says that it has more is asked again"
+    assert turns == ["space", "writes"] * 3, "every kind has a turn, and a kind with more to do has another"
 
 
 def test_a_kind_that_fails_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Watch:
 
 
 def generated(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers says."""
+    """The tokens that transformers generates."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.generation_config.eos_token_id = None
     out = model.generate(

@@ -71,7 +71,7 @@ def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 def torch_tokens(
     folder: Path, settings: EngineSettings, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> list[list[int]]:
-    """What the engine says by torch's attention."""
+    """The tokens of the engine with torch's attention."""
     with monkeypatch.context() as patch:
         patch.delenv("TRITON_INTERPRET")
         passes: list[object] = []

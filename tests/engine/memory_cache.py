@@ -127,7 +127,7 @@ class MemoryCache:
         return match
 
     def _has_all(self, chain: list[bytes]) -> bool:
-        """As the daemon: whether the cut behind this chain may be gone on from."""
+        """As the daemon: whether a request may continue behind this chain."""
         window = self.namespace.window_blocks if self.namespace is not None else 0
         return all(key in self.blocks for key in (chain[-window:] if window else chain))
 

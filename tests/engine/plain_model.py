@@ -31,7 +31,7 @@ def choices(context: Sequence[int]) -> tuple[int, int]:
 
 
 def seen(tokens: Sequence[int] | range, window: int = 0, sinks: int = 0) -> list[int]:
-    """What the last of `tokens` sees: all of them, or a window and sinks."""
+    """The tokens that the last of `tokens` attends to: all of them, or a window and sinks."""
     first = max(0, len(tokens) - window) if window else 0
     return [*tokens[: min(sinks, first)], *tokens[first:]]
 
@@ -42,7 +42,7 @@ def context_of(tokens: Sequence[int] | range, sees: Sequence[tuple[int, int]]) -
 
 
 def continuation(prompt: Sequence[int], count: int, window: int = 0, sinks: int = 0) -> list[int]:
-    """What a model that forgets nothing but what has left its window says after `prompt`."""
+    """The continuation of `prompt` by a model that forgets only tokens outside its window."""
     return mixed_continuation(prompt, count, [(window, sinks)])
 
 

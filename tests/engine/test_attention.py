@@ -117,7 +117,7 @@ def test_every_kind_of_pass_attends_to_the_right_tokens(name: str, options: Opti
     check(pool, [(long, 70)], options)  # a chunk too long for the heads to become rows, ending within a block
     check(pool, [(short, 3), (long, 71), (tiny, 1)], options)  # a block begun, one going on, one decoded token
     check(pool, [(short, 4), (long, 72), (tiny, 2)], options)  # three single tokens; two fill their blocks
-    check(pool, [(short, 17), (long, 73), (tiny, 3)], options)  # out of one block, through two, into a fourth
+    check(pool, [(short, 17), (long, 73), (tiny, 3)], options)  # from within one block, through two, into a fourth
     check(pool, [(tiny, 4), (short, 18), (long, 80)], options)
     check(pool, [(tiny, 5), (short, 19), (long, 81)], options)
     check(pool, [(tiny, 6), (long, 82), (short, 20)], options)

@@ -73,7 +73,7 @@ def test_the_same_block_twice_is_cached_once() -> None:
     assert blocks.block_of(chain.key(0)) == first
     blocks.release([second])
     blocks.release([first])
-    assert blocks.allocate(1) == [second]  # it holds nothing of worth
+    assert blocks.allocate(1) == [second]  # it holds nothing of value
     blocks.check_integrity(Counter([second]))
 
 
@@ -86,7 +86,7 @@ def test_write_back_gives_out_only_what_was_stored() -> None:
     assert blocks.idle_count == 4
     assert blocks.allocate(2) is None
     [(origin, run)] = blocks.dirty_blocks(1)
-    assert (origin.chain, origin.position, run) == (chain, 0, taken)  # parents go along
+    assert (origin.chain, origin.position, run) == (chain, 0, taken)  # its parents go with it
     blocks.hold(run)
     blocks.mark_stored(run)
     blocks.release(run)

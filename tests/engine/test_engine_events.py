@@ -38,7 +38,7 @@ def stored(dealer: zmq.Socket[bytes]) -> dict[int, tuple[Any, ...]]:
 def events(dealer: zmq.Socket[bytes]) -> Iterator[dict[str, Any]]:
     dealer.send_multipart([b"", bytes(8)])
     while True:
-        assert dealer.poll(30_000), "no end"
+        assert dealer.poll(30_000), "events do not stop coming"
         *_, number, payload = dealer.recv_multipart()
         if number == b"\xff" * 8:
             return

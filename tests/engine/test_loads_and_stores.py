@@ -1,4 +1,4 @@
-"""What the engine does with each answer of a cache: the books of loads and stores, without a model."""
+"""How the engine treats each answer of a cache: its records of loads and stores, without a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Transfer:
 
 
 class Cache:
-    """Remembers what it was asked, and gives the matches that the test wants."""
+    """Records its requests, and returns the matches that the test sets."""
 
     available = True
     wants_events = False
@@ -117,7 +117,7 @@ class Chain:
 
 
 class Cost:
-    """Chooses what the test wants, and remembers what it was told."""
+    """Chooses as the test sets, and records what it is told."""
 
     def __init__(self) -> None:
         self.choice = LoadChoice(0)
@@ -210,7 +210,7 @@ def test_a_load_that_is_late_is_cancelled_once_and_holds_its_blocks_until_it_end
     assert bench.loads.poll() == []
     assert sum(bench.blocks.held.values()) == 4
     transfer.end([4])
-    assert bench.loads.poll() == [], "it was answered for when it was late"
+    assert bench.loads.poll() == [], "the late load has already counted as a miss"
     assert not bench.blocks.held
     assert bench.guarded.counters.loads_given_up_count == 1
 
@@ -317,7 +317,7 @@ def test_what_is_being_cleaned_counts_as_clean() -> None:
     bench.stores.clean()
     assert len(bench.cache.transfers) == 2, "the most that was asked for counts"
     bench.stores.clean()
-    assert len(bench.cache.transfers) == 2, "and once"
+    assert len(bench.cache.transfers) == 2, "and only once"
 
 
 def test_a_chain_whose_beginning_the_cache_lost_is_offered_once_more() -> None:
@@ -332,7 +332,7 @@ def test_a_chain_whose_beginning_the_cache_lost_is_offered_once_more() -> None:
         assert bench.blocks.lost == [(sequence.chain, 0, 0)]
     other = bench.sequence()
     bench.stores.store_full_blocks(other)
-    other.chain = Chain()  # it has begun anew meanwhile
+    other.chain = Chain()  # the sequence has begun anew meanwhile
     bench.cache.transfers[-1].end(StoreResult(dropped=4, parent_missing=True))
     bench.stores.poll()
     assert len(bench.blocks.lost) == 1

@@ -54,7 +54,7 @@ _SAID: dict[tuple[Path, int], list[list[int]]] = {}
 
 
 def said(folder: Path, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """What transformers says after the prompts."""
+    """The tokens that transformers generates after the prompts."""
     name = folder, len(prompts)
     if name not in _SAID:
         _SAID[name] = [generated(folder, prompt, COUNT) for prompt in prompts]

@@ -18,7 +18,7 @@ MODELS = [(0, 7), (6, 6, 0, 6, 0)]
 
 
 def said(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    """What the model says by itself."""
+    """The tokens that the model generates without an engine."""
     return mixed_continuation(prompt, count, engine._model.sees)
 
 
@@ -89,7 +89,7 @@ def test_a_block_that_one_group_has_lost_makes_the_hit_shorter(
             del cache.groups[group].blocks[key]
             engine.reset_pool()
         output = Watch(engine).serve(prompt, 4)
-        # The last edge before which nothing is missing that is needed there.
+        # The last edge at which no needed block is missing.
         seen = 20 - len(engine._groups.windows[group].needed(20)) <= number
         assert output.pool_hit_tokens + output.external_hit_tokens == (number // 2 * 4 if seen else 40)
         assert output.tokens == said(engine, prompt, 4)

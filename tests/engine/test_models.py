@@ -80,7 +80,7 @@ def test_packed_linear_layers_compute_the_same(bias: bool) -> None:
         pack_linears(stack)
         for rows, result in zip(inputs, expected, strict=True):
             torch.testing.assert_close(stack(rows), result, rtol=1e-5, atol=1e-5)
-    assert stack[0].weight.shape == (50, 33)  # for those who read it
+    assert stack[0].weight.shape == (50, 33)  # for code that reads it
     with torch.no_grad():
         stack[2].weight.zero_()
     assert stack(inputs[0]).any()  # the packed copy is what computes

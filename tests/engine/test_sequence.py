@@ -172,7 +172,7 @@ def test_blocks_of_the_same_tokens_are_given_back_together() -> None:
     for table, own in zip(sequence.tables, ids, strict=True):
         table.ids = own
     assert sequence.held_blocks == [1, 2, 3, 8, 9, 4, 5, 6]
-    assert sequence.take_blocks() == [1, 4, 2, 8, 5, 3, 9, 6]  # who goes first of them is at the end
+    assert sequence.take_blocks() == [1, 4, 2, 8, 5, 3, 9, 6]  # the one that goes first is at the end
     assert sequence.held_blocks == []
 
 

@@ -1,4 +1,4 @@
-"""Sequences that give back what has left their window: never more blocks than that takes, and the same tokens."""
+"""Sequences free the blocks that have left their window: never more blocks than the window needs, the same tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_pool_that_holds_a_window_and_a_step_serves_any_length() -> None:
     def blocks_of(tokens: int) -> int:
         return Window(8, WINDOW).most_blocks_of(tokens, settings)
 
-    assert most == 3 + 5 + 1  # 24 tokens, 32 of a chunk and 4 who decode, and what does not begin with a block
+    assert most == 3 + 5 + 1  # 24 tokens, 32 of a chunk, 4 decoding sequences, and those that do not begin with a block
     assert fit_model_len(settings, 32_000, 1 << 20, most, blocks_of) == 32_000
     assert fit_model_len(settings, 32_000, 1 << 20, most - 1, blocks_of) == (most - 1) * 8
     whole = EngineSettings(**SMALL, enable_chunked_prefill=False)
@@ -102,7 +102,7 @@ def test_a_prefix_is_found_by_its_last_window(window: int, sinks: int) -> None:
     prompt, more = plain_prompt(41), plain_prompt(8, seed=3)
     with plain_engine(window=window, sinks=sinks) as engine:
         first = Watch(engine).serve(prompt, 1)
-        lost = engine._blocks.allocate(3)  # who comes next takes the oldest, which are not needed
+        lost = engine._blocks.allocate(3)  # the next request takes the oldest blocks, which are not needed
         assert lost is not None
         engine._blocks.release(lost)
         again = Watch(engine).serve(prompt, 1)
@@ -179,7 +179,7 @@ def test_a_victim_is_swapped_by_its_window(window: int, sinks: int, exact: bool)
         late = engine.add_request(plain_prompt(5, 1), greedy(90), priority=1)
         while len(engine._sequences[late][0].output) < 40:
             engine.step()
-        early = engine.add_request(plain_prompt(5, 2), greedy(30, n=3))  # who all take a window in the end
+        early = engine.add_request(plain_prompt(5, 2), greedy(30, n=3))  # all of which hold a window in the end
         computed = len(engine._model.passes)
         outputs = Watch(engine).run()
         assert engine.stats()["preemptions"] > 0

@@ -22,7 +22,7 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here is a fault test, and none may take longer than a minute unless it says so."""
+    """Mark every test here as a fault test, with a limit of a minute unless it has its own."""
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.faults)
@@ -110,7 +110,7 @@ def hardened() -> Iterator[Daemon]:
 
 @pytest.fixture
 def bystander(hardened: Daemon) -> Iterator[Peer]:
-    """Another client, with a block, that must not notice anything."""
+    """Another client with a block; the test must not disturb it."""
     spec, keys = spec_of(rank=7), chain_of("bystander", 4)
     with Peer(hardened.run_dir, name="bystander") as peer:
         peer.store(spec, keys)

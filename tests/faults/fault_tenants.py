@@ -84,7 +84,7 @@ class Tenant:
         self.close()
 
     def close(self) -> None:
-        """Hang up, without a word."""
+        """Close the connection without a goodbye."""
         self._context.destroy(linger=0)
 
     def also(self, high_water: int = 1000) -> zmq.Socket[bytes]:
@@ -99,7 +99,7 @@ class Tenant:
         return sock
 
     def header(self, tag: str, *fields: Any) -> bytes:
-        """A whole request without payload."""
+        """The parts of a request without payload."""
         start = [tag, next(self._ids), self.token, self.generation, _now_us() + 20_000_000]
         return msgspec.msgpack.encode([*start, *fields])
 

@@ -20,7 +20,7 @@ FRAMES = 16 << 20 >> 12
 
 
 def healthy(daemon: Daemon) -> None:
-    """The daemon contradicted itself nowhere and failed at nothing."""
+    """Check that the daemon's books are right and that no request failed in it."""
     stats = daemon.stats()
     assert stats["health"]["state"] == "ok", stats["health"]
     assert stats["counters"]["invariant_failures"] == 0
@@ -92,7 +92,7 @@ def test_10_frames_under_a_lease_are_not_given_away(daemon: Daemon, connect: Cal
     given: set[int] = set()
     for number in range(6):
         given.update(writer.store(spec, chain_of(f"pressure {number}", 200)))
-    assert len(given) == 256 - 20, "everything else was reused"
+    assert len(given) == 256 - 20, "every other frame was reused"
     assert not given & set(held)
     assert [reader.read(frame, 64 << 10) for frame in held] == [content(key_of(keys, n), spec) for n in range(20)]
     assert reader.ask(m.Release, lease=matched.lease).good

@@ -104,7 +104,7 @@ def test_clients_that_die_at_random_leave_nothing_behind(
         victims.append(victim)
         victim.tell("churn", seed=dice.randrange(1 << 30), seconds=60, chains=5, longest=24, flush=False)
         moment_s = time.monotonic() + dice.uniform(0.02, 0.25)
-        wait_until(lambda m=moment_s: time.monotonic() > m, "it is in the middle of something")
+        wait_until(lambda m=moment_s: time.monotonic() > m, "the client has been at work for a moment")
         if dice.random() < 0.3:
             victim.stop()
         os.kill(victim.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from tiercache.protocol import messages as m
 SPEC = spec_of(64 << 10)
 ANSWER_S = 5.0
 GIVEN_BACK_S = 5.0
-"""Well below the 10 s after which the client's leases run out by themselves."""
+"""Well below the 10 s after which the client's leases expire by themselves."""
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_46_the_memory_goes_though_a_match_is_held(daemon: Daemon, start_child: 
 
 
 def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(relay: Relay, engine_of: Callable[..., Engine]) -> None:
-    """Every answer takes one deadline and a half: one of them is paid, and then the cache is away, steadily."""
+    """Every answer takes one and a half deadlines: the engine pays for one, and then the cache stays away."""
     engine, keys = engine_of(relay.run_dir, SPEC), chain_of("late", 4)
     assert engine.store(keys).stored == 4
     before = engine.connector.counters
@@ -203,7 +203,7 @@ def test_46_a_daemon_that_is_always_a_little_late_does_not_flap(relay: Relay, en
 def test_46_a_daemon_that_runs_a_moment_now_and_then_does_not_flap(
     daemon: Daemon, engine_of: Callable[..., Engine]
 ) -> None:
-    """Good pings get through while it runs; each time that they prove wrong the next try is later."""
+    """Pings succeed, but requests time out: after each such failure the client waits longer before the next try."""
     engine, keys = engine_of(daemon, SPEC), chain_of("now and then", 4)
     assert engine.store(keys).stored == 4
     ups = engine.connector.counters["times_up"]
@@ -238,13 +238,13 @@ def test_8_a_late_answer_is_not_the_next_ones(relay: Relay, engine_of: Callable[
         wait_until(lambda: engine.connector.available, "the client has found the daemon again")
         after = (number + 1) % len(chains)
         expected = len(chains[after]) // 16
-        assert engine.load(chains[after]) == expected, "an answer to another question was taken"
+        assert engine.load(chains[after]) == expected, "the answer to another request was used"
 
 
 def test_8_a_call_after_a_timeout_gets_its_own_answer(
     relay: Relay, engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the connector: the same session asks on, and answers come in the wrong order, or twice."""
+    """Below the connector: the same session goes on asking, and answers come in the wrong order, or twice."""
     engine = engine_of(relay.run_dir, SPEC)
     session = engine.connector.client.session()
     keys = [chain_of(f"k{number}", number + 1) for number in range(10)]
@@ -320,7 +320,7 @@ def test_33_an_engine_gives_up_on_a_slow_load(relay: Relay, engine_of: Callable[
     match = engine.connector.match(keys)
     relay.delays = lambda request: [0.3] if isinstance(request, m.Resolve) else [0.0]
     good = engine.load_match(match, keys, timeout_s=0.2)
-    assert good <= 64, "what came with the match may be good"
+    assert good <= 64, "blocks that were in DRAM at the match may be good"
     relay.delays = at_once
     assert engine.load(keys) == 200
 

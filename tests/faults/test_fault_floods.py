@@ -62,7 +62,7 @@ def test_24_half_a_handshake_is_not_awaited(hardened: Daemon, bystander: Peer, c
 
 
 def test_43_an_unfinished_message_grows_and_goes(hardened: Daemon, bystander: Peer) -> None:
-    """Who may open the socket may fill memory this way; it must not take the others' answers along."""
+    """A peer that may open the socket may fill memory this way, but must not stop the answers of others."""
     parts = 90
     before = rss_bytes(hardened.pid)
     with RawZmtp(bystander.welcome.control) as raw:
@@ -91,7 +91,7 @@ def test_24_idle_connections_on_the_session_socket(
     while len(idle) < 1500:
         sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         sock.setblocking(False)
-        while True:  # a full backlog is a reason to come again
+        while True:  # a full backlog is a reason to try again
             assert time.monotonic() < deadline_s
             with suppress(BlockingIOError):
                 sock.connect(str(session_socket_path(daemon.run_dir)))
@@ -99,9 +99,9 @@ def test_24_idle_connections_on_the_session_socket(
         idle.append(sock)
         if len(idle) % 100 == 0:
             assert peer.load(spec, keys) == 4
-    assert open_fds(daemon.pid) - before <= 64, "few are let in without a word"
-    wait_until(lambda: _greets(daemon), "a peer that says hello is let in")
-    wait_until(lambda: open_fds(daemon.pid) <= before, "those who said nothing are let go")
+    assert open_fds(daemon.pid) - before <= 64, "few silent peers are admitted"
+    wait_until(lambda: _greets(daemon), "a peer that says hello is admitted")
+    wait_until(lambda: open_fds(daemon.pid) <= before, "silent peers are dropped")
     assert peer.load(spec, keys) == 4
 
 
@@ -131,7 +131,7 @@ def test_24_idle_connections_on_the_control_socket(
     wait_until(lambda: open_fds(daemon.pid) - before <= 32 * 16 + 12, "no more than the connections of all sessions")
     assert peer.stats()["counters"]["connections_refused"] > 0
     # Those that never shake hands are let go, so others get in again.
-    wait_until(lambda: open_fds(daemon.pid) - before <= 8, "idle connections are let go")
+    wait_until(lambda: open_fds(daemon.pid) - before <= 8, "idle connections are dropped")
     with connect(daemon) as late:
         assert late.load(spec, keys) == 4
     assert peer.load(spec, keys) == 4
@@ -161,7 +161,7 @@ def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
                 sock.connect(peer.welcome.control.removeprefix("ipc://"))
                 break
     assert isinstance(peer.ask(m.Ping), m.Done)
-    assert f"may open {files} files" in daemon.log(), "it says that it lets fewer in than it was told"
+    assert f"may open {files} files" in daemon.log(), "the log says that it admits fewer than configured"
     with connect(daemon) as late:
         assert isinstance(late.ask(m.Ping), m.Done)
 
@@ -176,7 +176,7 @@ def test_24_sessions_have_a_limit(
     assert answer.code == m.ErrorCode.LIMIT.value
     with pytest.raises(RequestRefused, match="raise max_sessions"):
         engine_of(daemon, spec_of())
-    for _ in range(30):  # whether the refusal overtakes the hello or not
+    for _ in range(30):  # whether or not the refusal comes before the hello is sent
         with pytest.raises(RequestRefused, match="raise max_sessions"):
             Session(SessionSettings(str(daemon.run_dir), "one more", b"i" * 16), MagicMock())
     assert all(isinstance(peer.ask(m.Ping), m.Done) for peer in peers)
@@ -227,7 +227,7 @@ def test_41_a_reader_that_is_only_late_gets_every_reply(hardened: Daemon, connec
 def test_42_every_request_of_many_clients_is_answered(
     hardened: Daemon, bystander: Peer, start_child: Callable[..., Child]
 ) -> None:
-    """A send may swallow the news of a request: then that request waits until something else comes."""
+    """A send may consume the notice of a new request, which then waits until something else comes."""
     children = [start_child("peer", hardened) for _ in range(3)]
     for child in children:
         child.tell("ping_pong", seconds=1.5, peers=5)

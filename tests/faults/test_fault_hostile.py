@@ -1,4 +1,4 @@
-"""Admitted but hostile: a tenant that takes what it can get, and users of the host who set traps."""
+"""Admitted but hostile: a tenant that takes all it can get, and local users who set traps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_tenant_asks_how_much_of_its_prompts_is_stored(
     question = ["affinity", "--model", "demo", "--tokens", str(tmp_path / "tokens"), "--salt", "s"]
     assert main([*question, "--address", site.address("team-a")]) == 0
     assert "16" in capsys.readouterr().out
-    # On the daemon's host it is found too; another tenant does not even learn that there is such a model.
+    # Clients on the daemon's host find it too; another tenant does not even learn that the model exists.
     assert main([*question, "--address", site.daemon.run_dir]) == 0
     with Client.connect(site.address("team-b")) as other:
         assert other.call(m.Models).models == []

@@ -33,7 +33,7 @@ from tiercache.protocol import messages as m
 SPEC = spec_of(64 << 10)
 BLOCKS = 6
 SOON_S = 30.0
-"""What must come to pass, however slow the machine."""
+"""Deadline of states that must be reached, however slow the machine."""
 
 
 class Disks:
@@ -54,7 +54,7 @@ class Disks:
 
     @property
     def nvme(self) -> dict[str, Any]:
-        """The tier's statistics; so a request that is answered."""
+        """The tier's statistics, which also shows that the daemon answers."""
         tier: dict[str, Any] = self.daemon.stats()["tiers"]["nvme"]
         return tier
 
@@ -77,7 +77,7 @@ class Disks:
         return keys
 
     def fill(self, each: int = 2) -> None:
-        """Store chains until so many are in each directory, whichever it chooses for them."""
+        """Store chains until each directory has `each` of them; the tier chooses the directory."""
         while min(map(len, self.chains.values())) < each:
             before = {path: self.blocks(path) for path in self.paths}
             keys = self.store()
@@ -90,7 +90,7 @@ class Disks:
         return sum(map(self.blocks, self.paths)) == sum(before.values()) + BLOCKS
 
     def _is_durable(self) -> bool:
-        """Every row is committed: blocks are found some milliseconds before that."""
+        """Whether every row is committed; blocks are found some milliseconds before that."""
         return not any(one["database_queue"] for one in self.nvme["directories"])
 
     def forget_dram(self) -> None:
@@ -187,7 +187,7 @@ def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gat
     match = disks.engine.connector.match(lost)
     waiting = disks.engine.connector.load_async(match, list(range(BLOCKS)), timeout_s=SOON_S)
     other = disks.engine.connector.match(lost)
-    assert disks.engine.connector.load(other, list(range(BLOCKS)), timeout_s=0.1) == 0, "the deadline of who loads"
+    assert disks.engine.connector.load(other, list(range(BLOCKS)), timeout_s=0.1) == 0, "the deadline of the load"
     assert waiting.result(SOON_S) == 0, "a miss when the disk is given up, before the deadline"
     assert disks.of(hung)["state"] == "offline"
     assert disks.of(well)["state"] == "ok"
@@ -256,7 +256,7 @@ def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate)
 
 @pytest.mark.parametrize("end", ["terminated", "killed"])
 def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate, end: str) -> None:
-    """It does not wait for the disk, and what was half-way there is good or a miss."""
+    """The stop does not wait for the disk, and blocks that were being written are good or a miss."""
     disks = start_disks()
     hung, well = disks.paths
     disks.fill()
@@ -268,7 +268,7 @@ def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disk
     match = disks.engine.connector.match(disks.chains[hung][0])
     assert disks.engine.connector.load(match, list(range(BLOCKS)), timeout_s=0.1) == 0
     if end == "terminated":
-        assert disks.daemon.terminate() == 0, "within grace and closing time"
+        assert disks.daemon.terminate() == 0, "within the grace and the time to close"
     else:
         disks.daemon.kill()
     gate.go_on()
@@ -297,7 +297,7 @@ def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], ga
     before = disks.blocks(well)
     new = [disks.store() for _ in range(4)]
     wait_until(lambda: disks.blocks(well) == before + 4 * BLOCKS, "all are written to the other disk", SOON_S)
-    assert disks.daemon.terminate() == 0, "it ends while one is being opened"
+    assert disks.daemon.terminate() == 0, "the daemon ends while a directory is being opened"
     disks.start()
     assert not disks.of(hung)
     gate.go_on()
@@ -310,7 +310,7 @@ def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], ga
 
 
 def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks], frozen_disk: FrozenDisk) -> None:
-    """Threads of the daemon wait in the kernel, uninterruptibly; it serves, comes to its end, and uses it again."""
+    """Threads of the daemon wait uninterruptibly in the kernel: it serves, ends, and later uses the disk again."""
     disks = start_disks(hung=frozen_disk.path / "nvme")
     hung, well = disks.paths
     disks.fill()

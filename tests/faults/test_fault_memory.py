@@ -206,7 +206,7 @@ def test_43_an_engine_out_of_descriptors_runs_without_its_cache(
 def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
-    """Its own reckoning leaves it enough; here the limit is lowered under it."""
+    """The daemon's own limits leave it enough descriptors; here the test lowers the limit under it."""
     daemon = start_daemon("--arena", "8MiB", "--region", "4MiB")
     peer, keys = connect(daemon), chain_of("files", 8)
     assert peer.load(SPEC, keys) == 0  # its connection is made
@@ -220,7 +220,7 @@ def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
     wait_until(lambda: "could not be accepted" in daemon.log(), "the daemon is out of descriptors")
     for _ in range(200):
         assert peer.load(SPEC, keys) == 8
-    assert daemon.log().count("could not be accepted") < 20, "it does not spin"
+    assert daemon.log().count("could not be accepted") < 20, "the loop does not spin"
     for sock in others:
         sock.close()
     wait_until(lambda: _lets_in(daemon), "it lets others in again")
@@ -256,7 +256,7 @@ def test_a_lack_of_memory_is_said_and_survived(
 def test_an_arena_that_fits_in_part_is_used_in_part(
     start_daemon: Callable[..., Daemon], engine_of: Callable[..., Engine], closing: ExitStack
 ) -> None:
-    """The daemon's address space ends after a few regions; attempts to go on leave nothing behind."""
+    """The daemon's address space is used up after a few regions; further attempts leave nothing behind."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (800 * MIB, 800 * MIB))
@@ -264,7 +264,7 @@ def test_an_arena_that_fits_in_part_is_used_in_part(
     daemon = Daemon("--arena", "4GiB", "--region", "64MiB", preexec=limit)
     closing.callback(daemon.close)
     daemon.start(complete=False)
-    wait_until(lambda: daemon.stats()["health"]["state"] == "degraded", "the shortage is said")
+    wait_until(lambda: daemon.stats()["health"]["state"] == "degraded", "the log reports the shortage")
     regions = daemon.stats()["arena"]["regions"]
     assert 0 < regions < 20
     engine, keys = engine_of(daemon, spec_of(MIB)), chain_of("less", 60)
@@ -326,7 +326,7 @@ def liar() -> Iterator[Relay]:
 
 @pytest.mark.parametrize("case", sorted(GARBAGE))
 def test_22_a_reply_that_makes_no_sense_is_a_miss(liar: Relay, engine_of: Callable[..., Engine], case: str) -> None:
-    """Whichever reply it is: no exception reaches the engine, no wrong byte, and the client comes back."""
+    """Whichever reply is garbage: the engine gets no exception and no wrong byte, and the client recovers."""
     engine = engine_of(liar.run_dir, SPEC)
     for kind in (m.Match, m.Commit, m.Release):
         keys, other = chain_of(f"{case} {kind}", 4), chain_of(f"new {case} {kind}", 4)
@@ -336,7 +336,7 @@ def test_22_a_reply_that_makes_no_sense_is_a_miss(liar: Relay, engine_of: Callab
         with ExitStack() as hurry:
             if not harmless:
                 hurry.enter_context(engine.hurried(0.3))
-            assert engine.load(keys) == (0 if not harmless else 4), kind  # verifies what is said to be good
+            assert engine.load(keys) == (0 if not harmless else 4), kind  # verifies every block that is reported good
             if harmless:
                 hurry.enter_context(engine.hurried(0.3))
             engine.store(other)

@@ -58,13 +58,13 @@ def test_bytes_come_back_to_their_tenant_and_to_no_other(site: Site, remote: Dae
     assert found.blocks == 4
     assert first.load(found, [4, 5, 6, 7]) == 4
     assert np.array_equal(pool[4:], pool[:4])
-    for address in (site.address("team-b"), remote.run_dir):  # another tenant, and who says none
+    for address in (site.address("team-b"), remote.run_dir):  # another tenant, and a client without one
         with connector(closing, address, noise(2)) as other:
             assert other.match(KEYS).blocks == 0
 
 
 def test_a_tenant_cannot_name_what_is_not_its_own(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    """Namespaces are small integers, so it could guess; and there is much that would tell it of others."""
+    """Namespaces are small integers, so a tenant could guess them; and many requests could tell it about others."""
     connector(closing, site.address("team-a"), noise(1)).store(KEYS, [0, 1, 2, 3])
     other = closing.enter_context(Client.connect(site.address("team-b")))
     own = other.register(SPEC)
@@ -83,14 +83,14 @@ def test_a_tenant_cannot_name_what_is_not_its_own(site: Site, remote: Daemon, cl
         with pytest.raises(RequestRefused) as error:
             other.call(kind, **fields)
         assert error.value.code == code, kind
-    # Nor by saying that its blocks are another tenant's.
+    # Nor by claiming another tenant's blocks.
     assert other.register(SPEC.of_tenant("team-a")) == own
     with connector(closing, site.address("team-a"), noise(3)) as again:
         assert again.match(KEYS).blocks == 4
 
 
 def test_a_session_is_of_use_to_its_tenant_only(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    """Even who knows its token, which never crosses the network in clear, gets nowhere with other keys."""
+    """Even a client that knows the token, which never crosses the network in clear, is refused with other keys."""
     client = closing.enter_context(Client.connect(site.address("team-a")))
     session = client.session()
     ping = m.Ping(7, session.welcome.session, session.generation, time.monotonic_ns() // 1000 + 5_000_000)

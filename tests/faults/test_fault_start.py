@@ -93,7 +93,7 @@ def test_a_run_dir_that_others_may_write_is_refused(directory: Path) -> None:
 
 
 def test_a_daemon_ends_with_its_parent(closing: ExitStack, directory: Path) -> None:
-    """The parent is killed and says nothing: the pipe's end of file does."""
+    """The parent is killed and sends nothing: the daemon sees the end of file of its pipe."""
     code = (
         "import signal, sys, tiercache\n"
         "daemon = tiercache.launch('8MiB', run_dir=sys.argv[1], region='2MiB')\n"

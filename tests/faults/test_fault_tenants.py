@@ -1,4 +1,4 @@
-"""Tenants that say what they like: none reads another's bytes, takes another's place, or learns of it."""
+"""Tenants that claim anything: none reads another's bytes, takes another's room, or learns of it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_tells_of_others_is_refused(
         m.Settings: (),
         m.ChangeSetting: ("quota", "team-b=1TiB"),
     }
-    # What is new is refused until it is said that tenants may ask it.
+    # New kinds of requests are refused to tenants until this table allows them.
     assert fields.keys() == set(get_args(m.AnyRequest)) - FOR_TENANTS
     for kind, its in fields.items():
         assert other.ask(kind.__struct_config__.tag, *its)[:2] == ["error", "forbidden"], kind
@@ -109,7 +109,7 @@ def test_what_tells_of_others_is_refused(
 def test_sessions_of_a_key_that_was_replaced_end(
     site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant], tmp_path: Path
 ) -> None:
-    """The name is allowed as before, but not whom it was: a stolen key is locked out by a new one."""
+    """The tenant's name stays allowed, but not its old key: a new key locks a stolen one out."""
     start_daemon(*site.flags)
     stolen = tenant("team-a")
     assert stolen.ask("ping") == ["done"]
@@ -125,7 +125,7 @@ def test_sessions_of_a_key_that_was_replaced_end(
 def test_a_process_has_one_quarantine_however_often_it_connects(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]
 ) -> None:
-    """Instances are the client's to choose, so they get it nothing; and a part of the arena is left to others."""
+    """A client chooses its instances, so more of them give it no more room; a part of the arena is left to others."""
     daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", "--quarantine-per-client", "64MiB")
     wait_until(lambda: stats_of(daemon)["arena"]["populated_bytes"] == 16 * MIB, "the arena is there")
     for _ in range(6):
@@ -164,7 +164,7 @@ def test_a_tenant_that_does_not_read_holds_no_frames_and_little_memory(
     assert "answers to this session" in refused_to_the_deaf(session, ours, key)
     more = [tenant("team-a") for _ in range(5)]
     assert "answers to tenant team-a wait" in [refused_to_the_deaf(one, ours, key) for one in more][-1]
-    for _ in range(4):  # its blocks go and come, and every frame that goes is free
+    for _ in range(4):  # blocks are evicted and stored, and every evicted frame becomes free
         assert session.store(ours, os.urandom(16), data) == [VISIBLE]
     stats = stats_of(daemon)
     assert stats["arena"]["used_bytes"] <= 6 * MIB

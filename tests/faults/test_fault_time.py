@@ -18,10 +18,10 @@ SPEC = spec_of(64 << 10)
 
 
 def asleep(daemon: Daemon, seconds: float) -> None:
-    """Stop the daemon for a time that is itself the point."""
+    """Stop the daemon for a time; the test is about that time."""
     daemon.stop()
     end_s = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > end_s, "the time has passed", seconds + 1)
+    wait_until(lambda: time.monotonic() > end_s, "the pause is over", seconds + 1)
     assert state_of(daemon.pid) == "T"
     daemon.go_on()
 
@@ -106,7 +106,7 @@ def test_20_a_stopped_client_does_not_hold_its_leases_for_ever(
     wait_until(lambda: len(other.store(spec, chain_of(time.monotonic(), 64))) == 64, "all frames can be had")
     assert daemon.stats()["leases"]["read"] == 0
     child.go_on()
-    assert not child.do("release"), "what it copied meanwhile is worth nothing"
+    assert not child.do("release"), "the copies made meanwhile do not count"
 
 
 def test_20_a_stopped_engine_does_not_either(
@@ -162,7 +162,7 @@ def test_21_a_pin_holds_until_its_time_and_not_longer(daemon: Daemon, connect: C
     for _ in range(2):
         assert len(peer.store(spec, chain_of(time.monotonic(), 64))) == 64
     for _ in range(3):
-        assert peer.length(spec, keys) == 0, "gone is gone"
+        assert peer.length(spec, keys) == 0, "what is gone stays gone"
     assert peer.ask(m.Unpin, namespaces=[number], keys=keys).blocks == 0
 
 

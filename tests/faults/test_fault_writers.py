@@ -43,7 +43,7 @@ def press(peer: Peer, expect: int) -> tuple[bytes, set[int]]:
         frames = peer.store(SPEC, keys)
         assert len(frames) == expect
         given.update(frames)
-    assert len(given) == expect, "each time the same ones: there are no others"
+    assert len(given) == expect, "the same frames each time: there are no others"
     return keys, given
 
 
@@ -145,7 +145,7 @@ def test_12_a_writer_that_dies_half_way_publishes_nothing(
 def test_39_a_forked_child_that_keeps_the_sockets_open(
     small: Daemon, start_child: Callable[..., Child], connect: Callable[..., Peer], kill_later: Callable[[int], None]
 ) -> None:
-    """No end of file comes, and the writer is dead all the same: its pidfd says so."""
+    """No end of file comes, but the writer's pidfd shows that it is dead."""
     child, other = start_child("peer", small, **SETTINGS), connect(small)
     taken = half_written(child)
     fork = child.do("fork")
@@ -183,7 +183,7 @@ class Fork:
         kill_later(pid)
 
     def kill(self) -> None:
-        """SIGKILL; its parent does not reap it, so a zombie is as gone as it gets."""
+        """SIGKILL, and wait for a zombie: its parent does not reap it."""
         os.kill(self.pid, signal.SIGKILL)
         wait_until(lambda: state_of(self.pid) in ("Z", ""), "the fork is dead")
 
@@ -242,7 +242,7 @@ def test_12_the_quarantine_of_one_client_is_capped(
 def test_20_a_stopped_writer_cannot_take_the_whole_arena_along(
     start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], connect: Callable[..., Peer]
 ) -> None:
-    """Its leases run out, and all that it was given waits for a process that may be stopped for ever."""
+    """Its leases expire, and its frames stay in quarantine for a process that may be stopped for ever."""
     daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--quarantine-per-client", "1MiB")
     child, other = start_child("peer", daemon, **SETTINGS), connect(daemon)
     child.do("reserve", seed="all of it", blocks=FRAMES, ttl_ms=50)

@@ -1,4 +1,4 @@
-"""What the kernel has to compute, in whichever way it is run: bit for bit what numpy computes."""
+"""What the kernel must compute, compiled or interpreted: bit for bit what numpy computes."""
 
 from __future__ import annotations
 

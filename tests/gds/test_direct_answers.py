@@ -1,4 +1,4 @@
-"""What is done with each answer of the daemon on the way past DRAM: without a daemon, a disk or a GPU."""
+"""How direct loads and stores treat each answer of the daemon; without a daemon, a disk or a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACE = Extent(0, 0, 0, 0, 0, 4096, 4096, 0)
 
 
 class Session:
-    """Answers what the test says, in order, and remembers what it was asked."""
+    """Gives the test's answers in order, and records the requests."""
 
     generation = 1
     welcome = SimpleNamespace(kv_events=False)

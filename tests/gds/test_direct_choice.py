@@ -32,13 +32,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def decided(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, stores: bool = False) -> DirectPath:
-    """What `auto` comes to for a pool on a GPU (in name) after such a probe."""
+    """What `auto` chooses for a pool that claims to be on a GPU, after such a probe."""
     monkeypatch.setattr(direct, "probe_gds", lambda directory: probe)
     monkeypatch.setattr(direct, "KvikioBackend", lambda probe, device: HostBackend())
     pool = tiercache.Pool.from_blocks(cluster.pool)
     pool.device = "cuda:0"
     path = DirectPath(cluster.connector.client, cluster.spec, pool, "auto", stores)
-    wait_until(lambda: "it is being probed" not in (path.reason, path.store_reason), "it is decided")
+    wait_until(lambda: "it is being probed" not in (path.reason, path.store_reason), "the choice is made")
     return path
 
 
@@ -264,7 +264,7 @@ def test_a_block_that_a_client_calls_bad_is_read_before_it_is_dropped(cluster: C
     wait_until(lambda: cluster.nvme()["blocks"] == 4, "the one that is bad is dropped, and what follows")
     stats = cluster.nvme()
     assert (stats["direct_reported_blocks"], stats["bad_blocks"]) == (3, 1)
-    assert release(cluster, matched.lease), "the others are good all the same"
+    assert release(cluster, matched.lease), "the other blocks are good all the same"
 
 
 def test_a_lost_session_lets_go(cluster: Cluster) -> None:
@@ -276,4 +276,4 @@ def test_a_lost_session_lets_go(cluster: Cluster) -> None:
     assert match.blocks == 5
     assert cluster.nvme()["direct_leases"] == 1
     other.close()
-    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "nothing is held any more")
+    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "no lease is left")

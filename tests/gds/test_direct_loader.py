@@ -1,4 +1,4 @@
-"""The loader by itself: which reads it makes of extents, and what it takes for good."""
+"""The loader by itself: how it turns extents into reads, and which blocks it accepts."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_handler_of_a_signal_may_close_what_waits_for_the_engine(
     def close() -> None:
         free = not disk.loader._lock.locked()
         closed.append(free)
-        if free:  # it would wait for ever for itself
+        if free:  # it would wait for itself for ever
             disk.loader.close()
 
     def is_ready(after: Any) -> bool:
@@ -240,7 +240,7 @@ def test_a_stop_waits_for_the_reads_under_way(tmp_path: Path) -> None:
     assert thread.is_alive()
     disk.backend.resume()
     thread.join(20)
-    assert results == [DirectResult(8)], "those that were begun came; no other was begun"
+    assert results == [DirectResult(8)], "reads that had begun ended; no other began"
     assert disk.backend.reads == 8
     disk.loader.close()
 

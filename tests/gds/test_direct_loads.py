@@ -91,7 +91,7 @@ def test_a_worker_reads_under_its_schedulers_lease(make: Make) -> None:
 
 
 def test_blocks_of_before_are_promoted(make: Make) -> None:
-    """They carry a checksum that only the daemon computes."""
+    """Such blocks have a checksum that only the daemon computes."""
     cluster = make(direct=False)
     old = cluster.store_on_disk("a", 10)
     cluster.connector.close()
@@ -149,9 +149,9 @@ def test_a_bad_block_is_a_miss_and_forgotten(make: Make) -> None:
     chain = cluster.store_on_disk("a", 20)
     cluster.damage(7)
     good = cluster.load(chain)
-    assert good == 7, "those before it were verified, whatever comes after"
+    assert good == 7, "the blocks before it were verified"
     assert cluster.direct("bad_blocks") == 1
-    wait_until(lambda: cluster.nvme()["blocks"] == good, "it is forgotten with what follows")
+    wait_until(lambda: cluster.nvme()["blocks"] == good, "the block is forgotten with those behind it")
     assert cluster.nvme()["bad_blocks"] >= 1
     assert cluster.store(chain).stored >= 20 - good
     cluster.wait_written()
@@ -160,7 +160,7 @@ def test_a_bad_block_is_a_miss_and_forgotten(make: Make) -> None:
 
 
 def test_a_block_that_stands_for_another_is_never_good(make: Make) -> None:
-    """Right bytes at the wrong place: the seed of the key that is wanted finds them out."""
+    """Right bytes at the wrong place: the checksum, seeded with the wanted key, detects them."""
     cluster = make()
     cluster.store_on_disk("a", 20)
     segment = next((cluster.directories[0] / "segments").glob("*.seg"))
@@ -219,7 +219,7 @@ def test_a_read_that_never_ends_keeps_its_blocks(make: Make) -> None:
     assert "did not end" in loader.off
     assert not cluster.connector.direct.wanted
     match = cluster.connector.match(chain)
-    assert cluster.connector.load(match, range(20, 30), timeout_s=20) == 10, "the cache goes on without"
+    assert cluster.connector.load(match, range(20, 30), timeout_s=20) == 10, "the cache goes on without direct I/O"
 
 
 def test_the_daemon_dies_while_reads_are_under_way(make: Make) -> None:
@@ -260,6 +260,6 @@ def test_a_lease_that_expired_is_a_miss(make: Make) -> None:
     transfer = cluster.connector.load_async(match, range(10))
     wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
     cluster.connector.client.leases.let_go(taken)  # the client no longer renews it
-    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "it is over")
+    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "the lease is over")
     cluster.backend.resume()
     assert transfer.result(40) == 0

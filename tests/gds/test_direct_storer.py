@@ -1,4 +1,4 @@
-"""The storer by itself: which writes it makes of places, and what it says of them."""
+"""The storer by itself: how it turns places into writes, and what it reports of them."""
 
 from __future__ import annotations
 

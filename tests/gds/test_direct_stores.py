@@ -181,7 +181,7 @@ def test_writes_that_always_fail_are_given_up(make: Make) -> None:
     assert storer is not None
     assert "3 direct writes in a row failed" in storer.off
     assert cluster.connector.counters["direct_store_in_use"] == 0
-    assert cluster.connector.counters["direct_in_use"] == 1, "reads are another matter"
+    assert cluster.connector.counters["direct_in_use"] == 1, "reads are still allowed"
     assert cluster.nvme()["direct_stored_blocks"] == 0
     assert nothing_is_held(cluster)
 
@@ -193,7 +193,7 @@ def test_what_was_written_wrong_is_never_good(make: Make, number: int) -> None:
     chain = chain_of("a", BLOCKS)
     assert store_backwards(cluster, chain).stored == BLOCKS, "the daemon does not know yet"
     assert cluster.load(chain) == number
-    wait_until(lambda: cluster.nvme()["blocks"] == number, "it is forgotten with what follows")
+    wait_until(lambda: cluster.nvme()["blocks"] == number, "the block is forgotten with those behind it")
     assert store_backwards(cluster, chain).stored == BLOCKS - number
     assert cluster.load(chain) == BLOCKS
 
@@ -221,7 +221,7 @@ def test_a_flush_while_writes_are_under_way_drops_them(make: Make) -> None:
         assert other.match(chain).blocks == 0
     cluster.backend.resume()
     assert transfer.result(20) == tiercache.StoreResult(dropped=BLOCKS)
-    assert cluster.load(chain) == 0, "neither on disk nor in DRAM"
+    assert cluster.load(chain) == 0, "the chain is neither on disk nor in DRAM"
     assert nothing_is_held(cluster)
     assert store_backwards(cluster, chain).stored == BLOCKS
 
@@ -264,7 +264,7 @@ def test_a_block_is_written_by_one_client_at_a_time(make: Make) -> None:
     wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
     with cluster.connect(gds=HostBackend(), gds_store=True) as other:
         second = other.store_async(chain, BACKWARDS)
-        wait_until(lambda: asked(cluster) >= 2, "it is told to ask again")
+        wait_until(lambda: asked(cluster) >= 2, "the client is told to ask again")
         cluster.backend.resume()
         assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS)
         assert second.result(20) == tiercache.StoreResult(present=BLOCKS)
@@ -380,7 +380,7 @@ def test_a_write_that_never_ends_keeps_its_slots(make: Make) -> None:
         store_backwards(cluster, chain_of("a", BLOCKS))
     assert "did not end" in storer.off
     assert cluster.nvme()["direct_quarantined_bytes"] == BLOCKS * cluster.spec.block_bytes
-    assert cluster.store(chain_of("b", 5)).stored == 5, "the cache goes on without"
+    assert cluster.store(chain_of("b", 5)).stored == 5, "the cache goes on without direct I/O"
     assert cluster.nvme()["direct_stored_blocks"] == 0
 
 
@@ -405,8 +405,8 @@ def test_the_daemon_dies_while_writes_are_under_way(make: Make) -> None:
     assert backend.writes == MOVE_THREADS < BLOCKS, "no write has begun since"
     old.close()
     good = cluster.load(fresh)
-    assert good < 100, "an old write has hit one of them"
-    wait_until(lambda: cluster.nvme()["blocks"] == good, "that one is gone")
+    assert good < 100, "an old write has overwritten one of them"
+    wait_until(lambda: cluster.nvme()["blocks"] == good, "the overwritten block is gone")
     assert cluster.store(fresh).stored == 100 - good
     assert cluster.load(fresh) == 100
 
@@ -451,4 +451,4 @@ def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str
     assert result == tiercache.StoreResult(stored=kept, dropped=BLOCKS - kept)
     assert (cluster.nvme()["blocks"], cluster.dram_blocks()) == (kept, 0)
     assert nothing_is_held(cluster)
-    assert cluster.load(chain) == kept, "and what is loaded is what was stored"
+    assert cluster.load(chain) == kept, "and the loaded bytes are the stored ones"

@@ -1,4 +1,4 @@
-"""The probe: what it decides, whatever kvikio does. kvikio and torch are stand-ins over host memory."""
+"""What the probe decides for each behaviour of kvikio. kvikio and torch are stand-ins over host memory."""
 
 from __future__ import annotations
 

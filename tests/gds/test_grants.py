@@ -1,4 +1,4 @@
-"""Slots that clients write: what the daemon says to them, whatever they do."""
+"""Slots that clients write: how the daemon answers, whatever they do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Writer:
-    """A client by hand, as a process of its own instance."""
+    """A hand-made client, as a process with an instance of its own."""
 
     def __init__(self, cluster: Cluster, instance: bytes | None = None) -> None:
         self.cluster = cluster
@@ -127,8 +127,8 @@ def test_places_are_blocks_in_a_segment(cluster: Cluster, writer: Writer) -> Non
     assert held(cluster) == (1, 0)
     assert writer.commit(reply.lease, writer.write(reply, chain)) == [VISIBLE] * 10
     assert held(cluster) == (0, 0)
-    assert cluster.load(chain) == 10, "the daemon verifies what the client has called right"
-    assert writer.commit(reply.lease, [1, 2]) == [DROPPED] * 2, "it is over"
+    assert cluster.load(chain) == 10, "the daemon verifies blocks that the client reported as right"
+    assert writer.commit(reply.lease, [1, 2]) == [DROPPED] * 2, "the lease is over"
     writer.abort(reply.lease, True)
     assert cluster.load(chain) == 10
 
@@ -156,7 +156,7 @@ def test_a_run_begins_below_a_block_that_is_here(cluster: Cluster, writer: Write
     rest = writer.granted(chain[16 * 5 :], parent=key_of(chain, 4))
     assert writer.commit(rest.lease, writer.write(rest, chain[16 * 5 :])) == [VISIBLE] * 5
     mixed = writer.reserve(other[:16] + chain[16:32])
-    assert len(slots(mixed)) == 1, "what is here already is not written below another block"
+    assert len(slots(mixed)) == 1, "a block that is here already is not written below another parent"
     writer.abort(mixed.lease, True)
     assert cluster.load(chain) == 10
 
@@ -164,12 +164,12 @@ def test_a_run_begins_below_a_block_that_is_here(cluster: Cluster, writer: Write
 def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, writer: Writer) -> None:
     chain = chain_of("a", 10)
     reply = writer.granted(chain, ttl_ms=200)
-    wait_until(lambda: held(cluster) == (0, 10), "its time is up")
+    wait_until(lambda: held(cluster) == (0, 10), "its lease has expired")
     other = Writer(cluster)
     second = other.granted(chain)
     assert not set(slots(second)) & set(slots(reply)), "they may still be written to"
     assert other.commit(second.lease, other.write(second, chain)) == [VISIBLE] * 10
-    assert other.commit(reply.lease, [1] * 10) == [DROPPED] * 10, "another instance has no say"
+    assert other.commit(reply.lease, [1] * 10) == [DROPPED] * 10, "another instance cannot end it"
     assert held(cluster) == (0, 10)
     assert writer.commit(reply.lease, writer.write(reply, chain)) == [DROPPED] * 10
     assert held(cluster) == (0, 0)
@@ -185,7 +185,7 @@ def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
         assert answer.alive == b"\x01\x00"
     assert held(cluster) == (1, 0)
     writer.client.call(messages.Renew, leases=[reply.lease], ttl_ms=1)
-    wait_until(lambda: held(cluster) == (0, 3), "its time is up")
+    wait_until(lambda: held(cluster) == (0, 3), "its lease has expired")
     writer.abort(reply.lease, False)
     assert held(cluster) == (0, 3)
     writer.abort(reply.lease, True)
@@ -245,7 +245,7 @@ def test_a_parent_that_is_lost_takes_the_run_along(cluster: Cluster, writer: Wri
     sums = writer.write(rest, chain[16 * 5 :])
     match = cluster.connector.match(chain)
     assert match.blocks == 5
-    assert cluster.connector.load(match, range(5)) == 0, "a lying client hurts those who believe it, by a miss"
+    assert cluster.connector.load(match, range(5)) == 0, "a lying client costs a miss, and no wrong bytes"
     wait_until(lambda: cluster.nvme()["blocks"] == 0, "the bad ones are dropped")
     assert writer.commit(rest.lease, sums) == [DROPPED] * 5
     assert held(cluster) == (0, 0)

@@ -120,7 +120,7 @@ def test_books_and_bytes_are_right_whatever_happens(tmp_path: Path, seed: int) -
             game.check()
             rounds = iter(range(3))
             await rig.until(lambda rounds=rounds: next(rounds, None) is None)
-        assert game.visible > 0, "something of it came to be"
+        assert game.visible > 0, "some blocks were stored"
         while game.open:
             game.abort()
         await rig.settled()
@@ -130,7 +130,7 @@ def test_books_and_bytes_are_right_whatever_happens(tmp_path: Path, seed: int) -
         rig.forget_dram()
         loaded = [await rig.load(game.namespace, chain) for chain in game.chains]
         assert sum(loaded) > 0
-        assert rig.tier.stats()["bad_blocks"] == 0, "a slot was two clients' at a time"
+        assert rig.tier.stats()["bad_blocks"] == 0, "a slot belonged to two clients at a time"
         await rig.close()
 
     play(scenario)

@@ -1,4 +1,4 @@
-"""Lane sums: known values, what they find out, and the kernel without a GPU."""
+"""Lane sums: known values, the errors that they detect, and the kernel without a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_it_is_what_the_definition_says(length: int) -> None:
 
 
 def test_known_values_never_change() -> None:
-    """They are on disks."""
+    """These values are pinned: such checksums are on disks."""
     assert [hex(int(key)) for key in lane_keys()[:2]] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4"]
     assert block_checksum(b"", 0, CHECKSUM_LANES) == mix(0) == 0
     assert hex(block_checksum(b"hello", 7, CHECKSUM_LANES)) == "0xd06f2e5840426839"

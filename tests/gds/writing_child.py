@@ -20,7 +20,7 @@ from tiercache.connector.direct.backend import Fault, HostBackend
 
 
 def main(run_dir: str, name: str, blocks: int) -> None:
-    """Store, and stay in it."""
+    """Begin the store, and stay in it."""
     chain = chain_of(name, blocks)
     pool = np.frombuffer(mmap.mmap(-1, blocks * BLOCK_BYTES), np.uint8).reshape(blocks, BLOCK_BYTES)
     for number in range(blocks):

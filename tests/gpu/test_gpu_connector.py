@@ -57,7 +57,7 @@ def test_a_store_carries_what_kernels_before_it_write(form: str, device: str, da
             keep_busy(device)
             client.spoil()
             transfer = connector.store_async(keys("store order", 24), ALL)
-            assert not transfer.done()  # its blocks belong to it meanwhile
+            assert not transfer.done()  # the blocks belong to the transfer meanwhile
         assert transfer.result(WAIT_S).stored == 24
         for layer in client.layers:
             layer.zero_()

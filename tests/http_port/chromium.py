@@ -35,7 +35,7 @@ _WORDS = r"document.body.innerText.replace(/\u202f/g, ' ')"
 
 
 def missing() -> str:
-    """What is not installed, with the remedy; empty when all is there."""
+    """What is missing and how to install it; empty when all is there."""
     names = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(names)}: apt-get install chromium chromium-driver" if names else ""
 
@@ -83,11 +83,11 @@ class Browser:
             raise BrowserError(json.load(error)["value"]["message"]) from None
 
     def open(self, url: str) -> None:
-        """Go there; returns when the page and all that it names are loaded."""
+        """Open a page; returns when it and its resources are loaded."""
         self._ask("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a function body returns in the page."""
+        """Run a function body in the page; returns its result."""
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def devtools(self, command: str, **parameters: Any) -> Any:
@@ -95,7 +95,7 @@ class Browser:
         return self._ask("POST", f"{self._session}/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def resize(self, width: int, height: int) -> None:
-        """The size of what is seen, in CSS pixels."""
+        """Set the size of the viewport, in CSS pixels."""
         self.devtools(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
@@ -106,15 +106,15 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
+        """A screenshot, as PNG."""
         return base64.b64decode(self._ask("GET", f"{self._session}/screenshot"))
 
     def log(self, kind: str) -> list[dict[str, Any]]:
-        """What has come into the log `browser` (the console) or `performance` since it was asked for last."""
+        """New entries of the log `browser` (the console) or `performance` since the last call."""
         return list(self._ask("POST", f"{self._session}/se/log", {"type": kind}))
 
     def urls(self) -> list[str]:
-        """What was asked of any network since the log was asked for last."""
+        """The network requests since the last call."""
         events = (json.loads(entry["message"])["message"] for entry in self.log("performance"))
         sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [str(one["request"]["url"]) for one in sent]
@@ -128,11 +128,11 @@ class Browser:
         return found
 
     def wait_for_text(self, text: str) -> None:
-        """Poll until it stands somewhere on the page, with any kind of space."""
+        """Poll until a text is on the page, with any kind of space."""
         self.wait(f"return {_WORDS}.includes({json.dumps(text)})", text)
 
     def words(self) -> str:
-        """What stands on the page, with plain spaces."""
+        """The text of the page, with plain spaces."""
         return str(self.run(f"return {_WORDS}"))
 
     def close(self) -> None:

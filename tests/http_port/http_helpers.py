@@ -102,7 +102,7 @@ def connect(address: str, namespace: tiercache.NamespaceSpec, blocks: int = 64) 
 
 
 def tokens_of(name: str, blocks: int) -> list[int]:
-    """Those of a prompt that no other test has."""
+    """Tokens of a prompt that no other test has."""
     start = sum(map(ord, name)) * 1000
     return list(range(start, start + blocks * BLOCK))
 

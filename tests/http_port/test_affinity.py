@@ -156,8 +156,8 @@ def test_a_match_is_what_all_ranks_have(client: tiercache.Client, opened: Connec
     assert answer["matched"] == 16
     assert [one["dram"] for one in answer["chains"][0]["namespaces"]] == [40, 16]
     unheard = spec(tp_rank=0, tp_size=3)
-    connector.announce([card(ranks[0], unheard)])  # a rank that has not come yet has nothing
-    wait_until(lambda: ask(client, tokens)["matched"] == 0, "the new card")
+    connector.announce([card(ranks[0], unheard)])  # a rank that has not connected yet has nothing
+    wait_until(lambda: ask(client, tokens)["matched"] == 0, "the new card is known")
 
 
 def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) -> None:
@@ -168,7 +168,7 @@ def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) 
             Affinity(client).ask(Query(model="third", tokens=[1], salt=""))
         connector.announce([card(spec(), name="third")])
         assert ask(client, [1], "third")["chains"][0]["names"] == ["third"]
-    wait_until(lambda: not client.call(Models).models, "the end of the session")  # type: ignore[union-attr]
+    wait_until(lambda: not client.call(Models).models, "the session has ended")  # type: ignore[union-attr]
     with pytest.raises(UnknownModel, match="none has announced one"):
         Affinity(client).ask(Query(model="third", tokens=[1], salt=""))
 
@@ -177,7 +177,7 @@ def test_what_two_engines_announce_is_listed_once(client: tiercache.Client, open
     for _ in range(2):
         opened(client.address, spec()).announce([card(spec())])
     opened(client.address, spec()).announce([card(spec(), model="same name")])
-    wait_until(lambda: len(client.call(Models).models) == 2, "two models")  # type: ignore[union-attr]
+    wait_until(lambda: len(client.call(Models).models) == 2, "both models are known")  # type: ignore[union-attr]
     assert len(ask(client, [1])["chains"]) == 2
 
 
@@ -200,7 +200,7 @@ def test_an_unusable_card_is_refused(client: tiercache.Client, wrong: dict[str, 
 
 @pytest.mark.parametrize("algorithm", sorted(ENCODINGS))
 def test_chains_under_vllm_hashes(client: tiercache.Client, opened: Connect, algorithm: str) -> None:
-    """As its connector names them; that the hashes are vLLM's own is for `make test-vllm`."""
+    """Blocks are named as the connector names them; `make test-vllm` checks that the hashes are vLLM's own."""
     connector = opened(client.address, spec())
     tokens, seed = tokens_of(algorithm, 12), hash_seed(algorithm, {})
     engine = ModelCard(["v"], content_id("v"), [spec().fingerprint()], BLOCK, f"vllm/{algorithm}", 2, seed)
@@ -216,7 +216,7 @@ def test_chains_under_vllm_hashes(client: tiercache.Client, opened: Connect, alg
     assert ask(client, tokens, "v", lora="sql")["matched"] == ask(client, tokens, "sql")["matched"] == 32
     assert ask(client, tokens, "v", cache_salt="x")["matched"] == 0
     connector.announce([ModelCard(["v"], content_id("v"), engine.namespaces, BLOCK, "vllm/sha512", 2, seed)])
-    wait_until(lambda: ask(client, tokens, "v")["matched"] == 0, "a hash that is not known here")
+    wait_until(lambda: ask(client, tokens, "v")["matched"] == 0, "the card with an unknown hash algorithm")
 
 
 @pytest.mark.parametrize(

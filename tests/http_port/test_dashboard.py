@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what it shows, what it asks for, and what it says without an answer."""
+"""The page in a real Chromium: what it shows, what it requests, and what it says when no answer comes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
-    """A window as it is at first. At the end the console must have been silent."""
+    """A fresh browser window. At the end its console must be empty."""
     chromium.open("about:blank")
     chromium.resize(1600, 1200)
     chromium.prefer("light")
@@ -50,7 +50,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
 
 
 class Told:
-    """A client that tells what a test wants the page to show; None: the daemon is gone."""
+    """A client whose statistics the test sets; None: the daemon is gone."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self.tree: dict[str, Any] | None = tree
@@ -70,7 +70,7 @@ class Told:
 
 @pytest.fixture
 def told(chromium: Browser, client: tiercache.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Told]]:
-    """The real app on a port, in front of a client that tells whatever it is given."""
+    """The real app on a port, in front of a client whose statistics the test sets."""
     monkeypatch.setattr(history, "SLOW_EVERY_S", 0.0)
     nothing = {"hot_prefixes": [], "namespaces": [], "what_if": {"curve": []}}
     story = Told({**client.stats(histograms=True, hot_prefixes=32), **nothing})
@@ -99,7 +99,7 @@ def traffic(connector: tiercache.Connector, name: str) -> None:
 def test_charts_and_tables_have_what_happened(browser: Browser, url: str, client: tiercache.Client) -> None:
     with connect(client.address, spec()) as connector:
         browser.open(url)
-        browser.wait(LIVE, "it is connected")
+        browser.wait(LIVE, "the page is live")
 
         def drawn() -> bool:
             traffic(connector, "drawn")
@@ -129,7 +129,7 @@ def test_charts_and_tables_have_what_happened(browser: Browser, url: str, client
 def test_before_anything_happened_it_says_so(browser: Browser, told: tuple[str, Told]) -> None:
     url, story = told
     browser.open(url)
-    browser.wait(LIVE, "it is connected")
+    browser.wait(LIVE, "the page is live")
     text = browser.words()
     for words in (
         "Nothing has been looked up",
@@ -183,7 +183,7 @@ def test_prefixes_stand_below_each_other_and_sizes_on_a_curve(browser: Browser, 
     }
     story.tree["tiers"]["dram"]["capacity_bytes"] = 4 << 30
     browser.open(url)
-    browser.wait(LIVE, "it is connected")
+    browser.wait(LIVE, "the page is live")
     browser.wait_for_text("cccccccc")
     rows = "[...document.querySelectorAll('#prefixes tbody th')]"
     cells = browser.run(f"return {rows}.map((one) => one.innerText.trim())")
@@ -220,9 +220,9 @@ def test_a_page_opened_later_shows_the_past(browser: Browser, told: tuple[str, T
         story.tree["traffic"] = {**story.tree["traffic"], "asked_tokens": story.tree["traffic"]["asked_tokens"] + 10}
         return len(request(f"{url}/v1/history?after=0&life={life}").tree["samples"])
 
-    wait_until(lambda: asked_for() >= 5, "there is a past")
+    wait_until(lambda: asked_for() >= 5, "there are five samples")
     browser.open(url)
-    browser.wait(LIVE, "it is connected")
+    browser.wait(LIVE, "the page is live")
     line = browser.run("return document.querySelector('path.series')?.getAttribute('d') ?? ''")
     assert line.count("L") >= 2
 
@@ -258,7 +258,7 @@ def test_light_and_dark_can_both_be_read(browser: Browser, told: tuple[str, Told
     for scheme in ("light", "dark"):
         browser.prefer(scheme)
         browser.open(told[0])
-        browser.wait(LIVE, "it is connected")
+        browser.wait(LIVE, "the page is live")
         colors = browser.run(COLORS)
         pages.append(luminance(colors["page"]))
         for text, back in (
@@ -277,7 +277,7 @@ def test_light_and_dark_can_both_be_read(browser: Browser, told: tuple[str, Told
 def test_it_fits_the_screen(browser: Browser, told: tuple[str, Told], width: int) -> None:
     browser.resize(width, 900)
     browser.open(told[0])
-    browser.wait(LIVE, "it is connected")
+    browser.wait(LIVE, "the page is live")
     assert browser.run("return document.documentElement.scrollWidth") == width
     places = "[...document.querySelectorAll('#charts .card')].map((one) => one.offsetLeft)"
     columns = browser.run(f"return new Set({places}).size")
@@ -309,8 +309,8 @@ def test_many_prefixes_do_not_lengthen_the_page(browser: Browser, told: tuple[st
 def test_no_two_marks_of_an_axis_have_the_same_text(browser: Browser, told: tuple[str, Told]) -> None:
     url, _ = told
     browser.open(url)
-    browser.wait(LIVE, "it is connected")
-    # Minutes of a past that no test waits for, in charts as wide as those of a large screen.
+    browser.wait(LIVE, "the page is live")
+    # A made-up history of minutes, in charts as wide as those of a large screen.
     script = """return (async () => {
         const { TimeChart } = await import('/static/chart.js');
         const told = {};
@@ -357,7 +357,7 @@ def test_a_table_that_goes_on_beyond_the_edge_shows_that(browser: Browser, url: 
 
 def test_a_keyboard_is_enough(browser: Browser, told: tuple[str, Told]) -> None:
     browser.open(told[0])
-    browser.wait(LIVE, "it is connected")
+    browser.wait(LIVE, "the page is live")
     browser.wait("return document.querySelectorAll('path.series').length > 0", "there is a line")
 
     def press(key: str) -> None:
@@ -398,7 +398,7 @@ def test_a_daemon_that_is_killed_and_comes_back(browser: Browser, tmp_path: Path
             with connect(daemon.address, spec()) as connector:
                 traffic(connector, "killed")
             browser.open(url)
-            browser.wait(LIVE, "it is connected")
+            browser.wait(LIVE, "the page is live")
             version = browser.run("return document.querySelector('#footer').textContent").partition(", up")[0]
             os.kill(daemon.pid, signal.SIGKILL)
             browser.wait(STALE, "it has seen that")
@@ -426,7 +426,7 @@ def test_a_daemon_that_is_killed_and_comes_back(browser: Browser, tmp_path: Path
 def test_a_page_opened_without_a_daemon_waits_for_it(browser: Browser, told: tuple[str, Told]) -> None:
     url, story = told
     tree, story.tree = story.tree, None
-    wait_until(lambda: not request(f"{url}/v1/history").tree["reachable"], "it is gone")
+    wait_until(lambda: not request(f"{url}/v1/history").tree["reachable"], "the port says that the daemon is gone")
     browser.open(url)
     browser.wait("return document.querySelector('#health').textContent === 'Not reachable'", "it says so")
     assert "no daemon answers at /run/x" in browser.words()

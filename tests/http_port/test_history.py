@@ -1,4 +1,4 @@
-"""What the page's charts are made of: samples of trees, on a clock that stands still."""
+"""The samples behind the page's charts, on a clock that stands still."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiercache.http.history import COLUMNS, KEEP_S, MAX_SAMPLES, History, Histor
 
 
 class Daemon:
-    """Trees as a daemon tells them, of a recorder that is asked every two seconds."""
+    """A daemon's statistics, and a recorder that samples them every two seconds."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -175,11 +175,11 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, daemon_t
     kept = History(asked, dict)
     kept.start()
     asked.wait(3)
-    wait_until(lambda: json.loads(kept.encode(0, ""))["reachable"], "it is understood")
+    wait_until(lambda: json.loads(kept.encode(0, ""))["reachable"], "the answer is recorded")
 
 
 def test_who_looks_is_told_soon(daemon_told: Daemon) -> None:
-    """The thread sleeps for ten seconds otherwise; a page that is opened ends that."""
+    """The thread sleeps for ten seconds while no page is open; opening one wakes it."""
     asked = Asked(repeat(daemon_told.tree))
     kept = History(asked, dict)
     kept.start()
@@ -198,7 +198,7 @@ def test_prefixes_are_asked_for_now_and_then(monkeypatch: pytest.MonkeyPatch, da
 
     kept = History(ask, dict)
     kept.start()
-    wait_until(lambda: len(asked) >= 5, "it was asked five times")
+    wait_until(lambda: len(asked) >= 5, "the daemon was asked five times")
     assert asked[:5] == [history.HOT_PREFIXES, 0, 0, 0, 0]
     assert json.loads(kept.encode(0, ""))["stats"]["hot_prefixes"] == [{"name": "abcd"}]
 
@@ -224,6 +224,6 @@ def test_over_http_it_is_what_happened(url: str, client: tiercache.Client) -> No
             shares = [dict(zip(told["columns"], sample[2], strict=True))["hit_dram"] for sample in told["samples"]]
             return 0.5 in shares
 
-        wait_until(seen, "half of what was asked for")
+        wait_until(seen, "a sample in which DRAM had half of the tokens")
     assert request(f"{url}/v1/history?after=x").code == "bad_query"
     assert request(f"{url}/v1/history?after={'9' * 5000}").code == "bad_query"

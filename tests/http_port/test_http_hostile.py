@@ -85,7 +85,7 @@ def test_the_request_is_refused_and_the_next_one_answered(url: str, data: bytes,
 def test_a_flood_of_connections_disables_nothing(
     url: str, daemon: tiercache.LaunchedDaemon, client: tiercache.Client
 ) -> None:
-    """They say nothing. Health is answered meanwhile, and no more stay than may."""
+    """Silent connections: health requests are answered meanwhile, and no more connections stay than the limit."""
     pid = next(one["pid"] for one in client.stats()["sessions"] if one["name"] == "http")
     files = Path(f"/proc/{pid}/fd")
     before, address = len(list(files.iterdir())), (urlsplit(url).hostname, urlsplit(url).port)
@@ -98,7 +98,7 @@ def test_a_flood_of_connections_disables_nothing(
         assert request(f"{url}/healthz").status == 200
         assert len(list(files.iterdir())) - before < MAX_CONNECTIONS + 4 * ACCEPTED_AT_ONCE
     assert request(f"{url}/healthz").status == 200
-    wait_until(lambda: len(list(files.iterdir())) <= before + 1, "all of them are forgotten")
+    wait_until(lambda: len(list(files.iterdir())) <= before + 1, "all silent connections are closed")
 
 
 def test_names_stay_names(url: str, daemon: tiercache.LaunchedDaemon) -> None:

@@ -1,4 +1,4 @@
-"""Requests that are for another host, as those of a page whose name was made to mean this one."""
+"""Requests for another host, such as those of a page whose host name was rebound to this address."""
 
 from __future__ import annotations
 

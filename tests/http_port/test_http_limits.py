@@ -52,7 +52,7 @@ def test_an_address_that_is_taken_is_one_line_and_leaves_no_socket() -> None:
             listening.bind("127.0.0.1", first.getsockname()[1], "http = here")
         assert descriptors() == before
         peer = socket.create_connection(first.getsockname())
-        first.accept()[0].close()  # it waits for late packets now: no reason not to serve there again
+        first.accept()[0].close()  # the port is in TIME_WAIT now, which must not stop a new server
         peer.close()
         again = first.getsockname()[1]
     listening.bind("127.0.0.1", again, "here").close()

@@ -40,7 +40,7 @@ def stats(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
 
 
 def http_pid(daemon: tiercache.LaunchedDaemon) -> int:
-    """Of the HTTP process that is connected, or 0."""
+    """The pid of the HTTP process that is connected, or 0."""
     pids = [session["pid"] for session in stats(daemon)["sessions"] if session["name"] == "http"]
     return int(pids[0]) if pids else 0
 
@@ -63,10 +63,10 @@ class Launching(subprocess.Popen[bytes]):
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all threads of a process."""
+    """The children of all threads of a process."""
     found: list[int] = []
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
 
@@ -74,11 +74,11 @@ def children_of(pid: int) -> list[int]:
 def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
     daemon = launched()
     first = url_in(Path(daemon.log))
-    pid = wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = wait_until(lambda: http_pid(daemon), "the HTTP process is connected")
     os.kill(pid, signal.SIGKILL)
     second = url_in(Path(daemon.log), 2)
-    wait_until(lambda: http_pid(daemon) not in (0, pid), "another one is connected")
-    wait_until(lambda: request(f"{second}/readyz").status == 200, "it is ready")
+    wait_until(lambda: http_pid(daemon) not in (0, pid), "another HTTP process is connected")
+    wait_until(lambda: request(f"{second}/readyz").status == 200, "the port is ready")
     assert first == second
     assert "the HTTP process ended with status -9: it is started again in 1 s" in Path(daemon.log).read_text()
 
@@ -87,7 +87,7 @@ def test_it_is_started_again_when_it_dies(launched: Launch) -> None:
 def test_a_killed_daemon_leaves_nothing(launched: Launch, hung: bool) -> None:
     daemon = launched()
     url_in(Path(daemon.log))
-    pid = wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = wait_until(lambda: http_pid(daemon), "the HTTP process is connected")
     if hung:
         os.kill(pid, signal.SIGSTOP)
     os.kill(daemon.pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ def test_a_port_alone_ends_with_the_process_that_started_it(launched: Launch, tm
 def test_a_stopped_daemon_ends_it_first(launched: Launch) -> None:
     daemon = launched()
     url_in(Path(daemon.log))
-    pid = wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = wait_until(lambda: http_pid(daemon), "the HTTP process is connected")
     daemon.close()
     assert (daemon.poll(), is_gone(pid)) == (0, True)
     assert "going on without it" not in Path(daemon.log).read_text()  # it never saw the daemon go
@@ -133,7 +133,7 @@ def test_a_stopped_daemon_ends_it_first(launched: Launch) -> None:
 def test_a_daemon_that_hangs_is_unhealthy(launched: Launch) -> None:
     daemon = launched()
     url = url_in(Path(daemon.log))
-    wait_until(lambda: request(f"{url}/healthz").status == 200, "it is healthy")
+    wait_until(lambda: request(f"{url}/healthz").status == 200, "the port is healthy")
     os.kill(daemon.pid, signal.SIGSTOP)
     try:
         answers = [request(f"{url}/{path}") for path in ("healthz", "readyz", "v1/stats")]
@@ -142,7 +142,7 @@ def test_a_daemon_that_hangs_is_unhealthy(launched: Launch) -> None:
         assert "tiercache_up 0\n" in request(f"{url}/metrics").text
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
-    wait_until(lambda: request(f"{url}/readyz").status == 200, "it is ready again")
+    wait_until(lambda: request(f"{url}/readyz").status == 200, "the port is ready again")
 
 
 def test_a_port_that_is_taken_is_said_at_the_start(launched: Launch) -> None:
@@ -157,7 +157,7 @@ def test_a_port_that_is_taken_is_said_at_the_start(launched: Launch) -> None:
 def test_it_keeps_its_port_while_it_is_started_again(launched: Launch) -> None:
     daemon = launched()
     url = url_in(Path(daemon.log))
-    wait_until(lambda: http_pid(daemon), "it is connected")
+    wait_until(lambda: http_pid(daemon), "the HTTP process is connected")
     os.kill(http_pid(daemon), signal.SIGKILL)
     with pytest.raises(OSError, match="Address already in use"):
         socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))).close()
@@ -167,7 +167,7 @@ def test_it_keeps_its_port_while_it_is_started_again(launched: Launch) -> None:
 def test_a_hangup_is_none_of_its_business(launched: Launch) -> None:
     daemon = launched()
     url = url_in(Path(daemon.log))
-    pid = wait_until(lambda: http_pid(daemon), "it is connected")
+    pid = wait_until(lambda: http_pid(daemon), "the HTTP process is connected")
     os.kill(pid, signal.SIGHUP)
     assert request(f"{url}/healthz").status == 200
     assert http_pid(daemon) == pid

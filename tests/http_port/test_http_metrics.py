@@ -193,7 +193,7 @@ def test_metrics_are_what_stats_say(busy: tuple[str, tiercache.Client, Path]) ->
 def test_health_checks_are_no_traffic(busy: tuple[str, tiercache.Client, Path]) -> None:
     url, client, _ = busy
     before = client.stats(hot_prefixes=64)
-    wait_until(lambda: request(f"{url}/readyz").tree["status"] == "ready", "it is ready")
+    wait_until(lambda: request(f"{url}/readyz").tree["status"] == "ready", "the port is ready")
     after = client.stats(hot_prefixes=64)
     assert after["counters"]["match_requests"] > before["counters"]["match_requests"]
     for branch in ("traffic", "hot_prefixes"):

@@ -1,4 +1,4 @@
-"""The routes over a real port, and what comes that is no good request."""
+"""The routes over a real port, and malformed requests."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_ready_means_a_block_stored_and_loaded(url: str, client: tiercache.Clien
     with connect(client.address, spec()) as connector:  # its frames are those that a probe uses
         connector.store(bytes(range(16)), [0])
         before = client.stats()
-        wait_until(lambda: request(f"{url}/readyz").tree == {"status": "ready"}, "it is ready")
-        wait_until(lambda: Probe(client).ask() == ("", ""), "again, without HTTP")
+        wait_until(lambda: request(f"{url}/readyz").tree == {"status": "ready"}, "the port is ready")
+        wait_until(lambda: Probe(client).ask() == ("", ""), "the probe succeeds again, without HTTP")
         after = client.stats()
     assert after["counters"]["stored_blocks"] > before["counters"]["stored_blocks"]
     assert after["counters"]["loads_good"] > before["counters"]["loads_good"]
@@ -92,7 +92,7 @@ def test_a_full_cache_is_ready() -> None:
         keys = tiercache.KeyChain(bytes(16), 4, tokens_of("full", 32)).packed()
         assert connector.store(keys, range(32)).stored == 32
         match = connector.match(keys)
-        assert match.blocks == 32  # all that there is, and it cannot go
+        assert match.blocks == 32  # the whole arena, and the frames are leased
         assert Probe(connector.client).ask() == ("", FULL)
         connector.release(match)
 
@@ -247,14 +247,14 @@ def test_who_is_slow_is_cut(hasty: str, connected: Callable[[str], socket.socket
 
 
 def test_too_many_connections(url: str, connected: Callable[[str], socket.socket]) -> None:
-    """Those that say nothing make room for one that asks, the one that has been silent for longest first."""
+    """Silent connections make room for one that asks; the longest silent one goes first."""
     opened = [connected(url) for _ in range(MAX_CONNECTIONS)]
     for sock in opened[::2]:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
     for number in range(5):
         assert request(f"{url}/healthz").status == 200, number
     with suppress(ConnectionResetError):
-        assert opened[0].recv(1) == b"", "the first one had to go"
+        assert opened[0].recv(1) == b"", "the oldest connection was closed"
 
 
 @pytest.mark.parametrize(

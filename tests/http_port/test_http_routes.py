@@ -1,4 +1,4 @@
-"""The daemon's port without a daemon: its routes when the client behind them fails, waits or is asked too much."""
+"""The daemon's port without a daemon: its routes when the client behind them fails, waits or is overloaded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_is_no_number_of_a_sample_is_refused(after: str) -> None:
 
 
 def test_so_many_queries_are_answered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those count whose bodies are still coming, and none for longer than it takes."""
+    """Requests whose bodies are still arriving count too, and each only as long as it takes."""
     monkeypatch.setattr(app, "MAX_QUERIES", 1)
 
     async def run() -> None:

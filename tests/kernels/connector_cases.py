@@ -28,7 +28,7 @@ class Client:
         shape, count, self.axis = POOLS[form]
         self.layers = layers_of(shape, count, device)
         pool = tiercache.Pool.from_layers(self.layers, self.axis)
-        pool.device = device  # a stand-in for a GPU calls itself otherwise than its tensors do
+        pool.device = device  # a stand-in for a GPU has another device name than its tensors
         spec = tiercache.NamespaceSpec(
             engine="test/1", layout=form, dtype="bfloat16", block_size=4, block_bytes=pool.block_bytes
         )
@@ -41,12 +41,12 @@ class Client:
         return gather_blocks_reference(self.layers, block_ids, self.axis).cpu()
 
     def spoil(self) -> None:
-        """Other bytes in the whole pool."""
+        """Fill the whole pool with other bytes."""
         for layer in self.layers:
             layer.view(torch.uint8).fill_(GUARD)
 
     def await_registration(self) -> None:
-        """Until every region is registered with CUDA."""
+        """Wait until every region is registered with CUDA."""
         arena = self.connector.client.session().arena
         assert arena is not None
         await_that(lambda: arena.registration == "cuda" and not arena._populating)
@@ -77,7 +77,7 @@ def check_store_and_load(address: str | Path, form: str, device: str, *, map_are
         if map_arena:
             first.await_registration()
         assert first.connector.store_async(chain, ids).result(WAIT_S) == (7, 0, 0, False)
-        first.spoil()  # a store that is done has no need of its blocks
+        first.spoil()  # a finished store no longer needs its blocks
         second.spoil()
         match = second.connector.match(chain)  # its regions may be registered or not: both must do
         assert second.connector.load_async(match, others).result(WAIT_S) == 7

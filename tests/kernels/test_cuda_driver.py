@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver against a stand-in, when a copy is over, and what is said where there is no GPU."""
+"""Calls of the CUDA driver on a stand-in: when a copy is over, and the error without a GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_thread_leaves_captures_alone_for_a_while() -> None:
 
 
 class Event:
-    """Done after so many looks; breaks then, if told to."""
+    """An event that is done after `looks` looks; with `breaks` its query fails then."""
 
     def __init__(self, looks: int, breaks: bool = False) -> None:
         self.looks = looks

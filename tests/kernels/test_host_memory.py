@@ -121,7 +121,7 @@ def test_what_the_driver_keeps_is_never_offered_again(fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_region_that_cuda_keeps_stays_mapped(fake: FakeDriver, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its addresses would else come back with the next mapping, and copies would go to the old memory."""
+    """Else the next mapping could reuse the addresses, and copies would go to the old memory."""
     monkeypatch.setattr(mapping, "process_memory", HostMemory())
     ready: list[str] = []
     mapped = mapping.ArenaMapping(ready.append, cuda=True)

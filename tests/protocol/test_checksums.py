@@ -15,7 +15,7 @@ KEY, NAMESPACE = bytes(range(16)), "0123456789abcdef" * 2
 
 
 def test_seeds_and_checksums_never_change() -> None:
-    """Pinned: other values would make a miss of every block that is on a disk."""
+    """These values are pinned: with others every block that is on a disk would be a miss."""
     seed = block_seed(KEY, NAMESPACE, 2 << 20, 0, CHECKSUM_XXH3)
     assert (CHECKSUM_XXH3, seed) == (1, 0xA3B198A56BAC82BB)
     assert block_checksum(b"tiercache", seed) == 0x642134EE32F5ABE8

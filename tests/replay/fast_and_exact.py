@@ -11,7 +11,7 @@ from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 
 BLOCK_BYTES = 64 << 20
-"""So large that the daemon has one write under way at a time: smaller ones it writes in batches."""
+"""Blocks so large that the daemon has one write under way at a time: it writes smaller ones in batches."""
 TOKENS = 16
 SPEC = plain_spec(TOKENS, BLOCK_BYTES)
 
@@ -21,7 +21,7 @@ def ask(time_s: float, ids: Sequence[int]) -> TraceRequest:
 
 
 def conversations(seed: int, requests: int = 200) -> Iterator[TraceRequest]:
-    """A few that grow turn by turn, with common beginnings; now and then one that is longer than DRAM."""
+    """A few conversations that grow turn by turn and share beginnings; now and then one is longer than DRAM."""
     chance, fresh = random.Random(seed), iter(range(1, 1 << 40))
     chats = [[next(fresh) for _ in range(chance.randint(0, 4))] for _ in range(5)]
     for number in range(requests):

@@ -1,4 +1,4 @@
-"""A real daemon that records what it is asked, and a replay of the file: the same hits and the same blocks."""
+"""A real daemon records its requests, and a replay of the file gives the same hits and the same blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAIT_S = 30.0
 
 
 class Clock:
-    """What the daemon takes for the time."""
+    """The clock of the daemon, in a file that the daemon reads."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(struct.pack("d", 0.0))
@@ -51,7 +51,7 @@ class Clock:
 
 @contextmanager
 def daemon(run_dir: str, clock_file: Path, **settings: object) -> Iterator[None]:
-    """A daemon process with the clock of that file, until the end; it must end well."""
+    """A daemon process whose clock is that file. It must exit with status 0."""
     flags = [text for key, value in settings.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     command = [sys.executable, str(CHILD), str(clock_file), "--run-dir", run_dir, "--log-level", "warning", *flags]
     process = subprocess.Popen(command)
@@ -81,7 +81,7 @@ def connect(run_dir: str) -> tiercache.Connector:
         whole = stats["health"]["state"] == "ok" and stats["tiers"]["dram"]["capacity_bytes"] == 4 << 20
         return whole and stats["tiers"]["nvme"]["directories"][0]["state"] == "ok"
 
-    wait_until(ready, "the daemon gets ready", WAIT_S)
+    wait_until(ready, "the daemon has all of its memory", WAIT_S)
     return connector
 
 
@@ -132,7 +132,7 @@ def resident(connector: tiercache.Connector, keys: set[bytes]) -> dict[str, set[
 
 
 def work(connector: tiercache.Connector, clock: Clock) -> tuple[list[bytes], dict[str, int]]:
-    """Prompts one at a time, each loaded as far as it is there and stored from there on; one flush. What was asked."""
+    """Load each prompt as far as it is there, and store the rest; one flush in between. Returns the requests."""
     chance, asked, tallies = random.Random(2), [], {}
     for number, tokens in enumerate(conversations(1)):
         clock.go_on(chance.choice((0.125, 0.5, 4.0, 60.0)))

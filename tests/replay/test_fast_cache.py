@@ -51,7 +51,7 @@ def test_the_fast_cache_decides_as_the_daemon(policy: str, dram: int, nvme: int)
 def test_prompts_of_several_stores_are_kept_alike(
     policy: str, dram: int, nvme: int, headroom: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two stores of a prompt room is made, and its end is waited for."""
+    """Room is made between two stores of a prompt, while its end is kept."""
     monkeypatch.setattr(fast_module, "MAX_RESERVE", 3)
     monkeypatch.setattr(simulation_module, "MAX_RESERVE", 3)
     its = replace(sizes(dram, nvme, policy), headroom_bytes=headroom * BLOCK_BYTES)
@@ -177,7 +177,7 @@ def test_a_look_at_what_another_daemon_had_stores_it() -> None:
 
 
 def test_a_cache_begins_its_life_with_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not at some time of ours: what learns from ages would decide otherwise each time."""
+    """The trace gives the times, not this machine's clock: policies that learn from ages would differ each time."""
     starts = []
 
     def made(its: Sizes, exact: bool, start_s: float) -> FastCache:

@@ -23,7 +23,7 @@ BLOCK_BYTES = 64 << 20
 
 
 class Play:
-    """Prompts a while apart, and what is said of them, on `dram` and `nvme` blocks."""
+    """Prompts with pauses between them, and hints about them, on `dram` and `nvme` blocks."""
 
     def __init__(self, dram: int, nvme: int, policy: str = "lru") -> None:
         self.simulation = Simulation(
@@ -44,7 +44,7 @@ class Play:
         assert self.simulation.check_integrity() == []
 
     def tick(self, after_s: float) -> None:
-        """Time passes, and the daemon does what it does in the background."""
+        """Time passes, and the daemon does its background work."""
         self.now_s += after_s
         self.simulation.now_s = self.now_s
         self.simulation.cache.expire()
@@ -66,7 +66,7 @@ def test_a_session_that_is_done_leaves_both_tiers_first() -> None:
     for number in range(10, 15):
         play.ask(number, number)
     assert play.here(2, 2, 2, 2) == (0, 1), "18 blocks in 16 places, of which one is kept free"
-    assert play.here(1, 1, 1, 1)[1] == 4, "though it is older"
+    assert play.here(1, 1, 1, 1)[1] == 4, "though the chain is older"
 
 
 def test_what_is_of_no_use_any_more_leaves_both_tiers() -> None:
@@ -108,7 +108,7 @@ def test_who_is_to_be_back_finds_its_blocks_in_dram(policy: str) -> None:
     for number in range(10, 26):
         play.ask(number)
     left = play.here(1, 1, 1)[0]
-    assert left < 3, "it had to go"
+    assert left < 3, "the block had to go"
     play.say(1, 1, 1, return_in_s=100.0)
     play.tick(80.0)
     assert (play.here(1, 1, 1), play.simulation.cache.ahead.blocks) == ((left, 3), 0)

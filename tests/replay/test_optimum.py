@@ -42,7 +42,7 @@ def tiny(seed: int) -> list[list[int]]:
 
 
 def best_by_trying(chains: list[list[int]], capacity: int, counted: list[bool]) -> int:
-    """Every prefix-closed set of `capacity` blocks at most that can be kept after every request."""
+    """The hits of the best choice, by trying every prefix-closed set of at most `capacity` blocks at each request."""
     parent = {block: before for chain in chains for block, before in zip(chain, [0, *chain], strict=False)}
 
     @cache

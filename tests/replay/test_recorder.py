@@ -1,4 +1,4 @@
-"""What a daemon writes down of what it is asked, and what a replay reads of it."""
+"""What a daemon records of its requests, and what a replay reads of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tiercache replay` as people use it."""
+"""`tiercache replay` as users run it."""
 
 from __future__ import annotations
 

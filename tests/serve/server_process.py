@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 class ServerProcess:
-    """Starts it, and waits until it answers; ends it with SIGKILL if it has not ended."""
+    """Starts the server, and waits until it answers; kills it at the end if it still runs."""
 
     def __init__(self, model: Path, log: Path, *flags: str, patch: str = "") -> None:
         """`patch` is code that runs before the server does."""
@@ -84,7 +84,7 @@ class ServerProcess:
         return int((self.daemon_dir / "lock").read_text())
 
     def wait_until_idle(self) -> None:
-        """Nothing runs, waits or holds a block."""
+        """Wait until nothing runs, waits or holds a block."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         wait_until(lambda: not any(map(self.metric, names)), "the server is idle")
 

@@ -1,4 +1,4 @@
-"""The engine's thread: crowds, withdrawals, its failure and its end."""
+"""The engine's thread: many requests at once, cancelled ones, its failure and its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(model_dir: Path) -> Iterator[Engine]:
 
 
 def run(engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], **limits: Any) -> list[str]:
-    """Let `use` work with an AsyncEngine in a loop of its own, close it; what `on_death` was called for."""
+    """Run `use` with an AsyncEngine in a loop of its own, then close it; returns the calls of `on_death`."""
     deaths: list[str] = []
 
     async def play() -> None:
@@ -148,15 +148,15 @@ def test_no_request_waits_for_blocks_that_never_come(
             patch.setattr(engine._scheduler, "_has_room", lambda *_: False)
             waiting = asyncio.create_task(collect(served.submit([prompt(1)], SamplingParams())))
             others = []
-            while not waiting.done():  # though others come all the time
+            while not waiting.done():  # though other requests come all the time
                 with contextlib.suppress(Stalled, QueueFull):
                     others.append(served.submit([prompt(2)], SamplingParams()))
                 await asyncio.sleep(0.01)
-            for stream in others:  # the last ones may have come after the earlier ones were withdrawn
+            for stream in others:  # the last ones may have come after the earlier ones were cancelled
                 stream.close()
             assert isinstance(error := waiting.exception(), Stalled)
             assert "has not advanced for" in str(error)
-        while served.stall is not None:  # until those are withdrawn
+        while served.stall is not None:  # until those are cancelled
             await asyncio.sleep(0.01)
         [text] = await collect(served.submit([prompt(1)], SamplingParams(max_tokens=3)))
         assert len(text) == 3

@@ -1,4 +1,4 @@
-"""A daemon that dies again and again is started again and again, and then no more."""
+"""A daemon that keeps dying is restarted a few times, and then no more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_daemon_that_lives_briefly_is_given_up(
                     killed.add(pid)
             return "ended 3 times in a row: no cache" in caplog.text
 
-        wait_until(gave_up, "it is given up")
+        wait_until(gave_up, "the server gives the daemon up")
         assert len(killed) == 3
     assert not Path(daemon.address).exists()
 
@@ -49,13 +49,13 @@ def test_a_daemon_that_hangs_is_ended_and_comes_back(
         lock = Path(daemon.address) / "lock"
         hung = int(lock.read_text())
         os.kill(hung, signal.SIGSTOP)
-        wait_until(lambda: "the private daemon is back" in caplog.text, "it is started again", 60)
+        wait_until(lambda: "the private daemon is back" in caplog.text, "the daemon is started again", 60)
         assert "has not answered" in caplog.text
         assert int(lock.read_text()) != hung
 
 
 class _Lives:
-    """A daemon, a clock and the end of the server: each life lasts so long, and answers so or not at each ping."""
+    """A daemon and a clock: each life of the daemon has a length and an answer to each ping."""
 
     def __init__(self, lives_s: list[float], answers: list[bool] | None = None) -> None:
         self.now_s = 0.0
@@ -107,11 +107,11 @@ def test_pauses_grow_with_short_lives_in_a_row_and_a_long_one_begins_anew(
     lives.watch(monkeypatch)
     assert lives.pauses_s == [0.5, 1, 0.5, 1]
     assert "ended 3 times in a row: no cache" in caplog.text
-    assert lives.lives_s == [1, 1], "it was not started again"
+    assert lives.lives_s == [1, 1], "the daemon was not started again"
 
 
 def test_only_pings_that_are_missed_in_a_row_and_in_one_life_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [False] * 5 + [True] + [False] * 5 + [True] + [False] * 6  # and then another life
+    answers = [False] * 5 + [True] + [False] * 5 + [True] + [False] * 6  # and then begins another life
     lives = _Lives([1000, 1000, 1], [*answers, False, *[True] * 1000])
     lives.watch(monkeypatch)
     assert len(lives.killed_s) == 1

@@ -1,4 +1,4 @@
-"""What web pages of others can have a browser send to a server on this host: none of it comes to a route."""
+"""Requests that a foreign web page can make a browser send to a server on this host: none reaches a route."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_this_host_is_served_by_its_names() -> None:
 
 
 def test_pages_of_others_and_their_forms_do_not_come_to_the_engine() -> None:
-    """The stand-in for an engine has no `submit`: to come there is a 500."""
+    """The stand-in for an engine has no `submit`: a request that reaches it gets a 500."""
     post = "POST", "/v1/completions"
     assert ask(bare_service(), *post, host="localhost", origin="https://evil.example", content_type=JSON)[0] == 403
     for kind in ({}, {"content_type": "text/plain"}, {"content_type": "application/x-www-form-urlencoded"}):
         assert ask(bare_service(), *post, host="localhost", **kind)[0] == 415
     assert ask(bare_service(), *post, host="localhost", content_type="application/json; charset=utf-8")[0] == 400
     status, body = ask(bare_service(), "OPTIONS", "/v1/completions", host="localhost", origin="https://evil.example")
-    assert status == 403, "a browser that asks first is not let through"
+    assert status == 403, "a browser's preflight request is refused"
     assert b"wrong_origin" in body
 
 

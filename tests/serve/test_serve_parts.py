@@ -1,4 +1,4 @@
-"""What guards the server of the engine, one by one: keys, bodies, connections that stand still."""
+"""The guards of the engine's server, one by one: keys, bodies, idle connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's process does for itself: open files, and the end of requests when the time is up."""
+"""The server's process: its limit of open files, and the end of requests when the time is up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_may_have_as_many_connections_as_the_system_lets_it() -> None:
         server._allow_many_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
         server._allow_many_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard), "never fewer"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard), "the limit is never lowered"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

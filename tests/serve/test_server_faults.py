@@ -17,7 +17,7 @@ from server_process import TIMEOUT_S, ServerProcess
 from waiting import wait_until
 
 pytestmark = pytest.mark.engine
-# A pool for one sequence of the longest kind and a little more: what others computed does not stay there.
+# A pool for one sequence of the longest kind and a little more, so that other requests' blocks do not stay.
 FLAGS = ("--pool-blocks", "144", "--block-size", "8", "--chunk-size", "32")
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PROMPT = "It was the best of times, it was the worst of times. " * 4
@@ -112,7 +112,7 @@ def test_a_step_that_hangs_is_said_and_survived(model_dir: Path, tmp_path: Path)
         with pytest.raises(InternalServerError, match="send the request again later"):
             server.client.completions.create(**GREEDY, prompt=PROMPT)
         hangs.unlink()
-        wait_until(lambda: server.health() == (200, None), "the engine is well again")
+        wait_until(lambda: server.health() == (200, None), "the engine is healthy again")
         assert server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=20).choices[0].text == expected
         server.wait_until_idle()
         with _half_a_body(server) as connection:
@@ -166,7 +166,7 @@ def _check_unread_answer(server: ServerProcess) -> None:
 
 
 def _check_crowd(server: ServerProcess) -> None:
-    """Of a thousand at once some are served, and the others told; of fifty that hang up nothing stays."""
+    """Of a thousand requests at once some are served and the others refused; fifty that hang up leave nothing."""
     texts = [
         server.client.completions.create(**GREEDY, prompt=str(number), max_tokens=4).choices[0].text
         for number in range(5)
@@ -230,7 +230,7 @@ def _ask(server: ServerProcess) -> str:
 
 
 def _fill_pool(server: ServerProcess) -> None:
-    """With others' blocks, so that what comes is to be loaded."""
+    """Fill the pool with other blocks, so that the next request must load its own."""
     server.client.completions.create(**GREEDY, prompt=[letter * 500 for letter in "abc"], max_tokens=1)
 
 

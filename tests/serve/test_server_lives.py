@@ -54,7 +54,7 @@ def test_sigterm_finishes_what_runs_and_good_blocks_survive(model_dir: Path, tmp
 
 
 def _generate(model_dir: Path, nvme: Path) -> Generation:
-    """Another process's answer, with what it finds on the disk."""
+    """The answer of another process, with the blocks that it finds on the disk."""
     with (
         tiercache.launch("64MiB", nvme=str(nvme), nvme_size="2GiB") as daemon,
         LLM(model_dir, pool_blocks=64, block_size=8, chunk_size=32, daemon=daemon.address) as llm,
@@ -140,7 +140,7 @@ def _check_queue(server: ServerProcess) -> None:
 
 
 def _check_deadline(server: ServerProcess) -> None:
-    """SIGTERM does not wait for several seconds of work."""
+    """SIGTERM does not wait for a step of several seconds."""
     prompts = {**GREEDY, "prompt": ["a", "b", "c", "d", "e"]}
     with server.client.completions.create(**prompts, max_tokens=1000, stream=True) as stream:
         next(iter(stream))

@@ -30,7 +30,7 @@ if not collect_ignore_glob:
 
     @pytest.fixture(scope="session")
     def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-        """An engine without a connector: what is right."""
+        """An engine without a connector, whose tokens are the right ones."""
         engine = Engine(model, tmp_path_factory.mktemp("plain") / "log")
         yield engine
         engine.close()

@@ -27,7 +27,7 @@ LONGROPE = {
 
 
 class Attention(torch.nn.Module):
-    """As far as attention layers of vLLM are looked at."""
+    """The parts of vLLM's attention layers that the connector looks at."""
 
     def __init__(self, k_scale: float = 1.0) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def test_a_tenant_has_blocks_of_its_own_and_a_quota(
     assert engine.generate([long])[0] == expected[:1]
     wait_until(lambda: stored_blocks(daemon) == 20)
     tenant = start(daemon.address, settings={"tenant": "team"})
-    assert tenant.generate([long]) == (expected[:1], [0]), "what others have is not found"
+    assert tenant.generate([long]) == (expected[:1], [0]), "blocks of other tenants are not found"
     wait_until(lambda: stored_blocks(daemon) == 40)
     assert tenant.regenerate([long]) == (expected[:1], [640])
     assert tenant.generate([more]) == (expected[1:], [0])

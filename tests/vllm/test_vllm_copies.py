@@ -31,7 +31,7 @@ def small(model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest
 
 
 class Held:
-    """The next copy of an engine's first KV cache group. It begins when it is let go."""
+    """The next copy of an engine's first KV cache group. It waits until the test lets it go on."""
 
     def __init__(self, engine: Engine, folder: Path, way: str, damage: bool = False) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Held:
 
 
 def findings(daemon: tiercache.LaunchedDaemon) -> list[str]:
-    """What the daemon's books contradict."""
+    """The findings of the daemon's own check."""
     with tiercache.Client.connect(daemon.address, map_arena=False) as client:
         return list(client.session().call(Check, tiercache.protocol.messages.CheckReply).findings)
 
@@ -62,7 +62,7 @@ def test_a_convoy_loads_its_prefix_once(engine: Engine, plain: Engine, daemon: t
     before, found = engine.counts(), statistics(daemon)["counters"]["match_blocks_hit"]
     assert engine.regenerate(prompts) == (expected, [576] * 32)
     after = engine.counts()
-    assert statistics(daemon)["counters"]["match_blocks_hit"] - found == 32 * 18, "all of them have asked"
+    assert statistics(daemon)["counters"]["match_blocks_hit"] - found == 32 * 18, "all requests have asked"
     assert (after["loads"] - before["loads"], after["loaded_blocks"] - before["loaded_blocks"]) == (1, 18)
     assert engine.ask("check")["idle"]
 

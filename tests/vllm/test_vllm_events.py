@@ -41,7 +41,7 @@ def replays(endpoint: str) -> Iterator[Callable[[], list[Event]]]:
         dealer.send_multipart([b"", (0).to_bytes(8, "big")])
         found: list[Event] = []
         while True:
-            assert dealer.poll(PATIENCE_S * 1000), "no end"
+            assert dealer.poll(PATIENCE_S * 1000), "events do not stop coming"
             _, _, number, payload = dealer.recv_multipart()
             if number == ZmqEventPublisher.END_SEQ:
                 return found

@@ -88,7 +88,7 @@ def expected(plain: Engine) -> list[list[int]]:
 
 @contextmanager
 def stopping(pid: int) -> Iterator[None]:
-    """The process stands still meanwhile. It may be killed then."""
+    """Stop the process meanwhile; it may be killed while it is stopped."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -167,7 +167,7 @@ def test_a_request_that_the_next_daemon_reads(engine: Engine, run_dir: Path, exp
 
 
 def test_a_slow_daemon_is_not_waited_for_in_turn(engine: Engine, plain: Engine, run_dir: Path) -> None:
-    """Each answer comes in time, and 40 requests do not wait for 40 of them."""
+    """Each answer comes in time, and 40 requests do not wait for 40 answers in turn."""
     prompts = [prompt(70, f"slow {number}") for number in range(40)]
     expected = plain.generate(prompts)[0]
     with launch_patched(run_dir, SLOW_MATCHES, *FLAGS) as daemon:
@@ -180,7 +180,7 @@ def test_a_slow_daemon_is_not_waited_for_in_turn(engine: Engine, plain: Engine, 
 
 
 def test_replies_that_do_not_come(engine: Engine, run_dir: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    """The daemon lives, and what it is asked for a load it answers when vLLM has long ended the request."""
+    """The daemon lives, but answers a load only after vLLM has ended the request."""
     go = tmp_path / "go"
     patch = f"""
 import time
@@ -258,7 +258,7 @@ def test_restarts_of_both_and_damage_on_the_disk(
     (tmp_path / "disk").mkdir()
     with launch(run_dir=run_dir, **SMALL, **disk):
         engine.await_hits(PROMPTS[0])
-    with launch(run_dir=run_dir, **SMALL, **disk):  # the one before wrote it on its way out
+    with launch(run_dir=run_dir, **SMALL, **disk):  # the daemon before wrote it as it stopped
         engine.await_hits(PROMPTS[0])
         assert engine.regenerate(PROMPTS[:1], 48) == (expected[:1], [FOUND])
         if engine.offloads:

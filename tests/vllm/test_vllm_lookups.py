@@ -123,7 +123,7 @@ def test_without_a_thread_requests_wait_until_the_deadline(
     lookups.drop(lookup)
     no_threads.undo()
     assert lookups.finish(PATIENCE_S)
-    assert (lookup.done, cache.found) == (True, []), "it was not wanted any more"
+    assert (lookup.done, cache.found) == (True, []), "a dropped request is not looked up"
 
 
 def test_what_waits_at_the_end_is_not_looked_up(cache: Any, lookups: MatchLookups) -> None:

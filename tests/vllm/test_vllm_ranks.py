@@ -79,7 +79,7 @@ def test_each_rank_stores_its_shard(
         wait_until(lambda: not any(session["name"].startswith("vllm") for session in statistics(own)["sessions"]))
         leases = statistics(own)["leases"]
         assert (leases["write"], leases["quarantined"], leases["pending_blocks"]) == (0, 0, 0)
-        assert blocks_by_rank(own) == before, "nothing of what was half stored"
+        assert blocks_by_rank(own) == before, "no half-stored block"
 
 
 def test_mla_is_stored_once_for_all_ranks() -> None:

@@ -1,4 +1,4 @@
-"""What else decides the KV of a block: adapters, salts, embeddings, drafts, state beside attention."""
+"""What else the KV of a block depends on: adapters, salts, embeddings, drafts, state beside attention."""
 
 from __future__ import annotations
 

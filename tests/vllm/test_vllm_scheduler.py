@@ -1,4 +1,4 @@
-"""The scheduler's half by itself: what becomes of lookups whose requests change their mind."""
+"""The scheduler's half by itself: what becomes of lookups whose requests change or end."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def adapter(number: int, path: str, **options: Any) -> Any:
 
 
 def answer(rig: Rig, request: Any) -> int:
-    """What vLLM is told in the end, asking again and again."""
+    """The answer that vLLM gets in the end, as it asks again and again."""
     told: list[int] = []
 
     def asked() -> bool:
@@ -341,7 +341,7 @@ def test_names_are_given_anew_when_a_rank_says_that_its_weights_have_changed(rig
     assert (orders.moves, orders.renamed, rig.names.epochs) == ({0: 2, 1: 1}, False, 1), "that was known"
     rig.scheduler.reported(WorkerReport(moves={1: 2}))
     assert rig.names.epochs == 2
-    assert orders.moves == {0: 2, 1: 1}, "orders that were given say what they said"
+    assert orders.moves == {0: 2, 1: 1}, "orders that were given do not change"
     rig.scheduler.loads_ended({"a"}, True)
 
 
@@ -355,7 +355,7 @@ def test_vllm_forgets_what_it_had_when_the_weights_changed(rig: Rig) -> None:
     assert rig.step().renamed
     assert rig.names.epochs == 2
     rig.pool.cached_block_hash_to_block = {}
-    assert not rig.step().renamed, "it has nothing of before any more"
+    assert not rig.step().renamed, "vLLM has no older block any more"
 
 
 def test_a_reset_while_vllm_keeps_its_own_cache_begins_anew_when_vllm_has_forgotten_it(rig: Rig) -> None:
@@ -364,7 +364,7 @@ def test_a_reset_while_vllm_keeps_its_own_cache_begins_anew_when_vllm_has_forgot
     rig.scheduler.reset()
     rig.step()
     rig.pool.cached_block_hash_to_block = {}
-    assert not rig.step().renamed, "it had nothing of before"
+    assert not rig.step().renamed, "vLLM had no older block"
     rig.scheduler.reset()
     assert rig.step().renamed
     assert not rig.step().renamed
@@ -423,7 +423,7 @@ def test_a_failed_load_of_our_own_begins_no_epoch_beside_a_sibling(rig: Rig) -> 
     assert rig.names.epochs == 0
     rig.scheduler.loads_ended({"ours"}, True)
     rig.scheduler.lost(lost)
-    assert rig.names.epochs == 1, "or this test would see nothing"
+    assert rig.names.epochs == 1, "else this test would check nothing"
 
 
 @pytest.mark.parametrize("how", ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"])

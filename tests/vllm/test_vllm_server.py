@@ -83,7 +83,7 @@ def metric(url: str, name: str, *words: str) -> float:
 
 
 def moved(url: str, name: str) -> float:
-    """What the connector has counted; vLLM passes counts on with the steps that follow."""
+    """The connector's counters; vLLM passes them on with later steps."""
     complete(url, [5, 6, 7], 4)
     return metric(url, f"vllm:tiercache_{name}_total")
 

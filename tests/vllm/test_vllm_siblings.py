@@ -107,7 +107,7 @@ def test_a_multiconnector_reads_our_counters() -> None:
 
 
 class Heard:
-    """The scheduler's half, as far as it hears."""
+    """The scheduler's half, which records what it is told."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []

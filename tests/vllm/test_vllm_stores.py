@@ -1,4 +1,4 @@
-"""The books of stores by themselves: which blocks are offered with which step, and which stores a step must end."""
+"""The records of stores by themselves: which blocks each step offers, and which stores a step must wait for."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_blocks_that_another_connector_may_fill_end_the_stores_that_read_them(wa
     engine.stores.allocated("c", blocks([0, 3, 4]), SIZE)
     orders = engine.step({"b": 1}) if waits else engine.step({"b": 1}, starts={"c": (8, [0, 3, 4])})
     assert orders.flush == [store.job_id]
-    assert engine.step({"b": 1}).flush == [], "it was said"
+    assert engine.step({"b": 1}).flush == [], "an earlier step has ordered it"
 
 
 def test_what_follows_a_load_of_another_connector_in_the_same_step_is_stored_at_its_end() -> None:
@@ -248,7 +248,7 @@ def test_what_a_sibling_loads_in_a_step_is_not_stored_if_the_request_is_aborted(
 
 
 def test_what_is_stored_at_its_end_only_stays_so() -> None:
-    """Though a store of before is to be made up for, or another load has failed."""
+    """Though an earlier store must be repeated, or another load has failed."""
     engine = Engine()
     engine.add("a", [1, 2, 3])
     [store] = engine.step({"a": 12}).fresh

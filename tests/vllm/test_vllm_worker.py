@@ -1,4 +1,4 @@
-"""The worker's half by itself, over a real daemon: blocks that are given away while they are being stored."""
+"""The worker's half by itself, with a real daemon: blocks that vLLM reuses while they are being stored."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RankWo
 
 
 def report_of(worker: RankWorker) -> WorkerReport:
-    """What the worker says of stores, as soon as it does."""
+    """The worker's next report of stores."""
     reports: list[WorkerReport] = []
     wait_until(lambda: (report := worker.report()) is not None and reports.append(report) is None)
     return reports[0]

@@ -124,7 +124,7 @@ class Child:
 
     @property
     def scheduler(self) -> Any:
-        """Of our connector, if it is served."""
+        """The scheduler's half of our connector; None without a cache."""
         return getattr(self.connector, "_scheduler", None)
 
     def _count_what_happens(self) -> None:
@@ -233,7 +233,7 @@ class Child:
         return {"pid": pid}
 
     def count(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Of each rank its process, and what it has moved."""
+        """The process of each rank, and what it has moved."""
         pids, counters = zip(*self.llm.collective_rpc(count), strict=True)
         return {"pids": pids, "counters": counters}
 

@@ -104,7 +104,7 @@ def launch(arena: str = "1GiB", **config: Any) -> LaunchedDaemon:
 
 
 def launch_patched(run_dir: Path, patch: str, *flags: str) -> LaunchedDaemon:
-    """A daemon for which the code `patch` is run before anything else. Only waits for its socket."""
+    """A daemon that runs the code `patch` before anything else. Waits only for its socket."""
     run_dir.mkdir(mode=0o700, exist_ok=True)
     code = f"{patch}\nimport sys\nfrom tiercache.daemon.__main__ import main\nsys.exit(main())"
     command = [sys.executable, "-c", code, "--run-dir", str(run_dir), *flags]
@@ -115,7 +115,7 @@ def launch_patched(run_dir: Path, patch: str, *flags: str) -> LaunchedDaemon:
 
 
 def statistics(daemon: LaunchedDaemon) -> dict[str, Any]:
-    """What the daemon says of itself."""
+    """The daemon's statistics."""
     with tiercache.Client.connect(daemon.address, map_arena=False) as client:
         return client.stats()
 
@@ -215,7 +215,7 @@ class Engine:
         return self.generate(prompts, max_tokens, **fields)
 
     def await_hits(self, ids: Sequence[int]) -> None:
-        """Ask until all full blocks of a prompt, of more than one, are stored and found."""
+        """Ask until all full blocks of a prompt of several blocks are stored and found."""
         wait_until(lambda: self.regenerate([ids], 1)[1] == [len(ids) // BLOCK * BLOCK])
 
     def counts(self, rank: int = 0) -> dict[str, int]:
@@ -224,7 +224,7 @@ class Engine:
         return counters
 
     def lines(self, words: str) -> list[str]:
-        """Those of its log with `words`."""
+        """The lines of its log with `words`."""
         return [line for line in self.log.read_text().splitlines() if words in line]
 
     def close(self) -> None:

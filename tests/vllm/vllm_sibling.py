@@ -28,13 +28,13 @@ class Fills(base.KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Handshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """As Nixl's."""
+    """Metadata as Nixl's."""
 
     agent: bytes = b"agent"
 
 
 class Sibling(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -80,7 +80,7 @@ class _Load:
 
 
 class Loads:
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, blocks: BlockManager, cache: GuardedCache, cost: CostModel, settings: EngineSettings) -> None:
         self._blocks = blocks

@@ -8,7 +8,7 @@ from tiercache.engine.settings import EngineSettings
 
 
 class Placement:
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, blocks: BlockManager, settings: EngineSettings) -> None:
         self._blocks = blocks

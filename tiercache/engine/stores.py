@@ -33,7 +33,7 @@ class _Store:
 
 
 class Stores:
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, blocks: BlockManager, cache: GuardedCache, settings: EngineSettings) -> None:
         self._blocks = blocks

@@ -50,7 +50,7 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def next(self) -> Batch:
-        """The next batch that comes by itself."""
+        """The next batch that is published."""
         assert self.sub.poll(WAIT_S * 1000), "no batch"
         return self._batch(*self.sub.recv_multipart())
 
@@ -61,11 +61,11 @@ class Subscriber:
         return int.from_bytes(number, "big"), events
 
     def replay(self, first: int) -> list[Batch]:
-        """What is kept from batch `first` on."""
+        """The replayed batches from `first` on."""
         self.dealer.send_multipart([b"", first.to_bytes(8, "big")])
         batches = []
         while True:
-            assert self.dealer.poll(WAIT_S * 1000), "no end"
+            assert self.dealer.poll(WAIT_S * 1000), "events do not stop coming"
             empty, topic, number, payload = self.dealer.recv_multipart()
             assert empty == b""
             if int.from_bytes(number, "big", signed=True) == END:
@@ -95,7 +95,7 @@ def flags(folder: Path, *more: str, arena: str = "8MiB") -> list[str]:
 def store(
     client: Client, number: int, keys: bytes, hashes: Sequence[Any], parent: Any = None, parent_key: bytes = b""
 ) -> None:
-    """Store blocks of four tokens, the place of each in its chain four times."""
+    """Store blocks of four tokens; each token is its block's place in the chain."""
     tokens = struct.pack(f"<{4 * len(hashes)}I", *(place for place in range(len(hashes)) for _ in range(4)))
     said = [list(hashes), parent, tokens, 0, "full_attention", None, 7, "adapter"]
     tag, lease, states, _, parent_missing = client.ask("reserve", number, parent_key, keys, 10_000, said)
@@ -239,7 +239,7 @@ def test_a_slow_subscriber_loses_events_and_the_publisher_does_not_wait(tmp_path
 
 
 def replayed(publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]], folder: Path, first: int) -> list[int]:
-    """The numbers of batches that are sent again, to one who reads a few at a time."""
+    """The numbers of the batches that are replayed to a subscriber that reads a few at a time."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.RCVHWM, 2)
     dealer.connect(f"ipc://{folder}/replay")
@@ -385,7 +385,7 @@ def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_block_counts_for_what_is_said_of_itself() -> None:
-    """A store may keep one block of its run alone: that one with all that was said."""
+    """A store may keep only one block of its run: that block counts with its own tokens and extra keys."""
     extras = [msgspec.Raw(b"\xc0"), msgspec.Raw(msgspec.msgpack.encode(bytes(10_000)))]
     run = ReceivedRun([1, b"2" * 100], None, bytes(8), extra_keys=extras)
     small, large = (NamedBlocks(run, 1)(place) for place in range(2))
@@ -398,20 +398,20 @@ def test_each_block_counts_for_what_is_said_of_itself() -> None:
 
 
 def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
-    """It may be megabytes long, of which nothing is counted."""
+    """The message may be megabytes long, and no limit counts it."""
     run = EventRun([1], None, bytes(64), extra_keys=["x"])
     message = msgspec.msgpack.encode(Reserve(1, bytes(16), 1, 2**62, 0, b"", bytes(16), 1000, events=run))
     before = sys.getrefcount(message)
     request: Any = msgspec.msgpack.decode(message, type=Reserve)
     named = NamedBlocks(request.events, 16)
-    assert sys.getrefcount(message) > before, "what was received is a part of it"
+    assert sys.getrefcount(message) > before, "the received run refers to the message"
     del request
     assert (sys.getrefcount(message), named(0).extra) == (before, msgspec.Raw(msgspec.msgpack.encode("x")))
 
 
 @pytest.mark.parametrize("extra", [5, "x", {"a": 1}, True, [{(): 1}], [{1: {2: "x"}}]])
 def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None:
-    """They decode a batch with types: what is no array would lose them all that others have stored meanwhile."""
+    """Subscribers decode a batch with types: one bad field would lose them all blocks in it, of other clients too."""
     run = ReceivedRun([1], None, bytes(64), extra_keys=[msgspec.Raw(msgspec.msgpack.encode(extra))])
     if isinstance(extra, list):
         assert NamedBlocks(run, 16).check()
@@ -444,7 +444,7 @@ def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(m
 
 @pytest.mark.parametrize("end", ["published", "given up", "below one given up"])
 def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(end: str) -> None:
-    """Quarantine lasts as long as its process, and has nothing more to say."""
+    """Quarantine lasts as long as its process; its tokens are not needed any more."""
     cache = CacheAtOnce(lambda: 0.0, CacheLimits())
     cache.space.allocator.add_region(0, 16 * 4096)
     spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=4096)
@@ -460,7 +460,7 @@ def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(en
         assert len(cache.writes.quarantined) == 1
     else:
         assert cache.writes.commit(owner, child.lease_id, [0]) == [CommitState.HELD]
-        assert kept() is not None, "its end is still to be told"
+        assert kept() is not None, "its events are still to be published"
         if end == "published":
             cache.writes.commit(owner, parent.lease_id, [0])
         else:
@@ -470,7 +470,7 @@ def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(en
 
 
 def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:
-    """It is cached all the same."""
+    """The block is cached all the same."""
     with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
         number, keys = client.namespace(4096, block_size=20_000), new_chain(1)
         lease = client.ask("reserve", number, b"", keys, 10_000, [[1], None, bytes(80_000)])[1]

@@ -30,7 +30,7 @@ def test_a_gap_does_not_count(now: list[float]) -> None:
     clock = LeaseClock()
     start_s = clock()
     now[0] += 5
-    assert clock() == start_s, "lease time is as of the last look"
+    assert clock() == start_s, "lease time is that of the last `observe`"
     clock.observe()
     assert clock() == start_s
     now[0] += 0.01

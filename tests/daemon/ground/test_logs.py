@@ -35,7 +35,7 @@ def record(text: str, *arguments: object, level: int = logging.INFO) -> logging.
 
 
 def read_lines(fd: int, count: int) -> list[str]:
-    """So many lines of a pipe."""
+    """Read `count` lines from a pipe."""
     text = b""
     while text.count(b"\n") < count:
         assert select.select([fd], [], [], WAIT_S)[0], f"{text.decode()}: more was expected"
@@ -103,11 +103,11 @@ def test_an_unread_pipe_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyP
 
         def flood() -> None:
             for number in range(100):
-                log.handle(record(f"line {number}"))  # each of a kind of its own
+                log.handle(record(f"line {number}"))  # each line is of a kind of its own
             done.set()
 
         threading.Thread(target=flood, daemon=True).start()
-        assert done.wait(WAIT_S), "who logs never waits"
+        assert done.wait(WAIT_S), "the caller of the log never waits"
         assert 95 <= log.lost_lines <= 96, "four wait, one may be with the writer"
         lost = log.lost_lines
         while filled:
@@ -132,7 +132,7 @@ def test_a_writer_that_is_stuck_can_be_stopped() -> None:
 
 @pytest.mark.timeout(30)
 def test_a_log_with_nothing_to_write_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every daemon ends with this: it must not sit out the writer's wait for the next line."""
+    """Every daemon ends with this call: it must not wait until the writer's wait for a next line is over."""
     monkeypatch.setattr(logs, "_LOOK_S", 600.0)
     with pipe() as (reader, writer):
         log = logs.Log(TEXT, writer)
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pipe() as (reader, writer):
         log = logs.Log(TEXT, full)
-        for number in range(1, 4):  # what was to tell of the first is lost with the second
+        for number in range(1, 4):  # the line about the first loss is lost with the second
             log.handle(record("lost"))
             wait_until(lambda count=number: log.lost_lines == count)
         assert log.problem == "No space left on device"
@@ -192,7 +192,7 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
     alike = logs.Repetitions()
     admitted = [alike.admit(record("block %d is bad", number), 5.0) for number in range(logs.MAX_ALIKE + 7)]
     assert admitted == [True] * logs.MAX_ALIKE + [False] * 7
-    assert alike.admit(record("another"), 5.0), "a kind is what is the same before anything is filled in"
+    assert alike.admit(record("another"), 5.0), "a kind is the text before its values are filled in"
     assert alike.ended(6.0) == []
     [told] = alike.ended(5.0 + logs.ALIKE_S)
     assert told.getMessage() == f"7 more lines like this one were left out: block {logs.MAX_ALIKE + 6} is bad"
@@ -200,7 +200,7 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(logs, "MAX_KINDS", 4)
     for number in range(3 * logs.MAX_ALIKE):
         alike.admit(record(f"line {number}"), 20.0)
-    assert len(alike._kinds) <= 5, "what is made up anew each time takes no more memory"
+    assert len(alike._kinds) <= 5, "texts that differ each time take no more memory"
 
 
 def test_what_was_left_out_is_told_at_the_end_too() -> None:
@@ -288,7 +288,7 @@ def ends_well(child: subprocess.Popen[bytes]) -> None:
 
 
 def make_noise(client: Client, times: int) -> None:
-    """Several lines of the log for each time, all of kinds of their own."""
+    """Flush `times` times: each flush logs several lines, of different kinds."""
     number = client.namespace()
     for _ in range(times):
         assert client.ask("flush", "all", [number], b"")[0] == "flushed"

@@ -34,7 +34,7 @@ def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "write arena = " in ended.stderr
     assert not (tmp_path / "run").exists(), "nothing was begun"
-    DaemonConfig(arena_bytes=32 << 40)  # a file that is meant for a larger host can be looked at here
+    DaemonConfig(arena_bytes=32 << 40)  # a configuration for a larger host can be checked here
 
 
 def test_the_tightest_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is: the loop goes first where the system lets it, and nothing that it starts does."""
+"""Scheduling: the loop gets a higher priority where the system allows it, and nothing that it starts does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ subprocess.run(["nice"], check=True)
 
 
 def outcome(*before: str) -> list[str]:
-    """Whether it was granted; the niceness of who asked, of a thread and of a process that it started."""
+    """Whether it was granted, and the niceness of the asking thread, of another thread and of a child process."""
     command = [*before, sys.executable, "-c", ASK]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()
 
@@ -67,5 +67,5 @@ def test_of_a_daemon_only_the_loop_goes_first(tmp_path: Path) -> None:
         threads = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
         niceness = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
         assert niceness.pop(daemon.pid) == NICENESS
-        assert len(niceness) > 8, "those of the directory among them"
+        assert len(niceness) > 8, "the threads of the directory among them"
         assert min(niceness.values()) == 0

@@ -39,7 +39,7 @@ class Told:
         raise OSError("gone")
 
     def say(self, *events: tuple[int, int]) -> None:
-        """Have it see these, and nothing after them."""
+        """Let it see these events, and none after them."""
         self.events += events
         self.ours._monitor = self  # type: ignore[assignment]
         try:
@@ -55,7 +55,7 @@ class Told:
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         told = Told(socket, monkeypatch)
-        assert socket.getsockopt(zmq.HANDSHAKE_IVL) == HANDSHAKE_MS, "or who says nothing would stay"
+        assert socket.getsockopt(zmq.HANDSHAKE_IVL) == HANDSHAKE_MS, "else a silent peer would stay"
         yield told
         told.ours.close()
 

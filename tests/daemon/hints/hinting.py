@@ -1,4 +1,4 @@
-"""A cache whose blocks are spoken of."""
+"""A cache that gets hints about its blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOW, HIGH = Priority.LOW, Priority.HIGH
 
 
 class Hinting(SmallCache):
-    """A cache whose blocks are spoken of."""
+    """A cache that gets hints about its blocks."""
 
     def hint(self, ns: Namespace, keys: bytes, first: int = 0, **said: Any) -> int:
         values = {"done": False, "return_in_s": 0.0, "ttl_s": 0.0, "priority": None, **said}
@@ -37,7 +37,7 @@ class Hinting(SmallCache):
             self.store(ns, branch(number))
 
     def here(self, ns: Namespace, *chains: bytes) -> list[int]:
-        """How many blocks of each are here, without a trace."""
+        """How many blocks of each chain are here; looking does not count as a use."""
         return [self.cache.peek([ns], keys)[0] for keys in chains]
 
     def policy(self, ns: Namespace) -> HintedPolicy:

@@ -1,4 +1,4 @@
-"""How far hints go: blocks that one is about, what is done at once, whose blocks, and what takes them back."""
+"""The bounds of hints: how many blocks one is about, how much is done at once, whose blocks, what revokes them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_is_of_no_use_goes_a_few_blocks_at_a_time(h: Hinting, monkeypatch: 
 
 
 def test_what_is_of_no_use_goes_although_its_writer_was_waited_for(h: Hinting) -> None:
-    """The tier below has no other clock that lets such ends go."""
+    """The tier below has no other timer that gives up such ends of chains."""
     ns = h.space()
     h.store(ns, branch(1))
     h.hint(ns, branch(1), ttl_s=TAIL_S / 2)
@@ -164,7 +164,7 @@ def test_who_is_a_little_late_is_still_about_to_come() -> None:
 
 
 def test_a_block_that_was_dropped_takes_no_mark_over(h: Hinting) -> None:
-    """Nothing would ever take it away again."""
+    """Else nothing would ever remove the mark."""
     ns, index = h.space(), h.cache.space.index
     h.store(ns, branch(1, 2, 3))
     h.cache.space.tails.give_up()

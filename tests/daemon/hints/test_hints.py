@@ -1,4 +1,4 @@
-"""What clients say of further uses: what goes first, what is kept and how much of it, what is forgotten in time."""
+"""Hints of clients: what is evicted first, what is kept and how much of it, and when a hint is forgotten."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) 
     h.store(ns, key(1, 1, 6), parent=key(1, 1))
     assert h.length(ns, branch(1, 1, 5, 5)) == 4, "used last of all"
     assert h.hint(ns, branch(1, 1, 5, 5), done=True) == 4
-    assert h.here(ns, branch(1, 1, 5, 5)) == [4], "it is here until room is wanted"
+    assert h.here(ns, branch(1, 1, 5, 5)) == [4], "it is here until room is needed"
     h.fill(ns, 100, 3)  # the eighth frame, and two more
     assert h.here(ns, branch(1, 1, 5, 5), branch(1, 1, 6), branch(2), branch(3)) == [2, 3, 1, 1]
     h.fill(ns, 200, 1)
     assert h.here(ns, branch(1, 1)) == [2], "shared with another chain: the policy's from here on"
     others = h.here(ns, branch(2), branch(3), branch(100), branch(101), branch(102), branch(1, 1, 6))
-    assert sum(others) == 5 + 3 - 1, "one of these has gone, whichever the policy chose"
+    assert sum(others) == 5 + 3 - 1, "one of these is gone, as the policy chose"
 
 
 def test_who_asks_again_is_not_done(h: Hinting) -> None:
@@ -62,7 +62,7 @@ def test_who_asks_again_is_not_done(h: Hinting) -> None:
 
 
 def test_a_chain_that_was_used_by_way_of_another_is_not_done(h: Hinting) -> None:
-    """Its blocks are the beginning of one that came after, of which nothing was said."""
+    """Its blocks begin a later chain that has no hint."""
     ns = h.space()
     h.store(ns, branch(1, 2))
     h.hint(ns, branch(1, 2), done=True)
@@ -103,11 +103,11 @@ def test_who_is_to_be_back_is_kept_until_then_and_not_much_longer() -> None:
     assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2
     h.later(70.0 + LATE_S)
     h.fill(ns, 200, 16)
-    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2, "half as long again is not over"
+    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 2, "half as long again is still in time"
     h.later(100.0)
     assert h.policy(ns).kept_blocks[HintGroup.BACK] == 0
     h.fill(ns, 240, 7)
-    assert h.here(ns, branch(1, 1))[0] < 2, "as any other"
+    assert h.here(ns, branch(1, 1))[0] < 2, "it is like any other chain now"
 
 
 def test_with_hazard_it_is_worth_one_use_at_that_time() -> None:
@@ -160,13 +160,13 @@ def test_what_is_of_no_use_any_more_is_not_found(h: Hinting) -> None:
     h.store(ns, key(1, 1, 5) + key(1, 1, 5, 5), parent=key(1, 1))
     h.hint(ns, branch(1, 1, 5, 5), first=2, ttl_s=60.0)
     h.later(59.0)
-    assert h.length(ns, branch(1, 1, 5, 5)) == 4, "use does not make it longer"
+    assert h.length(ns, branch(1, 1, 5, 5)) == 4, "use does not extend the time to live"
     h.later(2.0)
-    assert h.here(ns, branch(1, 1, 5, 5)) == [2], "the first two were here before"
+    assert h.here(ns, branch(1, 1, 5, 5)) == [2], "the first two were stored before"
     assert h.cache.space.policies.hints.stats()["expired_blocks"] == 2
     h.store(ns, key(1, 1, 5), parent=key(1, 1))
     h.later(100.0)
-    assert h.here(ns, branch(1, 1, 5)) == [3], "stored again, and nothing said"
+    assert h.here(ns, branch(1, 1, 5)) == [3], "stored again without a hint"
 
 
 def test_what_others_go_on_from_outlives_its_time(h: Hinting) -> None:
@@ -221,7 +221,7 @@ def test_who_asks_for_the_middle_of_a_chain_takes_back_that_it_is_done_as_far(h:
     assert h.here(ns, branch(1, 1, 1, 1)) == [2]
     assert h.cache.reads.release(h.owner, found.lease.lease_id)
     mark = h.policy(ns).mark_of(ns.table.get(key(1, 1)))
-    assert mark is None or mark.group is HintGroup.PLAIN, "asked for since: as any other"
+    assert mark is None or mark.group is HintGroup.PLAIN, "asked for since, so like any other chain"
 
 
 # --- priority --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_low_goes_before_normal_and_high_after() -> None:
         h.hint(ns, branch(number), priority=HIGH)
     h.length(ns, branch(16))
     h.fill(ns, 100, 2)
-    assert h.here(ns, *map(branch, range(20))) == [1] * 15 + [0, 0] + [1] * 3, "used or not"
+    assert h.here(ns, *map(branch, range(20))) == [1] * 15 + [0, 0] + [1] * 3, "whether it was used or not"
     h.fill(ns, 200, 15)
     assert h.here(ns, *map(branch, range(3))) == [1, 1, 1]
     assert sum(h.here(ns, *map(branch, range(3, 20)))) == 0
@@ -280,7 +280,7 @@ def test_nothing_is_said_of_what_is_not_here() -> None:
     assert h.hint(ns, branch(7, 7), done=True) == 0
     assert h.hint(ns, branch(1, 2), first=2, done=True) == 2
     assert h.policy(ns).marks == 0
-    assert h.hint(ns, branch(1, 2, 3), done=True) == 2, "as far as it is here"
+    assert h.hint(ns, branch(1, 2, 3), done=True) == 2, "the part of the chain that is here"
     assert h.policy(ns).marks == 1
 
 
@@ -300,7 +300,7 @@ def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
     h.cache.flush_dram([ns.number], key(2))
     h.now_s += CARRY_S + 1.0
     h.store(ns, branch(2))
-    assert h.policy(ns).mark_of(ns.table.get(key(2))) is None, "too long ago"
+    assert h.policy(ns).mark_of(ns.table.get(key(2))) is None, "the hint is too old"
 
 
 def test_own_blocks_end_where_chains_part() -> None:
@@ -352,7 +352,7 @@ def test_what_is_remembered_for_another_tier_is_bounded(monkeypatch: pytest.Monk
         h.hint(ns, branch(number), done=True)
     assert [carried.find(ns.number, branch(number)) is not None for number in range(10)] == [False] * 5 + [True] * 5
     h.later(CARRY_S)
-    assert carried.find(ns.number, branch(9)) is None, "who asks for it by then has taken it back"
+    assert carried.find(ns.number, branch(9)) is None, "a carried hint lapses"
 
 
 def test_without_hints_the_policy_is_asked_itself() -> None:
@@ -363,7 +363,7 @@ def test_without_hints_the_policy_is_asked_itself() -> None:
     assert len(methods) == 12
 
     def called(ns: Namespace) -> set[object]:
-        """Whose methods the table calls; `follows` and `worth` of a window are those of the policy in it."""
+        """The policy whose methods the table calls. A window has the `follows` and `worth` of the policy in it."""
         its = {getattr(ns.table.policy, name).__self__ for name in methods if name not in ("follows", "worth")}
         for name in ("follows", "worth"):
             assert getattr(ns.table.policy, name) in (getattr(one, name) for one in its)
@@ -373,7 +373,7 @@ def test_without_hints_the_policy_is_asked_itself() -> None:
     h.hint(ns, branch(1, 2), done=True)
     assert called(ns) == {h.policy(ns)}
     later = h.space(rank=1, block_bytes=9000)
-    assert called(later) == {h.policy(later)}, "one that is made later too"
+    assert called(later) == {h.policy(later)}, "a table that is made later too"
 
 
 # --- whatever is said ------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> 
             owner, lease_id, ns, blocks = reads.pop(chance.randrange(len(reads)))
             lease = h.cache.reads.find(owner, lease_id)
             if lease is not None and not ns.table.windowed:
-                assert len(h.cache.reads.frames(lease, ns, 0, blocks)) == blocks, "a lease holds all of it"
+                assert len(h.cache.reads.frames(lease, ns, 0, blocks)) == blocks, "a lease holds all of its blocks"
             h.cache.reads.release(owner, lease_id)
         elif action == 8:
             h.now_s += chance.choice([0.01, 1.5, 10.0])

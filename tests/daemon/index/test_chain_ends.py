@@ -14,12 +14,12 @@ FRAME, NONE = BlockState.FRAME, BlockState.NONE
 
 
 def held(h: SmallCache) -> list[bytes]:
-    """The keys of the ends that are kept."""
+    """The keys of the chain ends that are kept."""
     return [h.cache.space.index.key[entry] for entry in h.cache.space.tails]
 
 
 def evict(h: SmallCache, count: int) -> None:
-    """What a policy would do that thinks the least of what came last: it has room made of that."""
+    """Evict the `count` newest candidates, as a policy would that values new blocks least."""
     index = h.cache.space.index
     for entry in sorted((e for e in range(len(index.key)) if index.columns.next[e]), reverse=True)[:count]:
         index.evict(entry)
@@ -71,7 +71,7 @@ def test_who_stored_a_prompt_to_its_end_goes_on_no_more() -> None:
     h.store(ns, key(1, 2, 3), parent=key(1, 2))
     assert held(h) == []
     h.store(ns, key(1, 2, 3, 4), parent=key(1, 2, 3))
-    assert held(h) == [key(1, 2, 3, 4)], "what is computed after the prompt"
+    assert held(h) == [key(1, 2, 3, 4)], "the end of what was computed after the prompt"
 
 
 def test_windows_and_blocks_that_the_daemon_brings_up_have_no_ends() -> None:
@@ -116,7 +116,7 @@ def test_a_writer_has_so_many_ends_and_no_more(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_long_prompt_of_which_nothing_is_expected_is_stored_whole() -> None:
-    """Chats that come back again and again, and prompts that never do: those the policy would evict as they come."""
+    """Chats that come back again and again, and prompts that never do, whose blocks the policy would evict at once."""
     h = SmallCache(frames=60, policy="hazard")
     h.cache.space._headroom_bytes = 20 * 4096
     ns = h.space()

@@ -51,7 +51,7 @@ def test_nothing_is_stored_below_what_is_being_unlinked() -> None:
 
 
 class Rising(NoTierBelow):
-    """A tier below that has everything, and brings up nothing of itself."""
+    """A tier below that has everything, and promotes nothing by itself."""
 
     name = "fake"
 
@@ -63,7 +63,7 @@ class Rising(NoTierBelow):
 
 
 def growing(window_blocks: int) -> tuple[CacheRig, Namespace, bytes, ReadLease]:
-    """A lease on 8 blocks of which some are there, and of which others have landed since."""
+    """A lease on 8 blocks: some were there, and others have been promoted since."""
     h = CacheRig(regions=4)
     h.cache = CacheAtOnce(lambda: h.now_s, below=Rising())
     for region_id in range(4):
@@ -85,7 +85,7 @@ def test_a_growing_lease_is_revoked_for_what_has_landed(window_blocks: int, flus
     h, namespace, keys, lease = growing(window_blocks)
     h.cache.space.index.drop(namespace.table.get(keys[16 * flushed : 16 * flushed + 16]))
     h.cache.space.index.unlink_slice(100)
-    if complete:  # the same keys come again, perhaps with other bytes: not what the lease was given
+    if complete:  # the same keys are stored again, perhaps with other bytes: the lease was given the old ones
         for number in range(8):
             parent = keys[16 * number - 16 : 16 * number] if number else b""
             h.store(namespace, keys[16 * number : 16 * number + 16], parent)
@@ -108,7 +108,7 @@ def test_a_lease_that_was_whole_a_moment_ago_is_not_believed_after_a_drop(whole_
     other = fill(h, namespace, 2, 100)
     lease = h.cache.match(h.owner, [namespace], other, 10).lease
     assert lease is not None
-    h.cache.space.index.drop(namespace.table.get(keys[:16]))  # some of the namespace is being unlinked from here on
+    h.cache.space.index.drop(namespace.table.get(keys[:16]))  # from here on some blocks are being unlinked
     assert h.cache.reads.find(h.owner, lease.lease_id) is lease
     if whole_namespace:
         h.cache.space.index.drop_table(namespace.table)
@@ -147,7 +147,7 @@ def test_the_row_of_a_dropped_block_may_be_anothers_at_once(evict: Callable[[Ind
 
 
 def test_an_evicted_entry_is_no_longer_known_as_attached(evict: Callable[[Index, int], None]) -> None:
-    """Its row may belong to a block below what is being unlinked next."""
+    """Its entry may be reused for a block below what is unlinked next."""
     h, namespace, keys = deep()
     index = h.cache.space.index
     other = fill(h, namespace, 2, 3)

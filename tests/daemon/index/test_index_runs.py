@@ -22,7 +22,7 @@ class Clock:
 
 
 class Both:
-    """Two indexes, one that is told of runs and one that is told of blocks."""
+    """Two indexes: one is given runs of blocks, the other the same blocks one by one."""
 
     def __init__(self, policy: str) -> None:
         self.clock = Clock()
@@ -42,7 +42,7 @@ class Both:
             above = single.insert(other, key, above, frame)
 
     def evict(self, count: int) -> None:
-        """Of the one a run, of the other as many blocks, each asked for."""
+        """Evict a run from the one index, and as many blocks, one by one, from the other."""
         runs, single = self.indexes
         victim = self.tables[0].policy.victim()
         gone = runs.evict_run(victim, count) if victim != NO_ENTRY else 0

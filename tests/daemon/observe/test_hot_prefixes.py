@@ -20,7 +20,7 @@ Steps = tuple[int, ...]
 
 
 class Tree:
-    """Chains by the steps that lead to their ends, matched in a cache of one or two namespaces; time stands still."""
+    """Chains, named by the path to their end, are matched in a cache of one or two namespaces; time stands still."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -89,7 +89,7 @@ def test_what_only_one_asked_for_counts_for_what_it_shares() -> None:
     tree = Tree()
     for user in range(5000):
         tree.now_s += 1.0
-        tree.match((0, 1, 2, user))  # one system prompt of three blocks, and a question of each user's own
+        tree.match((0, 1, 2, user))  # a system prompt of three blocks, and a different question of each user
         if user % 5 == 0:
             tree.match((0, 1, 7))
     assert len(tree.paths._paths) <= hotpaths.MAX_PATHS

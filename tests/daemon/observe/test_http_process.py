@@ -27,7 +27,7 @@ def watched(tmp_path: Path) -> Iterator[HttpProcess]:
 
 
 def child(script: str) -> list[str]:
-    """A command that is given further arguments."""
+    """A command to which further arguments can be added."""
     return ["sh", "-c", script, "sh"]
 
 
@@ -77,7 +77,7 @@ def test_each_end_is_said_and_leaves_no_descriptor(watched: HttpProcess, monkeyp
     monkeypatch.setattr(http_process, "STEADY_S", 0.0)
     watched._command = child("sleep 0.1; exit 4")
     assert watched._live() == ("ended with status 4", True)
-    assert watched.problem == "", "it was well for a while"
+    assert watched.problem == "", "the process had run well for a while"
     assert descriptors() == before
 
 

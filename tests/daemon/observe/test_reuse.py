@@ -50,7 +50,7 @@ def spec(**changed: int) -> NamespaceSpec:
 
 
 class Harness:
-    """An estimate, a clock that is a field, and namespaces to speak of."""
+    """An estimate, a clock that is a field, and some namespaces."""
 
     def __init__(self, dram_blocks: int = 64, below_blocks: int = 0, max_samples: int = reuse.MAX_SAMPLES) -> None:
         self.now_s = 0.0
@@ -70,7 +70,7 @@ class Harness:
         self.check()
 
     def rates(self, *blocks: int) -> list[float]:
-        """Of caches of so many blocks, and half a one: a size lies within a step of the scale, if only just."""
+        """Hit rates at these sizes in blocks, plus half a block, so that each is just inside its step of the scale."""
         sizes = [size * BLOCK + BLOCK // 2 for size in blocks]
         return [round(rate, 9) for rate in self.what_if.lookups.hit_rates(sizes)]
 
@@ -87,7 +87,7 @@ def keys_of(tag: int, count: int, first: int = 0) -> bytes:
 
 
 def real_hits(trace: Sequence[bytes], blocks: int, what_if: WhatIf | None = None) -> int:
-    """Blocks that the daemon's own cache of that size finds; all that is asked for is stored."""
+    """Blocks that the daemon's own cache finds at that size, if all that is asked for is stored."""
     cache = CacheAtOnce(lambda: 0.0, what_if=what_if)
     cache.space.allocator.add_region(0, blocks * BLOCK)
     namespace, owner = cache.space.open_namespace(spec()), Owner(b"a" * 16)
@@ -113,7 +113,7 @@ def test_the_estimate_of_one_cache_is_what_caches_of_other_sizes_find(traces: Mo
     assert true == [traces.lru_hits(requests, size) / asked for size in sizes]
     found = what_if.lookups.hit_rates([size * BLOCK for size in sizes])
     assert found == pytest.approx(true, abs=POINTS)
-    assert true[3] - true[0] > 5 * POINTS  # else any number would do
+    assert true[3] - true[0] > 5 * POINTS  # else any estimate would pass
     stats = what_if.stats()
     assert (stats["accessed_blocks"], stats["hit_rate"]) == (asked, pytest.approx(true[1]))
     assert [one["capacity_bytes"] for one in stats["curve"]] == [int(sizes[1] * BLOCK * 2**n) for n in range(-3, 4)]
@@ -285,7 +285,7 @@ def test_only_what_the_largest_size_has_is_kept() -> None:
 def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h = Harness(dram_blocks=1000)
     keys, few = keys_of(1, 500), keys_of(1, 50)
-    for _ in range(50):  # 25,000 in no time
+    for _ in range(50):  # 25,000 at one instant
         h.what_if.stored(h.space, b"", keys)
     assert h.what_if.stack.shift == 1
     h.now_s += SLICE_S
@@ -294,7 +294,7 @@ def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h.now_s += SLICE_S
     h.ask(few)
     assert h.what_if.stack.shift == 0
-    assert h.what_if.stats()["sample_rate"] == 0.5  # what joined the sample has no past yet
+    assert h.what_if.stats()["sample_rate"] == 0.5  # blocks that have just joined the sample have no past yet
     h.store(few)
     h.now_s += SLICE_S
     h.ask(few)
@@ -361,7 +361,7 @@ def test_what_is_noted_is_bounded_where_there_is_never_time(keys: int) -> None:
 
 
 def test_what_was_asked_for_in_parts_is_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little is looked into at a time, stores, look-ups and flushes are seen in the order of their coming."""
+    """However small the slices, the estimate sees stores, look-ups and flushes in their order."""
 
     def play(looked_into: int) -> tuple[int, list[float], dict[str, Any]]:
         monkeypatch.setattr(reuse, "LOOKED_INTO", looked_into)

@@ -1,4 +1,4 @@
-"""What clients asked for, in tokens, and in which tier it was."""
+"""Tokens that clients asked for, by the tier that had them."""
 
 from __future__ import annotations
 

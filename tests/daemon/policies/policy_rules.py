@@ -27,18 +27,18 @@ class Play:
         self.now_s = 0.0
 
     def ask(self, *ids: int) -> int:
-        """How many blocks of the prompt were here."""
+        """Ask for the prompt; how many of its blocks were here."""
         self.now_s += 1.0
         return self.cache.play(TraceRequest(self.now_s, chain_keys(ids), 16 * len(ids))).dram
 
     def here(self, prompts: Iterable[Sequence[int]]) -> int:
-        """How many of these prompts are here to their ends."""
+        """How many of these prompts are here completely."""
         resident = self.cache.resident(1)[0]
         return sum(chain_keys(ids)[-KEY_BYTES:] in resident for ids in prompts)
 
     @property
     def policy(self) -> Any:
-        """The policy itself, behind the window of what was just stored."""
+        """The policy itself, without the window in front of it."""
         window: Any = self.cache._dram.policy
         return window.inner
 
@@ -48,7 +48,7 @@ class Play:
 
 
 class Random:
-    """An index under a policy, and anything that can happen to it."""
+    """An index with a policy, and a method for each thing that can happen to it."""
 
     def __init__(self, maker: Maker, seed: int) -> None:
         self.now_s = 0.0
@@ -62,7 +62,7 @@ class Random:
         self.dropped = False
 
     def chain(self, table: Table) -> tuple[bytes, list[int]]:
-        """A prompt, and the entries of its blocks that are here."""
+        """A random prompt, and the entries of those of its blocks that are here."""
         ids = [self.chance.randrange(3) for _ in range(self.chance.randint(1, 7))]
         keys, entries = chain_keys([table.number, *ids])[KEY_BYTES:], []
         for at in range(0, len(keys), KEY_BYTES):
@@ -73,7 +73,7 @@ class Random:
         return keys, entries
 
     def ask(self, table: Table) -> None:
-        """A request, and what an engine stores after it."""
+        """A request, and the store that an engine makes after it."""
         index, (keys, entries) = self.index, self.chain(table)
         how = USED if self.asker is None else self.asker.asked(keys, len(entries), len(entries))
         if entries:
@@ -132,7 +132,7 @@ class Random:
 
 
 def keeps_the_index_whole(maker: Maker, seed: int) -> None:
-    """Whatever happens."""
+    """The index stays consistent, whatever happens."""
     run = Random(maker, seed)
     for step in range(400):
         run.step()
@@ -150,7 +150,7 @@ def keeps_the_index_whole(maker: Maker, seed: int) -> None:
 
 
 def leaves_the_same_blocks(policy: str, policies: Mapping[str, Maker]) -> None:
-    """After the same prompts."""
+    """The same prompts leave the same blocks each time."""
     left = []
     for _ in range(2):
         play, chance = Play(policy, 30, policies), random.Random(5)
@@ -162,7 +162,7 @@ def leaves_the_same_blocks(policy: str, policies: Mapping[str, Maker]) -> None:
 
 
 def first_to_go_of_an_earlier_life(maker: Maker) -> int:
-    """Which of forty blocks of an earlier life, in chains of ten, goes first; all of them can go."""
+    """Which of forty blocks of an earlier life, in chains of ten, is evicted first; all of them can be evicted."""
     index = Index(lambda frame: None)
     made = Policies(maker, lambda: 0.0).make(index)
     table = index.add_table(1, made, windowed=False)

@@ -61,7 +61,7 @@ def test_what_was_stored_outlasts_blocks_that_are_asked_for_all_the_time(policy:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_window_keeps_no_store_out(policy: str) -> None:
-    """Where there is nothing else, what was stored first goes first."""
+    """Where there is nothing else, the oldest store goes first."""
     h = SmallCache(frames=8, policy=policy)
     ns = h.space()
     for number, keys in enumerate(chains(40)):
@@ -74,7 +74,7 @@ def test_the_window_keeps_no_store_out(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_with_a_tier_below_it_is_found_in_one_of_the_two(policy: str) -> None:
-    """DRAM may give up what is below already, and there it stays as long."""
+    """DRAM may evict blocks that the tier below has, and that tier keeps them for as long."""
     sizes = Sizes(50 * BLOCK_BYTES, 200 * BLOCK_BYTES, policy=policy)
     engine, chance = Simulation(sizes, {1: plain_spec(16, BLOCK_BYTES)}), random.Random(3)
     stored: list[bytes] = []
@@ -92,7 +92,7 @@ def test_with_a_tier_below_it_is_found_in_one_of_the_two(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_pace_of_requests_changes_nothing(policy: str) -> None:
-    """Times of the trace, divided by 1 to 10,000: the same hits and the same blocks."""
+    """Dividing the times of the trace by 1 to 10,000 changes neither hits nor blocks."""
     left = []
     for divisor in (1, 100, 10_000):
         engine, chance = Simulation(Sizes(60 * BLOCK_BYTES, 150 * BLOCK_BYTES, policy=policy), {}), random.Random(9)

@@ -1,4 +1,4 @@
-"""What keeping a block is worth: the index, what is learnt from requests, and who goes first for it."""
+"""What keeping a block is worth: what the policy learns from requests, and which block it evicts first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPEC = plain_spec(TOKENS, BLOCK_BYTES)
 
 
 ROOM = 1000
-"""Blocks that there is room for, of a byte each."""
+"""The capacity, in blocks of a byte each."""
 
 
 class Learning:
@@ -58,7 +58,7 @@ class Learning:
             self.predictor.stored(keys[(found - 1) * KEY_BYTES : found * KEY_BYTES] if found else b"", new)
 
     def go_on(self, blocks: int) -> None:
-        """So much is stored."""
+        """A client stores that many blocks."""
         self.turnover.comes(blocks, stored=True)
 
 
@@ -106,15 +106,15 @@ def test_a_class_of_which_nothing_is_known_is_as_the_nearest_wider_one() -> None
     assert worth is not None
     assert worth[known, 2] > worth[like_it, 2] > worth[like_its_turn, 2] > worth[chain_class(1, 5, 40), 2]
     assert (worth[chain_class(2, 1, 9)] == worth[like_its_turn]).all()
-    assert worth[chain_class(9, 1, 9), 2] == pytest.approx(worth[like_its_turn, 2]), "a later turn leans on it"
+    assert worth[chain_class(9, 1, 9), 2] == pytest.approx(worth[like_its_turn, 2]), "a later turn borrows its estimate"
 
 
 def test_many_blocks_of_few_prompts_say_less_than_as_many_of_many() -> None:
-    """Those of one prompt come back together, or not at all; of a small share of all blocks hardly two are one's."""
+    """The blocks of a prompt come back together or not at all; a small sample hardly has two blocks of one prompt."""
 
     def worth_of(blocks: int, share: float, seen: float) -> float:
         used, ended = np.zeros((2, CLASSES, AGES))
-        used[0] = ended[0] = 100_000 * 0.9 ** np.arange(AGES) * 0.1  # others are as is thought of all at first
+        used[0] = ended[0] = 100_000 * 0.9 ** np.arange(AGES) * 0.1  # the other classes have their initial estimate
         its = chain_class(2, blocks, blocks)
         ended[its, 20] = seen
         *_, worth = estimate(used, ended, share)
@@ -136,7 +136,7 @@ def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
 
 
 def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that were seen unused are no worse than older ones would be, of which nothing is known."""
+    """Blocks that were seen unused are worth no less than older blocks of which nothing is known."""
     monkeypatch.setattr(predicting, "FIRST_RETURNS", 0)
     learning = Learning()
     for number in range(400):
@@ -148,7 +148,7 @@ def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one(mon
 
 
 def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
-    """The ages of a few say little: with them some chains that are just about to come back seemed worth least."""
+    """The ages of a few blocks say little: going by them, chains that were about to come back seemed worth least."""
     learning = Learning()
     before = learning.predictor.worth
     for number in range(predicting.FIRST_RETURNS + 2):
@@ -156,7 +156,7 @@ def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
         assert learning.predictor.worth is before
         if number > 1:
             learning.ask(chain_of(number - 2, 64), 64)
-    for number in range(8):  # an estimate is made in parts, one with each prompt
+    for number in range(8):  # an estimate is computed in parts, one part with each prompt
         learning.ask(chain_of(f"more {number}", 64))
     assert learning.predictor.version > 0
 
@@ -164,7 +164,7 @@ def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
 @pytest.mark.parametrize("prompt", [10, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_that_only_just_fit_until_they_come_back_are_found(seed: int, prompt: int) -> None:
-    """Each is loaded once, when two more are stored, and there is room for five: `lru` finds all of them."""
+    """Each prompt is loaded once, after two more have been stored. There is room for five, so `lru` finds all."""
     chance, now_s = random.Random(seed), 100.0
     engine = FastCache(sizes(5 * prompt, 0, policy="hazard"))
     engine.declare(1, SPEC)
@@ -184,11 +184,11 @@ def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None
             learning.go_on(50)
     worth = learning.predictor.worth[chain_class(9, 0, 8)]
     assert worth[age_bucket(0.6)] > 1.5 * worth[0], "each comes back after one turnover"
-    assert worth[age_bucket(3.0)] < 0.5 * worth[age_bucket(1.0)], "what has not come by then is late"
+    assert worth[age_bucket(3.0)] < 0.5 * worth[age_bucket(1.0)], "a prompt that has not come by then is late"
 
 
 def test_the_time_from_store_to_load_is_learnt() -> None:
-    """Stored without a look-up, loaded when a tenth more has been stored, and never again."""
+    """Each prompt is stored without a look-up, and loaded once after a tenth of the room has been stored."""
     learning = Learning()
     for number in range(100):
         learning.predictor.stored(b"", [chain_of(number, 1)])
@@ -203,7 +203,7 @@ def test_the_time_from_store_to_load_is_learnt() -> None:
 
 
 def test_what_goes_on_is_told_from_what_does_not() -> None:
-    """Chats come back, one-off prompts of the same length do not: their classes know."""
+    """Chats come back, one-off prompts of the same length do not: their classes tell them apart."""
     learning = Learning()
     chats = dict.fromkeys(range(30), 4)
     for lap in range(8):
@@ -255,7 +255,7 @@ def test_keys_that_are_no_hashes_are_sampled_as_others(order: Any, monkeypatch: 
 
 
 def test_no_request_can_fill_the_sample_or_take_long() -> None:
-    """What is asked for and not here is no part of it; of a long prompt no more than a few hundred blocks are."""
+    """The sample leaves out blocks that are not here, and takes at most a few hundred of a long prompt."""
     learning = Learning()
     learning.ask(chain_of("own", 50))
     for number in range(3):
@@ -266,7 +266,7 @@ def test_no_request_can_fill_the_sample_or_take_long() -> None:
     learning.ask(counters(0, 65_536))
     blocks, share = learning.predictor.sampled
     assert blocks <= 50 + predicting.MAX_AT_ONCE
-    assert share == 1.0, "others are sampled as before"
+    assert share == 1.0, "other blocks are sampled as before"
 
 
 def test_a_client_cannot_tell_which_keys_are_sampled() -> None:
@@ -274,7 +274,7 @@ def test_a_client_cannot_tell_which_keys_are_sampled() -> None:
     one, other = hashes(keys, 1 << 70 | 5)[:-1], hashes(keys, 7 << 70 | 9)[:-1]
     low = one < 1 << 61
     assert 400 < np.count_nonzero(low) < 620
-    assert 20 < np.count_nonzero(low & (other < 1 << 61)) < 120, "no more of them than of others"
+    assert 20 < np.count_nonzero(low & (other < 1 << 61)) < 120, "the two samples are independent"
 
 
 def test_a_sample_of_what_is_long_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_half_of_a_full_sample_goes_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
         most = max(most, gone - before)
         assert learning.predictor.sampled[0] <= 4000 + 4000 // predicting.LOOKED_AT
     assert gone > 2000
-    assert most <= 2 * 40 * predicting.LOOKED_AT, "what came was a store, and asked for"
+    assert most <= 2 * 40 * predicting.LOOKED_AT, "40 blocks are asked for and then stored"
 
 
 def loop(documents: int, blocks: int, laps: int) -> list[TraceRequest]:
@@ -320,7 +320,7 @@ def loop(documents: int, blocks: int, laps: int) -> list[TraceRequest]:
 
 
 def test_a_loop_larger_than_the_cache_has_hits() -> None:
-    """Least recently used has none at all: what it throws out is what comes next."""
+    """LRU has no hit at all: it evicts the block that comes next."""
     hits = {}
     for policy in ("lru", "hazard"):
         engine = FastCache(sizes(120, 0, policy=policy, headroom_bytes=20 * BLOCK_BYTES))
@@ -349,7 +349,7 @@ def test_headroom_is_kept_free_and_decided_alike(dram: int, nvme: int, headroom:
 
 
 def test_what_is_used_in_dram_stays_on_nvme() -> None:
-    """A hit in DRAM is a use of the copy below: it is still there when DRAM has lost its own."""
+    """A hit in DRAM counts as a use of the copy below, which is still there after DRAM has lost its own."""
     for policy in ("lru", "hazard"):
         exact = Simulation(sizes(30, 60, policy=policy), {1: SPEC})
         wanted = chain_of("wanted", 10)

@@ -21,4 +21,4 @@ def test_the_same_prompts_leave_the_same_blocks(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_blocks_of_an_earlier_life_go_as_others_do(policy: str) -> None:
-    assert first_to_go_of_an_earlier_life(POLICIES[policy]) == 9, "the end of the oldest chain"
+    assert first_to_go_of_an_earlier_life(POLICIES[policy]) == 9, "the last block of the oldest chain"

@@ -1,4 +1,4 @@
-"""What policies learn by, and the bounds of what they keep for that."""
+"""The clock of the policies, the window of fresh stores, and the bounds of what policies keep to learn."""
 
 from __future__ import annotations
 

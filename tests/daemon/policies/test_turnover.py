@@ -27,7 +27,7 @@ class Cache:
         self.turnover.room_bytes = lambda: ROOM
 
     def turn_over(self, times: int, seconds_each: float) -> Iterator[float]:
-        """What the clock shows after each block."""
+        """The reading of the policies' clock after each block."""
         for _ in range(times * ROOM):
             self.clock.now_s += seconds_each / ROOM
             self.turnover.comes(1, stored=True)

@@ -90,7 +90,7 @@ def test_the_windows_of_one_request_are_bounded_together() -> None:
 
 @pytest.mark.parametrize("tenant", ["", "a"])
 def test_models_of_many_sessions_are_listed_in_slices(monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
-    """Those of a tenant are encoded anew, and it may have as many sessions with the same ones as there can be."""
+    """A tenant's models are encoded anew, and all of its sessions may announce the same ones."""
     monkeypatch.setattr(admin_requests, "MODELS_AT_ONCE", 3)
     context, asking = context_of(tenant)
     for number in range(4):

@@ -26,7 +26,7 @@ encode = msgspec.msgpack.encode
 
 
 class Site:
-    """A gate for two tenants, that serves nothing else. `ended` and `cut`: sessions that it was done with."""
+    """The gate for two tenants, without the rest of a daemon. `ended` and `cut`: sessions that it has closed."""
 
     def __init__(self, directory: Path, max_sessions: int = 16) -> None:
         self.keys = {name: load_client(directory.parent / f"{name}.toml").public.decode() for name in ("a", "b")}
@@ -96,7 +96,7 @@ def test_tenants_are_never_one_engine_whatever_they_say(directory: Path) -> None
         assert other is not None
         assert first.owner.same_engine(again.owner), "workers of one engine share its leases"
         assert not first.owner.same_engine(other.owner)
-        assert first.owner.instance != INSTANCE != other.owner.instance, "nor are they an engine of this host"
+        assert first.owner.instance != INSTANCE != other.owner.instance, "a client of another host is no local engine"
 
     play(directory, scenario)
 
@@ -150,7 +150,7 @@ def test_requests_in_a_session_of_another_key_are_refused(directory: Path) -> No
         assert b"another client" in answer.header
         assert not site.handled
         site.gate.tick()
-        assert site.ended == [ours], "nor do they keep it"
+        assert site.ended == [ours], "requests of another client do not keep the session"
 
     play(directory, scenario)
 
@@ -208,8 +208,8 @@ def test_files_that_stay_are_not_read_again_and_what_is_wrong_is_said_once(
         allowed.read()
     assert len(reads) == 1
     assert len(caplog.records) == 1
-    clients.joinpath("c.toml").write_text("nonsense")  # young: read again each time
+    clients.joinpath("c.toml").write_text("nonsense")  # a young file is read again each time
     for _ in range(3):
         allowed.read()
     assert len(reads) == 4
-    assert len(caplog.records) == 3, "both files, once"
+    assert len(caplog.records) == 3, "both files were read once"

@@ -137,7 +137,7 @@ def test_an_answer_that_cannot_be_sent_releases_its_block(tmp_path: Path) -> Non
         done: list[str] = []
         ours.reply(b"unknown", Answer(b"header", session(), b"p" * 5000, lambda: done.append("done")))
         await asyncio.sleep(0)
-        assert (done, cut, ours._sending) == (["done"], [], {}), "its session socket says that it has gone"
+        assert (done, cut, ours._sending) == (["done"], [], {}), "its session socket reports that it has gone"
 
     play(tmp_path, scenario)
 

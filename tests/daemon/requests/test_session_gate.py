@@ -25,7 +25,7 @@ LONG_S = 3600.0
 
 
 class Ends:
-    """Remembers what it is told."""
+    """Records what the gate tells the server."""
 
     def __init__(self) -> None:
         self.ended: list[Session] = []
@@ -45,7 +45,7 @@ class Ends:
 
 
 class Rig:
-    """A gate, and clients of it that are this process too."""
+    """A gate, and its clients, which are in this process too."""
 
     def __init__(self, path: Path, max_sessions: int) -> None:
         self.path = path / "session.sock"
@@ -86,7 +86,7 @@ class Rig:
         return client, session
 
     async def refused(self) -> str:
-        """Why one more client is not let in."""
+        """The gate's reason to refuse one more client."""
         client = self.connect()
         tag, code, text = await self.answer(client)
         assert (tag, code) == ("refused", "limit")
@@ -101,7 +101,7 @@ class Rig:
         await asyncio.wait_for(look(), DEADLINE_S)
 
     async def leave(self, client: socket.socket) -> None:
-        """A client closes its socket, and the gate has seen that."""
+        """Close a client's socket, and wait until the gate has seen it."""
         ended = len(self.ends.ended)
         client.close()
         await self.until(lambda: len(self.ends.ended) > ended)
@@ -112,7 +112,7 @@ def descriptors() -> int:
 
 
 def play(path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]], max_sessions: int = 8) -> None:
-    """Run it; then every descriptor is closed again."""
+    """Run the scenario; afterwards every descriptor must be closed again."""
 
     async def run() -> None:
         before = descriptors()
@@ -197,7 +197,7 @@ def test_one_process_takes_the_sessions_of_no_other_by_what_it_leaves_unfinished
         tag, code, text = await rig.answer(refused)
         assert (tag, code) == ("refused", "limit")
         assert "sessions of this process left unfinished stores" in text
-        rig.ends.quarantine = False  # another session of it has aborted these
+        rig.ends.quarantine = False  # another session of the process has aborted these
         await rig.session()
         assert not rig.gate._ghosts
 
@@ -220,7 +220,7 @@ def test_regions_go_to_those_who_map_them(tmp_path: Path) -> None:
 
 
 def test_who_does_not_read_of_regions_is_cut(tmp_path: Path) -> None:
-    """It would be named frames that it cannot map."""
+    """Else it would be given frames that it cannot map."""
 
     async def scenario(rig: Rig) -> None:
         _, session = await rig.session(map_arena=True)
@@ -237,7 +237,7 @@ def test_who_does_not_read_of_regions_is_cut(tmp_path: Path) -> None:
 
 
 def test_an_end_that_fails_leaves_no_session_and_no_socket(tmp_path: Path) -> None:
-    """And the process is waited for, where there is something to wait for."""
+    """The daemon still waits for the process to end, if that has frames in quarantine."""
 
     async def scenario(rig: Rig) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
@@ -253,7 +253,7 @@ def test_an_end_that_fails_leaves_no_session_and_no_socket(tmp_path: Path) -> No
 
 
 class NoDescriptors:
-    """A listening socket whose process has no descriptor left, so many times."""
+    """A listening socket whose first `times` accepts fail for want of a descriptor."""
 
     def __init__(self, listener: socket.socket, times: int) -> None:
         self._listener = listener

@@ -38,7 +38,7 @@ def session_of(party: str) -> Session:
 
 
 def fill(unsent: Unsent, session: Session, length: int = 2 * MIB) -> int:
-    """Let it ask until it is refused; bytes that wait for it."""
+    """Let the peer ask until it is refused; returns the bytes that wait for it."""
     while unsent.problem(session, length) is None:
         unsent.add(session, length)
     return session.unsent_bytes
@@ -58,7 +58,7 @@ def test_what_was_sent_since_the_last_tick_is_taken_off_before_anything_is_refus
     fill(unsent, session)
     unsent.collectors.append(lambda: unsent.sent(session, 2 * MIB))
     assert unsent.problem(session, 2 * MIB) is None
-    assert unsent.problem(session, 4 * MIB) is None, "and so again"
+    assert unsent.problem(session, 4 * MIB) is None, "and again in the next round"
     unsent.collectors.clear()
     unsent.add(session, 4 * MIB)
     assert unsent.problem(session, 1) is not None
@@ -118,11 +118,11 @@ def test_small_answers_are_counted_with_the_first_and_then_every_so_many_bytes()
     assert sum(map(bool, counted)) == 4
     assert sum(counted) > 50 * 1000
     answers.add(b"b", 1), answers.add(b"c", 1)
-    assert answers.add(b"a", 1) > 0, "one that was forgotten begins anew"
+    assert answers.add(b"a", 1) > 0, "a forgotten peer starts from zero"
 
 
 def test_small_answers_on_many_connections_are_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of them may leave a thousand unread, and a process may have thousands of connections."""
+    """A connection may leave a thousand answers unread, and a process may have thousands of connections."""
     monkeypatch.setattr(limits, "SESSION_BYTES", MIB)
     monkeypatch.setattr(limits, "SPARE_BYTES", 0)
     cut, unsent, session = list[str](), Unsent(), session_of("a")

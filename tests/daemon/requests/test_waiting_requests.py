@@ -20,7 +20,7 @@ from tiercache.protocol.messages import KEY_BYTES, Resolve
 
 
 class Waiting:
-    """A chain of two blocks, and requests for a third one, of which leases wait to know."""
+    """A chain of two blocks, and leases that wait for a third one."""
 
     def __init__(self) -> None:
         self.cache = make_cache(4)
@@ -53,7 +53,7 @@ class Waiting:
 def test_a_lease_that_is_found_to_have_lost_a_block_only_when_asked_again_is_answered() -> None:
     w = Waiting()
     lease = w.lease()
-    w.park(lease, 2)  # whose time is up already
+    w.park(lease, 2)  # their time is up already
     w.lose_a_block()
     while w.requests.answer_parked():
         pass
@@ -62,7 +62,7 @@ def test_a_lease_that_is_found_to_have_lost_a_block_only_when_asked_again_is_ans
 
 
 def test_more_requests_that_come_before_the_others_are_answered_are_answered_too() -> None:
-    """The lease is found to have ended while those that were due already are answered."""
+    """The daemon finds that the lease has ended while it answers the requests that are due."""
     w = Waiting()
     lease = w.lease()
     w.park(lease, 3, until_us=2**62)
@@ -75,7 +75,7 @@ def test_more_requests_that_come_before_the_others_are_answered_are_answered_too
 
 
 def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lease may have a very wide window, all of which is looked at."""
+    """Each lease may have a very wide window, and the daemon looks at all of it."""
     monkeypatch.setattr(read_requests, "ANSWER_NS", 0)
     w = Waiting()
     for number in range(3):
@@ -89,7 +89,7 @@ def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.
 
 @pytest.mark.parametrize("then", ["stop", "grow"])
 def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) -> None:
-    """A flush leaves it for a later slice; meanwhile the same blocks are stored again, in other frames."""
+    """A flush leaves the lease to a later slice, and meanwhile the same blocks are stored again in other frames."""
     cache = make_cache(32)
     namespace, keys = open_for(cache, ""), chain_of("a", 4)
     other, other_keys = open_for(cache, "t"), chain_of("b", 1)

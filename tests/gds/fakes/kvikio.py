@@ -1,4 +1,4 @@
-"""As much of kvikio as the probe uses, over host memory; $FAKE_KVIKIO says how it behaves.
+"""The part of kvikio that the probe uses, over host memory; $FAKE_KVIKIO sets its behaviour.
 
 `gds=hang,compat=lie`: for each of cuFile's modes one of ok, fail, hang, lie (wrong bytes), short, die.
 `write=lie`: one of ok, fail, lie, short of writing, in either mode; ok by default.

@@ -1,4 +1,4 @@
-"""As much of torch as the probe uses, over host memory."""
+"""The part of torch that the probe uses, over host memory."""
 
 from __future__ import annotations
 

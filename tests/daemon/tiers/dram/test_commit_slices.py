@@ -25,7 +25,7 @@ TOKENS = 4096  # four blocks make a batch
 
 
 def slow(h: CacheRig) -> tuple[Namespace, int, Steps[list[CommitState]]]:
-    """A commit whose time was up after its first blocks; its namespace, its lease and the rest of it."""
+    """Begin a commit whose first slice ends after some blocks; returns its namespace, lease and other slices."""
     h.cache.writes.pending.publish_ns = 0
     namespace = h.space()
     lease = h.cache.reserve(h.owner, namespace, b"", KEYS, 10).lease_id
@@ -41,7 +41,7 @@ def wide() -> CacheRig:
 
 
 def end_of(h: CacheRig, steps: Steps[list[CommitState]]) -> list[CommitState]:
-    """Do what was put off between two slices of a commit; its answer."""
+    """Do deferred work between the slices of a commit; returns its answer."""
     while True:
         try:
             next(steps)
@@ -122,7 +122,7 @@ def test_what_is_flushed_between_two_slices_is_dropped() -> None:
 
 
 def named_as(tag: int) -> NamedBlocks:
-    """What events say of a chain of as many blocks as there can be in one request."""
+    """The event fields of a chain with the most blocks that one request may have."""
     names: list[int | bytes] = [tag * MAX_RESERVE + place for place in range(MAX_RESERVE)]
     return NamedBlocks(EventRun(names, None, bytes(4 * TOKENS * MAX_RESERVE)), TOKENS)
 
@@ -138,7 +138,7 @@ class Told(CacheRig):
         self.cache.space.allocator.add_region(0, 8 * MAX_RESERVE * FRAME_BYTES)
 
     def commit(self, namespace: Namespace, tag: int) -> Steps[list[CommitState]]:
-        """Store a chain of as many blocks as there can be in one request, up to the answer to its commit."""
+        """Store a chain with the most blocks that one request may have, up to the answer to its commit."""
         got = self.cache.reserve(self.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10, named_as(tag))
         assert set(got.states) == {BlockState.FRAME}
         return self.cache.writes.commit_in_slices(self.owner, got.lease_id, range(MAX_RESERVE))

@@ -1,4 +1,4 @@
-"""What is put off and done in slices: ends of sessions, regions that are emptied, events. Nothing wrong in between."""
+"""Work in slices: ends of sessions, regions that are emptied, events. Between slices everything is consistent."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_is_published_in_a_region_that_is_emptied_in_slices(monkeypatch:
         for block in h.cache.writes.leases[got.lease_id].blocks.values():
             block.written = FRAME_BYTES
         open_leases.append((owner, got.lease_id, keys))
-        if dice.random() < 0.5:  # a part of it waits for what comes before
+        if dice.random() < 0.5:  # a part of the chain waits for blocks before it
             h.cache.writes.commit(owner, got.lease_id, dice.sample(range(1, 6), 3))
     h.cache.space._empty_region(0)
     h.cache.writes.take_back(0)
@@ -195,7 +195,7 @@ def test_what_was_cleared_is_freed_in_slices_and_told_of_no_more(monkeypatch: py
     goes = 1
     while events.work():
         goes += 1
-    assert goes >= 8, "each is remembered by key and by hash"
+    assert goes >= 8, "each block is remembered by key and by hash"
     events.left(events.dram, 1, bytes(16))
     assert events.check_integrity() == []
 

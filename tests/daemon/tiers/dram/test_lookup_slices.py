@@ -34,7 +34,7 @@ def windowed(h: CacheRig, blocks: int = WINDOW, rank: int = 0) -> tuple[Namespac
 
 
 def counted_lookups(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many blocks of windows were looked up since this was asked the last time."""
+    """How many blocks of windows were looked up since the last call."""
     looked, lookup = 0, Index.lookup
 
     def counting(self: Index, table: Any) -> Callable[[bytes], bool] | None:
@@ -246,7 +246,7 @@ def test_the_chain_of_a_block_is_walked_in_slices(lost: str) -> None:
         h.cache.flush_dram([namespace.number], keys[:KEY_BYTES])
         if lost == "all, stored again":
             finish(h)
-            fill(h, namespace, 2, 5000)  # its entries are other blocks' now
+            fill(h, namespace, 2, 5000)  # its entries belong to other blocks now
 
     found, slices = in_slices(inspection.chain_of(h.cache, [namespace], keys[-KEY_BYTES:]), lose)
     whole = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
@@ -257,7 +257,7 @@ def test_the_chain_of_a_block_is_walked_in_slices(lost: str) -> None:
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same", "another"])
 def test_what_others_pin_between_two_slices_counts(same: bool) -> None:
-    """Of two pins of the same blocks one is left, and two that are too much together are not both made."""
+    """Two pins of the same blocks are one, and two pins that exceed the limit together are not both set."""
     h = CacheRig(region_bytes=2 * WINDOW * FRAME_BYTES, pin_share=0.75)  # one window and a half
     spaces = [h.space(rank=rank, window_blocks=WINDOW) for rank in range(2)]
     for namespace in spaces:
@@ -295,7 +295,7 @@ def test_pins_are_listed_in_slices_without_those_that_end_meanwhile() -> None:
 
 
 def test_a_namespace_is_told_from_others_without_a_look_at_what_they_have() -> None:
-    """One request may name 256, each of which is looked for among those of the lease."""
+    """One request may name 256 namespaces, and each is looked up among those of the lease."""
     h = CacheRig()
     assert h.space() == h.space()
     assert h.space(rank=1) != h.space()
@@ -328,12 +328,12 @@ def test_others_are_served_while_a_long_request_is_answered(client: Client, run_
     assert client.answer()[0] == "done"
     answer = client.answer()
     assert (answer[0], answer[3:]) == ("peeked", [0, 0, [[0, 0]] * 4])
-    # A client that has gone is not answered, and nothing of it stays.
+    # A client that has gone gets no answer, and nothing of its request stays.
     with Client(run_dir) as leaver:
         leaver.send("match", numbers, wanted, 1000)
         leaver.leave()
     assert client.ask("check")[1] == []
-    # And no session keeps more than a few of them going.
+    # And no session may have more than a few of them under way.
     for _ in range(17):
         client.send("peek", numbers, wanted[: 16 * 16_384])
     answers = [client.answer() for _ in range(17)]
@@ -364,7 +364,7 @@ def test_a_flush_of_many_namespaces_leaves_the_empty_ones_alone(monkeypatch: pyt
     writing = h.cache.reserve(h.owner, spaces[9], b"", chain_of(2, 1), 10)
     dropped = counted(monkeypatch, Index, "drop_table")
     assert h.cache.flush_dram([namespace.number for namespace in spaces], b"")[0] == 2
-    assert dropped() == 1  # what was pending in the other one was dropped by itself
+    assert dropped() == 1  # pending blocks of the other namespace have been dropped already
     assert [int(state) for state in h.cache.writes.commit(h.owner, writing.lease_id, [0])] == [2]
     assert h.cache.match(h.owner, [spaces[5]], chain_of(1, 2), 0).dram == 0
     finish(h)
@@ -413,7 +413,7 @@ def test_many_leases_on_wide_windows_are_renewed_in_slices(client: Client) -> No
     client.send("renew", [*leases, 1], 60_000)
     client.send("flush", "all", [other], b"")
     answers = {answer[0]: answer for answer in (client.answer(), client.answer())}
-    assert answers.keys() == {"flushed", "renewed"}, "which is first is up to when the second one came"
+    assert answers.keys() == {"flushed", "renewed"}, "the order depends on when the second request came"
     assert answers["renewed"][3] == bytes([1] * 8 + [0])
     assert all(map(client.release, leases))
 
@@ -432,7 +432,7 @@ def test_matches_and_pins_of_what_is_not_here_leave_nothing_behind(window: int) 
 def test_that_a_wide_window_is_whole_takes_one_look_before_its_blocks(
     monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    """Asked at each request for it, however often something else is dropped, and while that is being unlinked."""
+    """Every request checks the lease, however often other blocks are dropped, and while those are being unlinked."""
     h = CacheRig(region_bytes=(WINDOW + 3000) * FRAME_BYTES)
     namespace, keys = windowed(h)
     other = h.space()
@@ -450,7 +450,7 @@ def test_that_a_wide_window_is_whole_takes_one_look_before_its_blocks(
 
 
 class Pinned(Counter[int]):
-    """Regions that pins keep; there may be thousands."""
+    """Pins may protect thousands of regions."""
 
     def items(self) -> ItemsView[int, int]:
         raise AssertionError("all of them are looked at for one pin")
@@ -486,7 +486,7 @@ def test_pins_that_lie_in_many_regions_end_some_at_a_time(monkeypatch: pytest.Mo
 
 
 def test_cards_are_looked_at_in_slices_whether_or_not_they_may_be_told() -> None:
-    """Those that name a namespace of which their session knows nothing are left out, and take as long."""
+    """Models that name a namespace unknown to their session are left out, and take as long."""
     card = m.ModelCard(["a"], b"c", ["unknown"], 16)
     models = {number.to_bytes(2, "little"): card for number in range(300)}
     sessions = {number: SimpleNamespace(tenant="t", registered={}, models=models) for number in range(10)}

@@ -20,7 +20,7 @@ NUMBERS = [key(*PATH[: number + 1]) for number in range(BLOCKS)]
 
 
 class Shelved(NoTierBelow):
-    """A tier below that has these blocks, by namespace number; of chains a leading run."""
+    """A tier below with these blocks, by namespace number; of a chain it has a leading run."""
 
     name = "fake"
 
@@ -36,7 +36,7 @@ class Shelved(NoTierBelow):
 
 
 def longest(namespaces: Sequence[Namespace], blocks: dict[int, set[int]]) -> int:
-    """The last of all cuts that each namespace has what it needs for."""
+    """The longest cut for which every namespace has the blocks that it needs."""
     for cut in range(BLOCKS, 0, -1):
         needed = {one.number: range(max(0, cut - (one.spec.window_blocks or cut)), cut) for one in namespaces}
         if all(number in blocks[name] for name, numbers in needed.items() for number in numbers):
@@ -69,7 +69,7 @@ def test_the_cut_is_the_longest_one(windows: list[int], data: st.DataObject) -> 
 
 
 def test_what_was_flushed_is_in_no_window() -> None:
-    """Blocks of a table that is being unlinked are found by their key; another one may be there already."""
+    """Blocks that are being unlinked are still found by key, though the same key may have been stored again."""
     h = SmallCache(frames=2000)
     window, keys = h.space(window_blocks=2), b"".join(number.to_bytes(16, "little") for number in range(1, 901))
     for first in range(0, 900, 450):

@@ -20,7 +20,7 @@ BLOCKS = 6000
 
 
 def waiting(fan: int = 1) -> tuple[CacheRig, Namespace, bytes, list[int]]:
-    """A chain of which all is complete but its beginning; with `fan` above 1 as many chains below that."""
+    """A chain that is complete but for its first block; `fan` above 1 makes as many chains below that block."""
     h = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES)
     namespace, leases = h.space(), list[int]()
     first = chain_of(1, MAX_RESERVE)
@@ -40,7 +40,7 @@ def waiting(fan: int = 1) -> tuple[CacheRig, Namespace, bytes, list[int]]:
 
 
 def worked(h: CacheRig, calls: Callable[[], int]) -> int:
-    """Do what was put off; the most calls in one go."""
+    """Do all deferred work; returns the most calls in one slice."""
     most = calls()
     while True:
         more = h.cache.work()

@@ -1,4 +1,4 @@
-"""What clients write and do not finish: how much of the arena that may be, whose it is, and who may end it."""
+"""Unfinished writes: how much of the arena they may take, which client they count for, and what ends them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 FRAME = 4096
 ARENA_FRAMES = 32
 INSTANCE = bytes(16)
-"""What the daemon itself writes under; a client may say the same."""
+"""The instance under which the daemon itself writes; a client may claim the same."""
 
 
 class Writers:
@@ -32,12 +32,12 @@ class Writers:
         self._chains = 0
 
     def reserve(self, owner: Owner, blocks: int, parent: bytes = b"", ttl_s: float = 10.0) -> Reservation:
-        """Frames for a chain of its own."""
+        """Reserve a new chain of `blocks` blocks."""
         self._chains += 1
         return self.cache.reserve(owner, self.namespace, parent, chain_of(self._chains, blocks), ttl_s)
 
     def frames(self, owner: Owner, blocks: int) -> int:
-        """For how many of so many blocks there are frames."""
+        """How many of `blocks` new blocks get frames."""
         got = self.reserve(owner, blocks)
         assert got.states == [BlockState.FRAME] * len(got.frames) + [BlockState.NONE] * (blocks - len(got.frames))
         self.check()
@@ -68,7 +68,7 @@ def test_one_process_has_its_limit_whatever_instances_it_names() -> None:
 def test_one_process_leaves_half_of_the_arena_and_all_together_leave_a_quarter() -> None:
     w = Writers()
     assert [w.frames(party("a"), 20), w.frames(party("b"), 20)] == [16, 8]
-    assert [w.frames(party("c"), 4), w.frames(party("c"), 4)] == [1, 0], "who has nothing gets on, a block at a time"
+    assert [w.frames(party("c"), 4), w.frames(party("c"), 4)] == [1, 0], "a client without frames gets one at a time"
 
 
 def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
@@ -78,7 +78,7 @@ def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
     w.expire()
     assert w.frames(party("a", 2), 2) == 0
     assert w.cache.writes.unfinished._quarantined["a"] == 5 * FRAME
-    assert w.cache.writes.commit(first, lease, [0, 1]) == [CommitState.DROPPED] * 2, "that is: it is done with these"
+    assert w.cache.writes.commit(first, lease, [0, 1]) == [CommitState.DROPPED] * 2, "it has finished copying these"
     assert w.frames(party("a", 2), 4) == 2
     w.cache.process_gone(first)
     assert w.frames(party("a", 2), 4) == 3
@@ -99,8 +99,8 @@ def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> N
 
     assert hangs_on(2) == [CommitState.HELD] * 2
     assert hangs_on(9) == [CommitState.HELD] * 3
-    assert hangs_on(1) == [], "all that this process may have is taken"
-    assert w.frames(party("b"), 2) == 2, "and no other's"
+    assert hangs_on(1) == [], "the process has reached its limit"
+    assert w.frames(party("b"), 2) == 2, "another process has a limit of its own"
     assert w.cache.writes.commit(first, stuck, [0]) == [CommitState.VISIBLE]
     assert (len(w.cache.writes.waiting), hangs_on(6)) == (0, [CommitState.VISIBLE] * 6)
 
@@ -113,7 +113,7 @@ def test_complete_blocks_are_unfinished_no_more_when_the_one_before_is_given_up(
     w.cache.writes.commit(owner, got.lease_id, range(5))
     assert w.frames(owner, 1) == 0
     w.expire()
-    assert w.frames(owner, 9) == 5, "the one that was given up waits in quarantine, those below it are gone"
+    assert w.frames(owner, 9) == 5, "the abandoned block is in quarantine, and those below it are gone"
 
 
 def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
@@ -134,7 +134,7 @@ def test_only_a_client_that_writes_into_frames_itself_leaves_a_quarantine(mapped
 
 
 def test_a_client_that_does_not_map_commits_only_what_it_has_sent() -> None:
-    """What else is in the frame was another's."""
+    """The rest of the frame holds another client's bytes."""
     w = Writers()
     remote = party("tenant a", mapped=False)
     lease = w.reserve(remote, 3).lease_id
@@ -161,7 +161,7 @@ def test_the_end_of_a_process_says_nothing_of_another_one_of_its_instance() -> N
 def test_health_names_who_leaves_much_unfinished() -> None:
     w = Writers()
     w.reserve(party("process 7"), 8)
-    assert w.reasons() == [], "what is being written is no trouble"
+    assert w.reasons() == [], "blocks that are still being written do no harm"
     w.expire()
     text = "32.0 KiB of the arena wait in quarantine for process 7, which does not finish its stores: restart it"
     assert w.reasons() == [text]
@@ -201,7 +201,7 @@ def test_a_region_that_is_taken_back_ends_what_the_daemon_writes_for_others_and_
 
 
 def test_what_hangs_below_a_block_of_that_region_lets_go_of_it() -> None:
-    """Else the block, dead and pinned, would keep its frame, and with it the region, until that store ends."""
+    """Else the dead, pinned block would keep its frame, and so the region, until that store ends."""
     w = Writers()
     writer, parent = party("a"), party("b")
     first = w.reserve(parent, 1)
@@ -212,6 +212,6 @@ def test_what_hangs_below_a_block_of_that_region_lets_go_of_it() -> None:
     assert w.cache.space.allocator.used_bytes == 3 * FRAME
     w.cache.writes.take_back(0)
     w.check()
-    assert w.cache.space.allocator.used_bytes == 2 * FRAME, "those two are being written to"
+    assert w.cache.space.allocator.used_bytes == 2 * FRAME, "those two frames are being written to"
     assert w.cache.writes.commit(writer, below.lease_id, [0, 1]) == [CommitState.DROPPED] * 2
     assert w.cache.space.allocator.used_bytes == 0

@@ -20,7 +20,7 @@ WAIT_S = 20.0
 
 
 def row(number: int, **changes: Any) -> Row:
-    """A row that is like no other."""
+    """A row that differs from all others."""
     fields = {
         "key": number.to_bytes(16, "big"),
         "parent": bytes(16),
@@ -63,7 +63,7 @@ class Loop:
         """Run what is posted until the condition holds."""
         deadline_s = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline_s, "nothing happens any more"
+            assert time.monotonic() < deadline_s, "nothing is left to run, and the condition does not hold"
             try:
                 callback, args = self._posted.get(timeout=0.01)
             except queue.Empty:
@@ -93,7 +93,7 @@ class Bench:
         assert catalog.close(WAIT_S)
 
     def rows(self, catalog: Catalog) -> dict[int, Row]:
-        """All that a catalog loads."""
+        """All rows that a catalog loads."""
         loading = catalog.load(lambda: None, batch_rows=50)
         found: dict[int, Row] = {}
 

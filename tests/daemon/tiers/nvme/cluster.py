@@ -1,4 +1,4 @@
-"""A real daemon on real directories, and blocks whose bytes say whose they are."""
+"""A real daemon on real directories, and blocks whose bytes identify their keys."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ class Cluster:
         self._close()
 
     def _close(self) -> None:
-        """However the daemon ended, it leaves no fault."""
+        """Close both. However the daemon ended, its directories must be in order."""
         self.connector.close()
         self.daemon.close()
         self.check_directories()
 
     def check_daemon(self, sample: int = 0) -> CheckReply:
-        """The daemon's books are in order, now; and so many blocks are."""
+        """Check the daemon's books now, and `sample` of its blocks."""
         reply = self.connector.client.call(Check, timeout_s=DEADLINE_S, sample=sample, bytes_per_s=0)
         assert isinstance(reply, CheckReply)
         assert reply.findings == []
@@ -128,12 +128,12 @@ class Cluster:
         return stats
 
     def wait_written(self) -> None:
-        """Wait until nothing is on its way to the disks, and every block there has its row and no other has one."""
+        """Wait until no write is under way, and the catalog has a row for each block and for no other."""
 
         def settled() -> bool:
             stats = self.nvme()
             idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
-            # The counts alone may agree while rows of blocks that are gone are deleted and those of new ones follow.
+            # The counts alone may agree while old rows are still being deleted and new ones still being written.
             recorded = all(one["database_queue"] == 0 for one in stats["directories"])
             return idle and recorded and stats["blocks"] == sum(map(rows_in, self.directories))
 
@@ -159,5 +159,5 @@ class Cluster:
         return good
 
     def flush_dram(self) -> None:
-        """Only DRAM forgets."""
+        """Flush DRAM only."""
         self.connector.flush(tier="dram", all_namespaces=True)

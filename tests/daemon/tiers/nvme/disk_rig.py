@@ -47,7 +47,7 @@ class ObedientDisk(DiskIO):
         self.gate.set()
         self.calls: list[tuple[str, int, int]] = []  # name, views, offset
         self.hook: Callable[[str, int], int | None] = lambda name, size: None
-        """Called with name and bytes of each call: raises, or returns how many bytes to move at most."""
+        """Called with name and size of each call: raises, or returns the most bytes to move."""
         self.call = threading.local()
         """For the hook: `call.offset` of the call that it is asked about."""
         self.running = 0
@@ -98,7 +98,7 @@ def _shorter(
     offset: int,
     most: int,
 ) -> int:
-    """Move whole pages only, as direct I/O must, but tell of `most` bytes."""
+    """Move whole pages, as direct I/O must, but report `most` bytes."""
     whole = -(-most // PAGE_BYTES) * PAGE_BYTES
     kept, left = [], whole
     for view in views:
@@ -142,7 +142,7 @@ class Rig:
         return 1 << 48 | number * self.frame_bytes
 
     def fill(self, number: int, data: bytes) -> None:
-        """Put data into a frame, and rubbish behind it."""
+        """Put data into a frame, and garbage behind it."""
         start = number * self.frame_bytes
         self.memory[start : start + self.frame_bytes] = data + b"\xee" * (self.frame_bytes - len(data))
 
@@ -150,7 +150,7 @@ class Rig:
         return self.memory[number * self.frame_bytes : number * self.frame_bytes + length]
 
     def write_op(self, number: int, data: bytes, codec: int = 0) -> WriteOp:
-        """Frame `number`, filled with `data`, to slot `number` under key `number`."""
+        """Write frame `number`, filled with `data`, to slot `number` under key `number`."""
         self.fill(number, data)
         return WriteOp(
             slot=self.slot(number),
@@ -200,7 +200,7 @@ class Rig:
         return ops
 
     def close(self) -> None:
-        """Everything is over and was handed over exactly once."""
+        """Check that every operation has ended and was handed over exactly once."""
         self.disk.gate.set()
         assert self.queue.stop(time.monotonic() + DEADLINE_S)
         assert self.queue.in_flight == self.queue.in_flight_bytes == self.queue.queued() == 0

@@ -76,8 +76,8 @@ def test_disks_that_come_back_at_each_others_places_are_told() -> None:
     assert flush(flushes, [one, two])
     assert not flush(flushes, [one], B)
     two, one = opened(flushes, A, "2"), opened(flushes, B, "1")
-    assert two.flushed == [("n", b"k")], "before anything of it is served"
-    assert flush(flushes, [one, two]), "both are here"
+    assert two.flushed == [("n", b"k")], "before any block of it is served"
+    assert flush(flushes, [one, two]), "both directories are open"
 
 
 def test_a_flush_is_not_durable_while_a_disk_whose_place_another_one_has_is_away() -> None:
@@ -104,7 +104,7 @@ def test_what_a_disk_has_not_confirmed_is_flushed_when_it_is_back(said: bool | N
     again = opened(flushes, there, "1")
     assert again.flushed == [("n", b"k")]
     gone(flushes, again)
-    assert opened(flushes, there, "1").flushed == [], "it has confirmed that"
+    assert opened(flushes, there, "1").flushed == [], "the directory has confirmed the flush"
 
 
 def test_what_a_disk_has_confirmed_is_not_flushed_again_when_it_is_back() -> None:
@@ -114,7 +114,7 @@ def test_what_a_disk_has_confirmed_is_not_flushed_again_when_it_is_back() -> Non
     one.hangs = True
     for _ in range(3):
         flush(flushes, [one])
-    one.asked[0](False)  # it tries that again before the next one
+    one.asked[0](False)  # the daemon tries that flush again before the next one
     one.asked[1](True)
     gone(flushes, one)
     assert opened(flushes, A, "1").flushed == [("n", b"k")], "the last one"
@@ -129,7 +129,7 @@ def test_very_many_flushes_that_a_disk_does_not_confirm_flush_all_of_it(monkeypa
     for _ in range(5):
         flush(flushes, [one])
     gone(flushes, one)
-    assert opened(flushes, A, "1").flushed == [("n", b""), ("n", b"k"), ("n", b"k")], "and nothing of others"
+    assert opened(flushes, A, "1").flushed == [("n", b""), ("n", b"k"), ("n", b"k")], "and no block of others"
 
 
 def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_others(
@@ -155,7 +155,7 @@ def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.Mon
     flushes.begin(every, b"k", lambda blocks, durable: None, [], lambda: [(A, True)]).end()
     one = opened(flushes, A, "1")
     one.catalog.full = True
-    assert not flushes.work(), "nothing to do at once: the loop does not spin"
+    assert not flushes.work(), "no work is ready: the loop does not spin"
     assert (len(one.flushed), one.loads) == (2, 0)
     one.catalog.full = False
     assert not flushes.work()
@@ -203,7 +203,7 @@ def test_a_flush_is_not_answered_before_all_were_asked_whatever_opens_meanwhile(
     flush.forget(every[1:])
     assert answers == []
     flush.end()
-    assert answers == [False], "it was away when this began"
+    assert answers == [False], "it was away when the flush began"
 
 
 def test_nor_when_too_much_is_kept_for_what_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

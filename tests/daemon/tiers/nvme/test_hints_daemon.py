@@ -1,4 +1,4 @@
-"""Hints with a real daemon and a real directory: who is to be back finds its blocks in DRAM, what is over is gone."""
+"""Hints with a real daemon and directory: a returning client finds its blocks in DRAM, finished chains are gone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(client: Client, number: int, keys: bytes) -> None:
 
 
 def where(client: Client, number: int, keys: bytes) -> tuple[int, int]:
-    """How many blocks are in DRAM, and below beyond those; without a trace."""
+    """How many blocks are in DRAM, and how many more are below; looking does not count as a use."""
     tag, dram, below, _ = client.ask("peek", [number], keys)
     assert tag == "peeked"
     return dram, below
@@ -39,7 +39,7 @@ def test_a_session_comes_back_and_ends(client: Client) -> None:
     store(client, number, keys)
     for _ in range(3):
         store(client, number, new_chain(DRAM_BLOCKS // 2))
-    assert where(client, number, keys) == (0, 20), "others were stored since"
+    assert where(client, number, keys) == (0, 20), "other blocks were stored since"
     before = client.stats()
 
     assert client.ask("hint", [number], keys, 0, False, 1500) == ["hinted", 20]

@@ -1,4 +1,4 @@
-"""Directories that cannot be used, or go away: each costs itself and nothing else, and comes back by itself."""
+"""Directories that are unusable or disappear: only their own blocks are lost, and they come back by themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHAINS = [chain_of(str(number), 8) for number in range(12)]
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is waited for long."""
+    """Short deadlines for all tests of this file."""
     monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(keeper, "LAST_PAUSE_S", 0.05)
     monkeypatch.setattr(keeper, "LOOK_S", 0.02)
@@ -50,7 +50,7 @@ async def filled(root: Path, disks: int = 2) -> TierRig:
 
 
 async def found(rig: TierRig) -> list[int]:
-    """How much of each chain is there; every byte of it is compared."""
+    """How many blocks of each chain are found; every byte is compared."""
     return [await rig.load(rig.namespace(), chain) for chain in CHAINS]
 
 
@@ -79,9 +79,9 @@ def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
         new = chain_of("new", 4)
         again.store(again.namespace(), new)
         await again.settled()
-        assert again.shelves[0].has(again.namespace(), key_of(new, 3)), "what is new goes to the one that works"
+        assert again.shelves[0].has(again.namespace(), key_of(new, 3)), "new blocks go to the directory that works"
         await again.until(lambda: again.tier.stats()["directories"][0]["open_failures"] >= 3)
-        assert sum("goes on without it" in record.message for record in caplog.records) == 1, "it is said once"
+        assert sum("goes on without it" in record.message for record in caplog.records) == 1, "it is said only once"
         (bad / "lock").rmdir()
         await again.until(lambda: states(again) == ["ok", "ok"])
         assert again.tier.reasons() == []
@@ -109,7 +109,7 @@ def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> No
         assert not await asyncio.wait_for(again.flush(), 5), "a flush that cannot be durable says so at once"
         segments.unlink()
         await again.until(lambda: states(again) == ["ok"])
-        assert await found(again) == [0] * len(CHAINS), "what was flushed meanwhile is flushed there too"
+        assert await found(again) == [0] * len(CHAINS), "flushes from the meantime are done there too"
         again.check()
         await again.close()
 
@@ -224,7 +224,7 @@ def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whatever_stands_for_a_file_costs_blocks_and_nothing_else(
     tmp_path: Path, lived_in: Path, file: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is used, with fewer blocks or none; or it is not, and the reason names the file until that has gone."""
+    """It is used, with fewer blocks or none; or it is not, and the reason names the file until that is gone."""
     directory = tmp_path / "nvme0"
     shutil.copytree(lived_in, directory)
     place = directory / file
@@ -290,7 +290,7 @@ def test_an_immutable_directory_is_away_until_it_is_not(tmp_path: Path, lived_in
 
 
 def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: Path) -> None:
-    """Nothing more is written to where the path does not lead, and nothing of the new one is touched by the old."""
+    """Nothing more is written to a directory that has left its path; the daemon does not touch the new one there."""
 
     async def scenario() -> None:
         rig = await filled(tmp_path)
@@ -319,7 +319,7 @@ def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: P
         elsewhere.rename(first)
         before = {path: path.read_bytes() for path in first.glob("index.db*")}
         await rig.until(lambda: len(rig.shelves) == 1)
-        assert {path: path.read_bytes() for path in before} == before, "what leaves touches no file of the other"
+        assert {path: path.read_bytes() for path in before} == before, "a directory that leaves touches no other"
         await rig.until(lambda: states(rig) == ["ok", "ok"])
         rig.forget_dram()
         assert await found(rig) == [8] * len(CHAINS)
@@ -331,7 +331,7 @@ def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: P
 
 @pytest.mark.parametrize("moment", ["while nothing is there", "while another one is there"])
 def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(tmp_path: Path, moment: str) -> None:
-    """The one that had its place took note of the flush, and is not the one that it was about."""
+    """The directory that took its place recorded the flush, but the flush was about the other one."""
 
     async def scenario() -> None:
         rig = await filled(tmp_path, disks=1)
@@ -343,7 +343,7 @@ def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(
         home.mkdir()
         await rig.until(lambda: states(rig) == ["ok"])
         if moment == "while another one is there":
-            assert not await rig.flush(key_of(CHAINS[0], 3)), "the daemon alone remembers it for the one that is away"
+            assert not await rig.flush(key_of(CHAINS[0], 3)), "only the daemon remembers this flush"
             assert not await rig.flush(key_of(CHAINS[1], 0))
         home.rename(tmp_path / "new")
         (tmp_path / "elsewhere").rename(home)
@@ -361,7 +361,7 @@ def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(
 def test_what_a_disk_that_hung_was_told_to_flush_does_not_come_back_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its database never answers, and then it is gone: nothing on it knows of the flush."""
+    """The directory's database never answers, and then the directory is gone: nothing there records the flush."""
     monkeypatch.setattr(flushes, "FLUSH_S", 0.05)
 
     async def scenario() -> None:
@@ -459,7 +459,7 @@ def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> N
         rig.dirs[0].rename(tmp_path / "elsewhere")
         await rig.until(lambda: states(rig) == ["away", "ok"])
         await rig.settled()
-        for chain in chains:  # those that are asked for go to the other one
+        for chain in chains:  # blocks that are asked for go to the other directory
             rig.match([rig.namespace()], chain)
         await rig.settled()
         assert all(rig.shelves[0].has(rig.namespace(), key_of(chain, 3)) for chain in chains)
@@ -505,7 +505,7 @@ def test_a_database_that_leaves_touches_nothing_at_its_path(tmp_path: Path) -> N
 
 
 def hot_catalog(folder: Path) -> Catalog:
-    """One with a row that is only in its log."""
+    """A directory with a row that is only in its database's log."""
     folder.mkdir()
     catalog = Catalog(folder, b"i" * 16, lambda call, *args: call(*args))
     catalog.open()
@@ -532,7 +532,7 @@ def test_the_log_of_a_new_disk_outlives_the_database_of_the_old_one(mount: Calla
 
 
 def test_a_directory_that_something_was_mounted_over_is_used_again(mount: Callable[[str], Path]) -> None:
-    """Its device is then what the other one's path is on when that is unmounted."""
+    """Its device is then the one on which the other's path lies once that is unmounted."""
 
     def opened(before: Home | None) -> Directory:
         directory = Directory(path, 4 * MIB, MIB, before=before)

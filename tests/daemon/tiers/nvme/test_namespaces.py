@@ -35,7 +35,7 @@ def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:
 
 
 def test_a_saved_spec_that_cannot_be_served_any_more_is_no_namespace() -> None:
-    """A release may have allowed what a later one refuses."""
+    """A release may have allowed a spec that a later one refuses."""
     space = Cache(lambda: 0.0).space
     spec = NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=4096)
     known = space.open_namespace(spec)
@@ -134,7 +134,7 @@ def test_a_flush_notes_nothing_of_namespaces_that_a_disk_knows_nothing_of(tmp_pa
 
 
 def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path) -> None:
-    """Where a block of a window belongs is asked of all namespaces, and there may be thousands."""
+    """Placing a block of a window looks at all namespaces, and there may be thousands."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()

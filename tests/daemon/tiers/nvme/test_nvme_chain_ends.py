@@ -1,4 +1,4 @@
-"""A client that stores past DRAM goes on below what it has stored, although that would be the next victim."""
+"""A client that stores past DRAM continues its chain, although the chain's end would be the next victim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_BYTES = 512 << 10
 
 
 class Writers:
-    """Clients by hand, on a directory of some 30 slots; what they claim to have written is never read."""
+    """Hand-made clients on a directory of some 30 slots; the blocks that they claim to have written are never read."""
 
     def __init__(self, rig: TierRig) -> None:
         self.rig = rig
@@ -32,7 +32,7 @@ class Writers:
         return self.rig.shelves[0].slots
 
     async def store(self, owner: Owner, keys: bytes, parent: bytes = b"") -> int:
-        """A run, in as many goes as its places come in; how many of its blocks came to be."""
+        """Store a run in as many grants as it takes; returns how many of its blocks became visible."""
         grants, got, stored = self.rig.tier.grants, Granted(), 0
         assert grants is not None
 
@@ -52,7 +52,7 @@ class Writers:
         return stored
 
     def evict_all(self) -> None:
-        """As much as there is to evict."""
+        """Evict as much as there is."""
         while self.slots.evict_of("", 1 << 40):
             pass
 
@@ -71,7 +71,7 @@ def test_the_end_of_a_direct_store_waits_for_what_follows(tmp_path: Path) -> Non
         slots, policies = writers.slots, writers.slots._of_size(writers.namespace.size_class.frame_bytes)
         for _ in range(4):
             slots._evict_one(policies)
-        assert (writers.length(a), writers.length(b)) == (3, 0), "the end of the one is waited for"
+        assert (writers.length(a), writers.length(b)) == (3, 0), "the end of the one chain is kept for its writer"
         assert await writers.store(writers.one, a[3 * KEY_BYTES :], key_of(a, 2)) == 3
         assert [rig.shelves[0].index.key[entry] for entry in slots.tails] == [key_of(a, 5)]
         rig.check()
@@ -105,7 +105,7 @@ def test_an_end_gives_way_where_nothing_else_is_left_and_at_a_flush(tmp_path: Pa
 
 
 def test_ends_below_many_keys_that_are_flushed_are_looked_for_once(tmp_path: Path) -> None:
-    """For each key all of them would be walked again: a flush of a key of many namespaces took their square."""
+    """Else each key would walk all of them again: a flush of a key of many namespaces took quadratic time."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path, nvme_bytes=16 << 20, segment_bytes=2 << 20).open()

@@ -44,7 +44,7 @@ def daemon_at(run_dir: Path, nvme: str, *flags: str) -> subprocess.Popen[str]:
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its status and what it said."""
+    """The exit status of a daemon and its output."""
     try:
         said, _ = process.communicate(timeout=END_S)
     finally:
@@ -112,7 +112,7 @@ def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, place: str)
 
 
 def newer_superblock() -> bytes:
-    """One of the version to come."""
+    """A superblock of a later version."""
     data = bytearray(Superblock.new(1 << 20).encode())
     data[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     data[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:-8]))
@@ -237,7 +237,7 @@ def test_no_grace_and_a_short_one(tmp_path: Path) -> None:
 
 
 class Customer(threading.Thread):
-    """Stores and loads on and on; whatever happens to the daemon, a call is a hit that is right or a miss."""
+    """Stores and loads without end. Whatever happens to the daemon, each call is a right hit or a miss."""
 
     def __init__(self, cluster: Cluster, number: int, chains: list[bytes]) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""A changed nvme_key: what was stored under another one goes at the start, and is no fault of the disk."""
+"""A changed nvme_key: blocks stored under another key are dropped at the start, and count as no fault of the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def key_file(path: Path, digits: str) -> Path:
 
 
 async def one_life(root: Path, key: Path | None, chain: bytes, wanted: int, dropped: int) -> None:
-    """Blocks of the lives before it, found; then `chain` is stored."""
+    """How many blocks of earlier lives a new life finds; then it stores `chain`."""
     rig = await TierRig(root, nvme_key=key).open()
     space = rig.namespace(block_bytes=60 << 10)  # with room for the tag: slots are of one size with and without
     [directory] = rig.tier.stats()["directories"]
@@ -67,7 +67,7 @@ def test_a_directory_that_did_not_note_its_key_is_tried_and_its_blocks_are_count
         await rig.until(lambda: bool(answers))
         assert answers == [[]], "no fault of the disk"
         [directory] = rig.tier.stats()["directories"]
-        # With a block those go that follow it in its chain, also before they were read themselves.
+        # A block that goes takes those behind it in its chain along, also before they have been read.
         assert 1 <= directory["other_key_blocks"] <= 8
         assert directory["checksum_failures"] == 0
         await rig.until(lambda: rig.tier.stats()["blocks"] == 0)

@@ -33,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 class Tenant:
-    """A client that says its tenant, with a pool of its own."""
+    """A client that names its tenant, with a pool of its own."""
 
     def __init__(self, cluster: Cluster, name: str, spec: tiercache.NamespaceSpec | None = None) -> None:
         self.cluster, self.name = cluster, name
@@ -48,7 +48,7 @@ class Tenant:
         )
 
     def store(self, chain: bytes) -> None:
-        """Store a chain and wait until what can be written is."""
+        """Store a chain, and wait until every block that can be written has been written."""
         count = len(chain) // 16
         for number in range(count):
             self.pool[number] = content(key_of(chain, number))
@@ -119,7 +119,7 @@ def test_a_full_disk_does_not_make_others_pay(start: Start) -> None:
     for number in range(12):
         a.store(chain_of(f"a{number}", 20))
     assert a.below() <= 32
-    # What it lost is what the tenant was entitled to, and no more however much that stores.
+    # It lost what the tenant was entitled to, and loses no more, however much the tenant stores.
     lost = settled - b.below()
     for number in range(12, 24):
         a.store(chain_of(f"a{number}", 20))

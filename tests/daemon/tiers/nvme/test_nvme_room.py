@@ -24,7 +24,7 @@ def used_bytes(cluster: Cluster) -> int:
 
 
 def test_a_daemon_that_starts_on_a_full_disk_reads(mount: Callable[[str], Path]) -> None:
-    """And writes again when there is room."""
+    """The tier writes again when there is room."""
     disk = mount("20m")
     cluster = Cluster(disk, nvme_size="16MiB", nvme_segment="2MiB")
     kept, new = chain_of("kept", 40), chain_of("new", 40)
@@ -78,7 +78,7 @@ def test_a_daemon_that_starts_on_a_full_disk_without_the_spare_room_reads(mount:
 
 
 def test_a_disk_that_fills_up_and_empties_again(mount: Callable[[str], Path]) -> None:
-    """What was acknowledged before, meanwhile or afterwards is right or a miss, in the next life too."""
+    """Blocks acknowledged before, meanwhile or afterwards are right or a miss, in the next life too."""
     disk = mount("24m")
     cluster = Cluster(disk, arena="4MiB", nvme_size="20MiB", nvme_segment="2MiB")
     kept = chain_of("kept", 40)
@@ -106,7 +106,7 @@ def test_a_disk_that_fills_up_and_empties_again(mount: Callable[[str], Path]) ->
         cluster.restart()
         for chain in (kept, *others):
             cluster.load(chain)
-        assert cluster.load(new) > 0, "its tail may have made room for what came later"
+        assert cluster.load(new) > 0, "its last blocks may have made room for later ones"
     cluster.stop()
 
 

@@ -41,7 +41,7 @@ def test_the_nth_write_of_windows_fails(tmp_path: Path, name: str) -> None:
             rig.check()
             await rig.close()
             check_closed(rig)
-        assert 20 in found, "one that is far behind does no harm"
+        assert 20 in found, "a failed block far behind does no harm"
 
     play(scenario)
 
@@ -65,7 +65,7 @@ def test_the_nth_read_of_windows_fails(tmp_path: Path) -> None:
                 assert await rig.load_all(spaces, chain) in (0, 20)
                 rig.check()
                 disk.hook = lambda name, size: None
-                assert await rig.load_all(spaces, chain) == 20, "what failed once may be good the next time"
+                assert await rig.load_all(spaces, chain) == 20, "a block that failed once may be good the next time"
                 rig.check()
         await rig.close()
 

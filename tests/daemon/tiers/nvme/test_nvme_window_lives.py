@@ -18,7 +18,7 @@ from tiercache.protocol.messages import BlockState
 
 
 class Model:
-    """Which blocks may be there: those stored since the last flush that was about them."""
+    """The blocks that may be there: those stored since they were last flushed."""
 
     def __init__(self, chains: list[bytes]) -> None:
         self.chains = chains
@@ -114,7 +114,7 @@ async def _lives(root: Path, seed: int, lives: int, steps: int) -> int:
 def test_lives_with_windows_that_end_anyhow(tmp_path: Path) -> None:
     async def scenario() -> None:
         back = [await _lives(tmp_path / str(seed), seed, lives=4, steps=40) for seed in range(3)]
-        assert sum(back) > 0, "nothing ever came back: this test would see nothing wrong"
+        assert sum(back) > 0, "no block ever came back: the test has checked nothing"
 
     play(scenario)
 

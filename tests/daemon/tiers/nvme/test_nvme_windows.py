@@ -18,7 +18,7 @@ from tiercache.daemon.tiers.nvme.moves import offers, promotion
 
 @pytest.fixture(params=["at once", "in slices"], autouse=True)
 def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it also with the smallest slices that there can be."""
+    """Each test runs with the usual and with the smallest slices."""
     if request.param == "in slices":
         for module, name in (
             (growing_run, "PINS"),
@@ -128,7 +128,7 @@ def test_leases_of_overlapping_windows_share_their_reads(tmp_path: Path) -> None
         alone = [rig.match(spaces[1:], chain) for _ in range(2)]  # all that these want is on its way already
         first = leases[0]
         assert first is not None
-        rig.cache.reads.release(rig.owner, first.lease_id)  # who began is gone, the others go on
+        rig.cache.reads.release(rig.owner, first.lease_id)  # the client that began is gone, the others go on
         disk.gate.set()
         await rig.until(lambda: not rig.cache.reads.growing.leases)
         assert [rig.read(lease, *spaces) for lease in leases[1:] if lease] == [39, 40, 25]
@@ -203,7 +203,7 @@ def test_where_the_rest_does_not_come_the_cut_of_dram_is_still_there(tmp_path: P
             rig.forget_blocks(spaces[0], key_of(chain, 6))
             await rig.settled()
             rig.tier._promotion._unreadable.clear()  # a second failure of a block would be its last
-        assert await rig.load_all(spaces, chain) == 12, "what failed once may be good the next time"
+        assert await rig.load_all(spaces, chain) == 12, "a block that failed once may be good the next time"
         await rig.close()
 
     play(scenario)
@@ -282,8 +282,8 @@ def test_old_blocks_of_windows_make_room_for_new_ones(tmp_path: Path) -> None:
             await rig.settled()
         rig.check()
         here = [number for number, home in enumerate(homes(rig, window, chain)) if home is not None]
-        assert len(here) >= 224 - 28 - 8, "it is full, and no emptier than it must be"
-        assert min(here) >= 400 - 224, "what went is what came first"
+        assert len(here) >= 224 - 28 - 8, "the directory is full, and no emptier than it must be"
+        assert min(here) >= 400 - 224, "the oldest blocks went"
         rig.forget_dram()
         assert await rig.load(window, chain) == 400
         # A window that is asked for stays, while others come and go.

@@ -1,4 +1,4 @@
-"""A slot is free only when its row is gone: also for rows that are given up while others still load."""
+"""A slot is free only when its row is deleted, also for rows that are dropped while others still load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 
 class Bench:
-    """A shelf whose loop is this test: what other threads post waits until it is called."""
+    """A shelf whose loop is this test: callbacks from other threads wait until the test runs them."""
 
     def __init__(self, path: Path) -> None:
         self.posted: list[Callable[[], object]] = []
@@ -144,7 +144,7 @@ def test_a_block_is_let_in_only_for_one_that_is_worth_no_more(filled: Path, monk
 
 
 def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(filled: Path) -> None:
-    """Room for a child is not made of its ancestors; when there is nothing else the last one of them goes after all."""
+    """Room for a child is not made by evicting its ancestors, unless there is nothing else: then the last one goes."""
     bench = Bench(filled)
     shelf = bench.shelf
     while shelf.loading:

@@ -24,7 +24,7 @@ from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
 
 def watch_slots(shelf: Shelf) -> list[str]:
-    """From now on, every operation that is begun on a slot which another one is still at."""
+    """From now on: every operation that begins on a slot while another one still uses it."""
     busy: dict[int, int] = {}
     clashes: list[str] = []
     submit_many = shelf.queue.submit_many
@@ -64,7 +64,7 @@ def test_a_promotion_holds_its_slots_until_the_kernel_is_done(tmp_path: Path) ->
         assert lease is not None
         await rig.until(lambda: shelf.queue.in_flight == 12)
         read = [stored.slot for number in range(12) if (stored := shelf.find(space, key_of(chain, number)))]
-        assert set(read) <= shelf.allocator._holders.keys(), "each is held, whatever becomes of its entry"
+        assert set(read) <= shelf.allocator._holders.keys(), "each slot is held, even if its entry is gone"
         assert await rig.flush()
         await rig.committed()
         others = [chain_of(f"other {number}", 24) for number in range(10)]
@@ -85,7 +85,7 @@ def test_a_promotion_holds_its_slots_until_the_kernel_is_done(tmp_path: Path) ->
 
 @pytest.mark.parametrize("parent_first", [True, False], ids=["written", "under way"])
 def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -> None:
-    """Else the parent is the coldest leaf there is, and the child comes to nothing when it arrives."""
+    """Else the parent is the coldest leaf, and the child is dropped when it arrives."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
@@ -110,7 +110,7 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
         gate.set()
         await rig.until(lambda: bool(late) and shelf.has(space, key_of(chain, 0)))
         evicted = shelf.slots.evict_of(space.account_below, 1 << 30)
-        assert evicted == 0, "there is nothing that may go"
+        assert evicted == 0, "no block may be evicted"
         done(*late[0])
         await rig.settled()
         rig.forget_dram()
@@ -211,7 +211,7 @@ def test_a_block_that_has_come_another_way_meanwhile_is_there_once(tmp_path: Pat
 
 
 def test_a_block_with_other_bytes_than_were_written_is_forgotten(tmp_path: Path) -> None:
-    """Else it would be found, read and missed for ever, and nothing stored in its place."""
+    """Else the block would be found, read and missed for ever, and nothing stored in its place."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
@@ -262,7 +262,7 @@ def test_a_row_that_was_refused_is_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_the_log_goes_aside_before_its_database(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log that is left alone by a crash is played into nothing; the other way round it might be."""
+    """A log that a crash leaves without its database is not replayed; deleted in the other order it might be."""
     path = bench.path
     for end in ("", "-wal", "-shm"):
         Path(f"{path}{end}").write_bytes(b"x")
@@ -282,7 +282,7 @@ def test_the_log_goes_aside_before_its_database(bench: Bench, monkeypatch: pytes
 
 
 def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block that goes is a row to delete: these wait where they cost nothing, not in a queue without an end."""
+    """Each evicted block is a row to delete. These wait where they cost nothing, not in an unbounded queue."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
@@ -306,7 +306,7 @@ def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monk
 
 
 def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the last failures; one that was forgotten has one more chance, and a block that is read has it again."""
+    """The latest failures are remembered; a forgotten block has one more chance, and one that is read has it again."""
     monkeypatch.setattr(promotion, "MAX_UNREADABLE", 2)
 
     async def scenario() -> None:
@@ -333,7 +333,7 @@ def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: p
 
 
 def test_so_many_prefetches_are_under_way_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more is answered with what there is, and brings nothing up."""
+    """A lease beyond the limit gets the blocks that are in DRAM, and promotes nothing."""
     monkeypatch.setattr(reads, "MAX_PREFETCHES", 2)
 
     async def scenario() -> None:

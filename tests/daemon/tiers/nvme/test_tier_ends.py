@@ -155,7 +155,7 @@ def test_a_flush_that_a_disk_does_not_note_is_answered(tmp_path: Path, monkeypat
 
 
 def test_flushes_by_key_leave_nothing_behind(tmp_path: Path) -> None:
-    """A tombstone goes when the row that it is about is gone, not only at the next start."""
+    """A tombstone is deleted once its row is gone, not only at the next start."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()

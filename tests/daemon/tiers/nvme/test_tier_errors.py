@@ -52,7 +52,7 @@ def test_the_nth_read_fails(tmp_path: Path) -> None:
             assert await rig.load(space, chain) <= 30
             rig.check()
             disk.hook = lambda name, size: None
-            assert await rig.load(space, chain) == 30, "what failed once may be good the next time"
+            assert await rig.load(space, chain) == 30, "a block that failed once may be good the next time"
             rig.check()
         await rig.close()
 
@@ -75,7 +75,7 @@ def test_short_reads_and_writes_are_completed(tmp_path: Path) -> None:
 
 
 def test_a_block_that_cannot_be_read_twice_is_forgotten(tmp_path: Path) -> None:
-    """Else it would be found, waited for and missed for ever, and never written again."""
+    """Else the block would be found, waited for and missed for ever, and never written again."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
@@ -178,7 +178,7 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert rig.read(lease, space) == rig.read(other, space) == 0
         assert rig.match([space], on_hung[0]) is None, "offline: a miss at once"
         assert any("has been under way" in reason for reason in rig.tier.reasons())
-        # What it was reading can be stored again, and is not written to where it hangs.
+        # The blocks that it was reading can be stored again, and are not written to the disk that hangs.
         rig.store(space, on_hung[0])
         assert await rig.load(space, on_hung[0]) == 12
         new = [chain_of(f"new {number}", 4) for number in range(6)]
@@ -205,7 +205,7 @@ def test_the_end_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         space = rig.namespace()
         gate = rig.disks[rig.dirs[0]].gate
         gate.clear()
-        for chain in (chain_of(str(number), 12) for number in range(16)):  # the disk that hangs has some
+        for chain in (chain_of(str(number), 12) for number in range(16)):  # the disk that hangs has some of them
             rig.store(space, chain)
         assert await rig.tier.close(0.3) > 0
         gate.set()

@@ -26,14 +26,14 @@ def hash_of(key: bytes) -> int:
 
 
 def names_of(chain: bytes, first: int = 0) -> Named:
-    """What a client would send with blocks `first..` of a chain: a token in each, which is its place."""
+    """The event fields that a client would send with blocks `first..` of a chain: one token in each, its place."""
     hashes = [hash_of(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
     tokens = pack_indices(list(range(first, len(hashes))))
     return NamedBlocks(ReceivedRun(list(hashes[first:]), hashes[first - 1] if first else None, tokens, group=0), 1)
 
 
 class Follower:
-    """Applies batches in order, and objects to what cannot be."""
+    """Applies batches in order, and asserts that each event is possible."""
 
     def __init__(self) -> None:
         self.events = Events(Publisher("", "", "", 1 << 20))
@@ -199,7 +199,7 @@ def test_of_an_earlier_life_nothing_is_said(tmp_path: Path) -> None:
             assert both(rig, follows) == ([1, 2, 3], [1, 2, 3])
             rig.forget_dram()
             await rig.flush()
-            assert both(rig, follows) == ([1], [1])  # nor is it said that those have left
+            assert both(rig, follows) == ([1], [1])  # and no event says that those have left
             await rig.close()
 
     play(scenario)

@@ -21,7 +21,7 @@ from tiercache.daemon.tiers.nvme.catalog.rows import RowBatch
 
 
 class Model:
-    """What may be found: a block is there at most if it was stored after the last flush that was about it."""
+    """The blocks that may be found: those stored after the last flush of them."""
 
     def __init__(self, chains: list[bytes]) -> None:
         self.chains = chains
@@ -96,7 +96,7 @@ async def _lives(root: Path, seed: int, lives: int, steps: int) -> int:
 def test_lives_that_end_anyhow(tmp_path: Path) -> None:
     async def scenario() -> None:
         back = [await _lives(tmp_path / str(seed), seed, lives=5, steps=60) for seed in range(6)]
-        assert sum(back) > 0, "nothing ever came back: this test would see nothing wrong"
+        assert sum(back) > 0, "no block ever came back: the test has checked nothing"
 
     play(scenario)
 
@@ -113,7 +113,7 @@ def test_many_lives_that_end_anyhow(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_flush_while_rows_load_is_later_than_all_of_them(tmp_path: Path) -> None:
-    """Also when what had raised the epoch before is forgotten already."""
+    """Also when the flushes that raised the epoch before are already forgotten."""
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
@@ -167,8 +167,8 @@ def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
         rig.forget_dram()
         assert await rig.load(space, chain) == 20
         assert rig.tier.reasons()
-        assert not await rig.flush(), "a flush that no disk has noted is no flush"
-        assert await rig.load(space, chain) == 0, "here it is one all the same"
+        assert not await rig.flush(), "a flush that no disk has recorded is not durable"
+        assert await rig.load(space, chain) == 0, "in this life it holds all the same"
         disk.hook = lambda name, size: None
         one.catalog._writer._commit = commit  # type: ignore[method-assign]
         one.health.off_until_s = 0.0
@@ -187,7 +187,7 @@ def test_a_directory_that_turns_read_only_is_still_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["chain", "star"])
 def test_rows_that_wait_for_one_parent_are_taken_in_by_slices(tmp_path: Path, form: str) -> None:
-    """A root that comes last must not stop everything while all that hangs below it follows."""
+    """A root whose row is loaded last must not hold the loop while all blocks below it follow."""
 
     async def scenario() -> None:
         blocks = 4 * recovery.ROWS_AT_ONCE
@@ -256,7 +256,7 @@ def test_a_chain_that_was_flushed_and_stored_again_keeps_no_old_tail(tmp_path: P
 def test_write_amplification_counts_blocks_and_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
-        assert rig.tier.stats()["write_amplification"] is None, "of an idle daemon there is none"
+        assert rig.tier.stats()["write_amplification"] is None, "an idle daemon has none"
         monkeypatch.setattr("tiercache.daemon.tiers.nvme.tier.LEAST_AMPLIFIED_BYTES", 1)
         assert rig.tier.stats()["write_amplification"] is None
         rig.store(rig.namespace(), chain_of("a", 40))

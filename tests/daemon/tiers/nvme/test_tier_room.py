@@ -33,14 +33,14 @@ def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytes
         disk.hook = lambda name, size: None
         rig.shelves[0].health.off_until_s = 0.0
         await rig.settled()
-        assert rig.tier.stats()["blocks"] == 5, "what waited is written when there is room"
+        assert rig.tier.stats()["blocks"] == 5, "waiting blocks are written when there is room"
         disk.hook = no_room
         for number in range(6):
             rig.store(space, chain_of(str(number), 20))
             await rig.settled()
         assert 24 <= rig.tier.stats()["blocks"] <= 32, "one segment's worth, the youngest"
         assert any("no further segment" in reason for reason in rig.tier.reasons())
-        assert rig.shelves[0].health.reason == "", "that is no reason to write nothing"
+        assert rig.shelves[0].health.reason == "", "and the daemon still writes"
         rig.check()
         disk.hook = lambda name, size: None
         for number in range(6):

@@ -20,7 +20,7 @@ WINDOW = 4
 
 
 class Layers:
-    """The blocks of one namespace in a process of their own making: a connector, its pool, what it stores."""
+    """One namespace of an engine: a connector, its pool, and what it stores."""
 
     def __init__(self, cluster: Cluster, instance: bytes, group: str, window_blocks: int) -> None:
         self.spec = tiercache.NamespaceSpec(
@@ -53,7 +53,7 @@ class Layers:
         assert result.stored + result.present == len(numbers)
 
     def load(self, ticket: bytes, chain: bytes, cut: int) -> int:
-        """What this namespace needs for the cut; how many blocks of that are good."""
+        """Load what this namespace needs for the cut; returns how many of these blocks are good."""
         first = max(0, cut - self.spec.window_blocks) if self.spec.window_blocks else 0
         self.pool[:] = 0
         good = self.connector.load(self.connector.adopt(ticket), range(cut - first), first=first, timeout_s=20)
@@ -77,7 +77,7 @@ class Hybrid:
             layers.store(chain, first)
 
     def load(self, chain: bytes) -> int:
-        """The blocks that may be gone on from behind: all of the cut is good, or nothing of it is used."""
+        """The cut at which the engine may continue: all of its blocks are good, or none is used."""
         match = self.scheduler.match(chain, namespaces=[layers.spec for layers in self.layers])
         ticket, cut = match.ticket(), match.blocks
         good = [layers.load(ticket, chain, cut) for layers in self.layers] if cut else [0, 0]
@@ -104,7 +104,7 @@ def restarted(cluster: Cluster, hybrid: Hybrid) -> Hybrid:
 
 
 CHAINS = 16
-"""So many that both directories have some of them, all but surely."""
+"""Enough chains that both directories almost certainly have some of them."""
 
 
 def test_windows_and_chains_come_back_after_a_kill(cluster: Cluster) -> None:
@@ -171,6 +171,6 @@ def test_the_arena_is_too_small_for_all_windows(tmp_path: Path) -> None:
         hybrid.store(chain)
         cluster.wait_written()
     assert [hybrid.load(chain) for chain in chains] == [20] * 6
-    wait_until(lambda: not cluster.connector.client.stats()["leases"]["read"], "nothing is held any more")
+    wait_until(lambda: not cluster.connector.client.stats()["leases"]["read"], "no lease is left")
     hybrid.close()
     cluster.stop()

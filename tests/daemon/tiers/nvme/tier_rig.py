@@ -133,7 +133,7 @@ class TierRig:
         return self.tier._shelves
 
     async def until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-        """Do the daemon's work until it is so."""
+        """Do the daemon's work until the condition holds."""
         end_s = time.monotonic() + deadline_s
         while not condition():
             assert time.monotonic() < end_s, f"not in time: {self.tier.stats()}"
@@ -201,7 +201,7 @@ class TierRig:
         return self.cache.match(self.owner, namespaces, chain, ttl_s, promote=True).lease
 
     def read(self, lease: ReadLease, *namespaces: Namespace) -> int:
-        """Compare every block under a lease, then release it; the blocks, 0 if it was revoked."""
+        """Compare every block under a lease, then release it. Returns how many they are, 0 for a revoked lease."""
         blocks, wrong = lease.blocks, list[str]()
         for namespace in namespaces:
             first, length = first_of_window(namespace, blocks), namespace.spec.block_bytes
@@ -228,12 +228,12 @@ class TierRig:
         return self.read(lease, *namespaces)
 
     def forget_blocks(self, namespace: Namespace, keys: bytes) -> None:
-        """Only DRAM forgets, and these blocks only (of a chain what follows too)."""
+        """Flush these blocks from DRAM only; in a chain, those behind them go too."""
         for at in range(0, len(keys), KEY_BYTES):
             self.cache.flush_dram([namespace.number], keys[at : at + KEY_BYTES])
 
     def forget_dram(self) -> None:
-        """Only DRAM forgets."""
+        """Flush DRAM only."""
         numbers = [namespace.number for namespace in self.cache.space.all_namespaces()]
         more = self.cache.flush_dram(numbers, b"")[1]
         while more:
@@ -241,7 +241,7 @@ class TierRig:
             self.cache.space.work()
 
     async def flush(self, key: bytes = b"", tier: str = "all") -> bool:
-        """As the service does; whether it is durable."""
+        """Flush as the service does; returns whether that is durable."""
         namespaces = self.cache.space.all_namespaces()
         if tier != "nvme":
             self.cache.flush_dram([namespace.number for namespace in namespaces], key)

@@ -1,4 +1,4 @@
-"""The durable index: what was posted is kept, in its order, answered on the loop, and loaded at the next start."""
+"""The durable index: changes are kept in their order, confirmed on the loop, and loaded at the next start."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_answers_come_on_the_loop_in_order(bench: Bench) -> None:
     bench.loop.until(lambda: len(answers.got) == 3000)
     assert answers.got == [(number, True) for number in range(3000)]
     assert catalog.pending == 0
-    assert catalog._writer.commits <= 10  # and not one each
+    assert catalog._writer.commits <= 10  # and not one commit for each
 
 
 def test_a_change_is_pending_from_its_posting_to_its_commit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,5 +257,5 @@ def test_the_log_does_not_grow_while_rows_load(bench: Bench) -> None:
             catalog.insert(place_of(9, number), row(number))
         assert catalog.sync(WAIT_S)
         loading.next_batch()
-    assert not loading.finished  # it was at it all the time
+    assert not loading.finished  # it loaded all the time
     assert Path(f"{bench.path}-wal").stat().st_size < 10 << 20  # 60,000 rows are twice as much at least

@@ -50,7 +50,7 @@ catalog.close(20)
 
 
 def test_a_flush_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
-    """And what need not wait for the disk does not. Seen by the system calls of a process of its own."""
+    """Changes that need not be durable do not wait for the disk; the system calls of a child process show it."""
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
     done = subprocess.run(
@@ -118,7 +118,7 @@ def run_and_kill(directory: Path, seed: int, rng: random.Random) -> int:
             acknowledged = 0
             enough = rng.choice((0, 1, rng.randrange(100), rng.randrange(20_000)))
             if enough == 0:
-                select.select([child.stdout], [], [], 0.3 * rng.random())  # somewhere in its start
+                select.select([child.stdout], [], [], 0.3 * rng.random())  # killed somewhere in its start
             while acknowledged < 4 * enough:
                 got = os.read(child.stdout.fileno(), 4 * rng.randrange(1, 5000))
                 assert got, "the child died by itself"

@@ -1,4 +1,4 @@
-"""The durable index, damaged: no row that was not written, nothing raised, and what cannot be believed set aside."""
+"""The durable index, damaged: no row that was never written, no exception, and unreadable databases set aside."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_believed_is_set_aside(bench: Bench, statement: str) -> N
 def test_one_database_at_most_is_kept_aside(bench: Bench) -> None:
     for content in (b"first", b"second"):
         bench.path.write_bytes(content * 1000)
-        Path(f"{bench.path}-wal").write_bytes(b"log")  # not played into the new one
+        Path(f"{bench.path}-wal").write_bytes(b"log")  # the log of the old database is not replayed into the new one
         catalog, state = bench.open()
         assert state.fresh
         assert catalog.close(WAIT_S)
@@ -119,7 +119,7 @@ def test_one_database_at_most_is_kept_aside(bench: Bench) -> None:
 
 
 def test_killed_while_setting_aside(bench: Bench) -> None:
-    """The log is renamed, the database not yet: what is left looks whole and lacks its last changes."""
+    """Killed after the log is renamed and before the database is: the rest looks whole and lacks its last changes."""
     catalog, _ = bench.open()
     catalog.insert(1, row(1))
     assert catalog.sync(WAIT_S)
@@ -211,7 +211,7 @@ def test_bits_flipped_anywhere(bench: Bench, seed: int) -> None:
 
 
 def test_a_damaged_log(bench: Bench) -> None:
-    """Cut, filled with zeros, or garbled: what its good part says holds."""
+    """A log that is cut, filled with zeros, or garbled: the changes in its good part hold."""
     rows = {number: row(number) for number in range(400)}
     catalog, _ = bench.open()
     for number, its in rows.items():

@@ -65,7 +65,7 @@ def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
 
 
 def test_a_tombstone_stays_when_a_row_could_not_be_deleted(bench: Bench) -> None:
-    """The flush it stands for would be undone at the next start."""
+    """Else the flush that it stands for would be undone at the next start."""
     bench.filled({1: row(1)})
     catalog, _ = bench.open()
     answers = Answers()

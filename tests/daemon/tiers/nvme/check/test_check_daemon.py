@@ -72,7 +72,7 @@ def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     reply = ask(cluster, sample=-1)
     assert len(reply.findings) == 1
     assert "fails its checksum and is dropped" in reply.findings[0]
-    wait_until(lambda: cluster.nvme()["blocks"] < 30, "what follows it is gone too")
+    wait_until(lambda: cluster.nvme()["blocks"] < 30, "the blocks behind it are gone too")
     cluster.flush_dram()
     good = cluster.load(chain)
     assert good < 30
@@ -174,7 +174,7 @@ def test_command_on_a_daemon(cluster: Cluster, capsys: pytest.CaptureFixture[str
     assert main(["check", "--full", "--rate", "0", "--json", *address]) == 1
     tree = json.loads(capsys.readouterr().out)
     assert (tree["ok"], len(tree["findings"])) == (False, 1)
-    assert 1 <= tree["scanned_blocks"] <= 30, "what follows the bad block goes with it, read or not"
+    assert 1 <= tree["scanned_blocks"] <= 30, "the blocks behind the bad one go with it, read or not"
     assert main(["check", "--repair", *address]) == 2
     assert "stop it to use --repair" in capsys.readouterr().err
     assert main(["check", "--nvme", str(cluster.directories[0])]) == 2

@@ -129,7 +129,7 @@ def test_a_directory_that_was_made_and_never_used_is_clean(tmp_path: Path) -> No
 
 
 class Damage(NamedTuple):
-    """How to do it, a word of the finding, and the rows that a repair leaves."""
+    """For each kind of damage: how to do it, a word of the finding, and the rows that a repair leaves."""
 
     do: Callable[[Path], None]
     words: str
@@ -313,7 +313,7 @@ def test_damage_is_found_and_repaired(directory: Path, name: str) -> None:
     before = {path: path.read_bytes() for path in sorted(directory.rglob("*.seg"))}
     report = check(directory)
     assert any(damage.words in finding for finding in report.findings), report.findings
-    assert check(directory).findings == report.findings, "looking changes nothing"
+    assert check(directory).findings == report.findings, "a check changes nothing"
     assert {path: path.read_bytes() for path in sorted(directory.rglob("*.seg"))} == before
     repaired = check(directory, repair=True)
     assert repaired.findings == report.findings

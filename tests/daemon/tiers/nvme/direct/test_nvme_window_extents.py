@@ -21,7 +21,7 @@ Named = Callable[[Namespace, int], list[Extent]]
 
 
 def _extents(rig: TierRig, spaces: list[Namespace], chain: bytes) -> tuple[ReadLease, Named]:
-    """A lease on what is below, and what it names of a namespace from a block on."""
+    """A lease on blocks below DRAM, and the extents that it names in a namespace, from a block on."""
     lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
     assert lease is not None
     held = lease.held

@@ -1,4 +1,4 @@
-"""Codecs are lossless, refuse what they did not make, and write only where they should."""
+"""Codecs are lossless, refuse bytes that they did not make, and write only where they should."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bfloat16_gets_smaller_and_noise_does_not(name: str) -> None:
     encoded = codecs.encode(codec, memoryview(data))
     assert encoded is not None
     assert len(encoded) < 0.9 * len(data)
-    # The planes are what does it: the same library without them gains nothing.
+    # The gain comes from the byte planes: the same library without them gains nothing.
     assert codecs.encode(codecs.codec_number("lz4", 1), memoryview(data)) is None
     assert codecs.encode(codec, memoryview(random.Random(1).randbytes(1 << 17))) is None
 
@@ -136,7 +136,7 @@ def test_raw_is_raw() -> None:
 
 
 def test_numbers_name_algorithm_and_element() -> None:
-    """Pinned: they are in the rows of blocks on disks."""
+    """These values are pinned: they are in the rows of blocks on disks."""
     assert (codecs.codec_number("lz4", 2), codecs.codec_number("lz4", 8)) == (0x21, 0x81)
     assert (codecs.codec_name(0), codecs.codec_name(0x21), codecs.codec_name(0x42)) == ("raw", "lz4", "zstd")
     known = [number for number in range(-1, 300) if codecs.known(number)]

@@ -1,4 +1,4 @@
-"""The owner of a directory, what is kept of it, and full or odd disks."""
+"""Who owns a directory, what stays of it from life to life, and disks that are full or unusual."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def asides(path: Path) -> list[Path]:
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Nothing is said that no test has asked for."""
+    """Fail a test in which the log has an unexpected line."""
     yield caplog
     assert [record.message for record in caplog.records if record.levelno > logging.WARNING] == []
 
@@ -381,7 +381,7 @@ def test_segments_come_and_go(path: Path) -> None:
 
 def test_a_look_sees_segments_that_others_have_touched(path: Path) -> None:
     directory = opened(path, cap_bytes=100 * MIB)
-    for number in range(1, 81):  # more than one look sees to
+    for number in range(1, 81):  # more than one look takes care of
         directory.create_segment(number)
     assert [directory.look() for _ in range(3)] == ["", "", ""]
     directory.remove_segment(80)

@@ -1,4 +1,4 @@
-"""Blocks go to the disk and come back as they were, or are told from those that do not."""
+"""Blocks come back from the disk as they were written, or are recognised as wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a match of very many chains leaves to be looked for on NVMe: in slices, and all of it in the end."""
+"""Offers to NVMe that a match of very many chains leaves behind: looked at in slices, and all in the end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_chains_of_many_namespaces_are_looked_for_in_slices(tmp_path: Path, monk
             slices.append(looks.take())
         assert slices == [CHAINS_AT_ONCE, CHAINS_AT_ONCE, 8]
         await rig.settled()
-        assert rig.tier.stats()["written_blocks"] == 2 * 3 * MANY, "each of them was offered again"
+        assert rig.tier.stats()["written_blocks"] == 2 * 3 * MANY, "each chain was offered again"
         rig.check()
         await rig.close()
 
@@ -67,7 +67,7 @@ def test_chains_of_many_namespaces_are_looked_for_in_slices(tmp_path: Path, monk
 def test_each_chain_has_a_slice_of_its_own_while_others_are_unlinked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look may then take a walk up to the root."""
+    """Each look may then walk up to the root."""
 
     async def scenario() -> None:
         rig, spaces = await _stored(tmp_path)
@@ -91,7 +91,7 @@ def test_each_chain_has_a_slice_of_its_own_while_others_are_unlinked(
 def test_policies_learn_from_the_first_slice_and_are_told_of_every_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In later slices, other requests may have come in between."""
+    """Other requests may come between two slices."""
 
     async def scenario() -> None:
         rig, spaces = await _stored(tmp_path)

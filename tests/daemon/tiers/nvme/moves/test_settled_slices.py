@@ -1,4 +1,4 @@
-"""A chain whose first block is written last: what waited for it becomes visible in slices, and right in between."""
+"""A chain whose first block is written last: the others become visible in slices, with consistent books between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiercache.daemon.tiers.nvme.moves.writebehind import SETTLED_AT_ONCE, SETTL
 BLOCKS = 400
 CHAIN = chain_of("late", BLOCKS)
 IN_ONE_GO = MAX_RUN_OPS * (1 + SETTLED_WITH_EACH)
-"""The run that came last, and what each of its blocks takes along."""
+"""The most blocks that may become visible in one turn: the last run, and what each of its blocks releases."""
 
 
 class Late:
@@ -55,7 +55,7 @@ class Late:
         return rig, space
 
     async def written(self, rig: TierRig, space: Namespace) -> int:
-        """Let the disk write them, and the loop hear of it; how many blocks became visible in one go, at most."""
+        """Let the disk write them; returns the most blocks that became visible in one turn of the loop."""
         table, most = rig.shelves[0].table(space), 0
         self.go.set()
         while rig.shelves[0].queue.in_flight:

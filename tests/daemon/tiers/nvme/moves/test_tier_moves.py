@@ -238,7 +238,7 @@ def test_writing_pauses_longer_after_each_failure() -> None:
     for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
         assert health.may_write
         health.failed("EIO")
-        health.failed("EIO")  # under way meanwhile: counts, changes nothing
+        health.failed("EIO")  # was already under way: it counts, and changes nothing
         health.worked()
         assert not health.may_write
         now[0] += pause_s - 0.5
