@@ -40,7 +40,7 @@ def silent(tmp_path: Path) -> Iterator[tuple[zmq.Socket[bytes], Channels]]:
     ],
     ids=["call", "pipeline"],
 )
-def test_the_end_of_a_session_wakes_those_who_wait(
+def test_the_end_of_a_session_wakes_waiting_threads(
     silent: tuple[zmq.Socket[bytes], Channels], ask: Callable[[Channels], object]
 ) -> None:
     router, channels = silent

@@ -438,7 +438,7 @@ def test_the_daemon_hears_how_the_arena_is_held_and_the_counters(
 
 
 @pytest.mark.parametrize("comes_up", [False, True])
-def test_who_does_not_answer_holds_up_no_end_of_a_client(
+def test_a_silent_daemon_does_not_delay_the_close_of_a_client(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, comes_up: bool
 ) -> None:
     """The client waits for late replies in the background, and without a busy loop."""

@@ -111,7 +111,7 @@ def test_threads_share_half_of_the_channels(channels: Callable[..., Channels], o
     assert 1 <= len(opened) <= 3
 
 
-def test_who_holds_one_gets_another_at_once(
+def test_a_thread_that_holds_a_connection_gets_another_at_once(
     fake: FakeDaemon, channels: Callable[..., Channels], opened: list[Any]
 ) -> None:
     """A store holds one request while it makes another: with too few connections all threads would wait forever."""
@@ -140,9 +140,7 @@ def test_no_more_are_kept_than_the_daemon_allows(fake: FakeDaemon, channels: Cal
     assert (len(ours._idle), len(ours._late)) == (0, 2)
 
 
-def test_who_asks_for_too_much_at_once_is_told_and_the_client_stays_up(
-    fake: FakeDaemon, client: tiercache.Client
-) -> None:
+def test_a_request_for_too_much_is_refused_and_the_client_stays_up(fake: FakeDaemon, client: tiercache.Client) -> None:
     ours = client.session()._channels
     ours._most = 4
     posted, refused = threading.Barrier(3), threading.Event()
@@ -209,7 +207,7 @@ def test_a_broken_connection_frees_its_place(
     assert ours._holders == {}
 
 
-def test_who_keeps_the_session_in_order_waits_for_no_others(channels: Callable[..., Channels]) -> None:
+def test_the_keeper_of_the_session_waits_for_no_other_thread(channels: Callable[..., Channels]) -> None:
     """The keeper has a connection of its own: its pings detect a dead daemon, and its renewals keep leases alive."""
     ours = channels(4)
     held: list[Any] = []

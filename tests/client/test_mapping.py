@@ -88,7 +88,7 @@ def test_a_region_is_mapped_once_and_its_number_is_bounded() -> None:
         mapping.end()
 
 
-def test_who_waits_for_a_region_hears_that_none_will_come() -> None:
+def test_a_thread_that_waits_for_a_region_learns_that_none_will_come() -> None:
     mapping = ArenaMapping(lambda registration: None)
     errors: list[Exception] = []
 

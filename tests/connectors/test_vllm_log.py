@@ -40,7 +40,7 @@ def test_our_lines_go_where_those_of_vllm_go(vllm: logging.Logger) -> None:
     assert not logging.getLogger(LOGGER).isEnabledFor(logging.DEBUG)
 
 
-def test_who_has_set_up_our_logger_keeps_it(vllm: logging.Logger) -> None:
+def test_an_application_that_has_set_up_our_logger_keeps_it(vllm: logging.Logger) -> None:
     ours = logging.getLogger("tiercache")
     ours.setLevel(logging.ERROR)
     join_vllm()

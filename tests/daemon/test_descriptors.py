@@ -132,7 +132,7 @@ def _is_shut(peer: socket.socket) -> bool:
     return True
 
 
-def test_one_too_many_takes_the_place_of_who_has_said_nothing_for_longest(listener: _Listener) -> None:
+def test_one_connection_too_many_replaces_the_longest_silent_one(listener: _Listener) -> None:
     good = [listener.context.socket(zmq.DEALER) for _ in range(2)]
     for count, dealer in enumerate(good, 1):
         dealer.setsockopt(zmq.LINGER, 0)

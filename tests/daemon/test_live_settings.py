@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_read_is_said_where_settings_are_shown(
     assert 'quota = "team-a=1MiB"' in shown
 
 
-def test_quotas_change_under_those_who_have_one() -> None:
+def test_quotas_change_while_namespaces_have_accounts() -> None:
     fingerprint = "5d1e0b3a" + "0" * 24
     quotas = Quotas({"a": 5, "ns:5d1e0b3a": 3})
     assert [quotas.enter(1, "a", "x"), quotas.enter(2, "b", "x"), quotas.enter(3, "a", fingerprint)] == [

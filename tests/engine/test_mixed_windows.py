@@ -154,7 +154,7 @@ def test_a_load_that_came_short_does_not_compute_into_what_others_hold() -> None
 
 
 @pytest.mark.parametrize("spare", [1, 2])
-def test_admission_leaves_a_block_for_each_table_of_those_who_run(spare: int) -> None:
+def test_admission_leaves_a_block_for_each_table_of_running_sequences(spare: int) -> None:
     with plain_engine(windows=(0, 100), pool_blocks=2 * 4 + 2 * 11 + spare, max_context=200) as engine:
         engine.add_request(plain_prompt(5), greedy(9))
         for _ in range(3):

@@ -38,7 +38,7 @@ def test_write_through_stores_a_chunk_in_one_call_after_its_step(llama: Path) ->
 
 
 @pytest.mark.parametrize("tier", [{}, {"tier_dtype": "int8"}])
-def test_who_is_served_later_is_kept_less(llama: Path, tier: dict[str, Any]) -> None:
+def test_the_priority_of_a_request_becomes_that_of_its_hints(llama: Path, tier: dict[str, Any]) -> None:
     cache = MemoryCache()
     with engine_on(cache, llama, **tier) as engine:
         for number, priority in enumerate((0, 3, -1)):

@@ -281,7 +281,7 @@ def test_a_load_under_way_gives_way_too() -> None:
     assert outputs[loading, 0].tokens == continuation(prompt_of(13, 1), 2)
 
 
-def test_a_copy_that_never_ends_does_not_stop_those_who_decode() -> None:
+def test_a_copy_that_never_ends_does_not_stop_decoding_sequences() -> None:
     cache = MemoryCache()
     with plain_engine(cache.connect, pool_blocks=12, chunk_size=4, max_stores=1) as engine:
         cache.hold_transfers = True

@@ -85,7 +85,7 @@ def test_each_direction_is_chosen_by_itself(
     assert (path.counters()["direct_in_use"], path.counters()["direct_store_in_use"]) == (0, 0)
 
 
-def test_stores_are_only_for_those_who_ask(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_stores_are_only_for_clients_that_ask(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     path = decided(cluster, monkeypatch, BOTH)
     assert path.storer is None
     assert path.store_reason == "it was not asked for"

@@ -178,7 +178,7 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, daemon_t
     wait_until(lambda: json.loads(kept.encode(0, ""))["reachable"], "the answer is recorded")
 
 
-def test_who_looks_is_told_soon(daemon_told: Daemon) -> None:
+def test_an_opened_page_gets_news_soon(daemon_told: Daemon) -> None:
     """The thread sleeps for ten seconds while no page is open; opening one wakes it."""
     asked = Asked(repeat(daemon_told.tree))
     kept = History(asked, dict)

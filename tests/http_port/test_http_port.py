@@ -119,7 +119,7 @@ def test_files_have_what_the_policy_allows() -> None:
             assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", text), path
 
 
-def test_who_asks_most_does_not_ask_the_daemon_most() -> None:
+def test_many_clients_share_few_requests_to_the_daemon() -> None:
     """Each client gets an answer that is newer than its question, and few questions reach the daemon."""
     asked = []
 
@@ -221,7 +221,7 @@ def test_a_body_that_is_too_large(url: str, connected: Callable[[str], socket.so
     assert (status, body["error"]["code"]) == (413, "too_large")
 
 
-def test_who_is_slow_is_cut(hasty: str, connected: Callable[[str], socket.socket]) -> None:
+def test_a_slow_client_is_cut(hasty: str, connected: Callable[[str], socket.socket]) -> None:
     """All at once, so that they wait together."""
     silent, head = connected(hasty), connected(hasty)
     head.sendall(HEAD)

@@ -102,7 +102,7 @@ def test_what_was_said_is_known_where_a_block_comes_later() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_who_is_to_be_back_finds_its_blocks_in_dram(policy: str) -> None:
+def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
     play = Play(dram=16, nvme=64, policy=policy)
     play.ask(1, 1, 1)
     for number in range(10, 26):

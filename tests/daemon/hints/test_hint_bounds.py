@@ -66,7 +66,7 @@ def test_what_waits_for_another_tier_does_not_change_with_the_mark_of_this_one(h
     assert (mark.own, carried.own) == (2, 3)
 
 
-def test_who_is_awaited_for_long_is_so_in_another_tier_too(h: Hinting) -> None:
+def test_a_return_far_ahead_stays_known_to_other_tiers(h: Hinting) -> None:
     ns = h.space()
     h.store(ns, branch(1))
     h.hint(ns, branch(1), return_in_s=10 * CARRY_S)
@@ -143,7 +143,7 @@ def test_a_block_that_others_have_gone_on_from_takes_no_mark_over(h: Hinting) ->
     h.check()
 
 
-def test_there_is_room_for_who_comes_before_others_and_it_is_counted_anew(h: Hinting) -> None:
+def test_the_room_for_a_return_excludes_earlier_returns_and_is_counted_anew(h: Hinting) -> None:
     ns = h.space()
     for number in range(8):
         h.store(ns, branch(number, number))
@@ -158,7 +158,7 @@ def test_there_is_room_for_who_comes_before_others_and_it_is_counted_anew(h: Hin
     assert policy.room_for(h.now_s + 50.0) == 2 * limit
 
 
-def test_who_is_a_little_late_is_still_about_to_come() -> None:
+def test_a_client_that_is_a_little_late_is_still_expected() -> None:
     mark = Mark(back_s=10.0, late_s=16.0)
     assert [round(mark.wait_s(now_s), 3) for now_s in (0.0, 9.0, 12.0)] == [10.0, 1.2, 1.2]
 

@@ -50,7 +50,7 @@ def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) 
     assert sum(others) == 5 + 3 - 1, "one of these is gone, as the policy chose"
 
 
-def test_who_asks_again_is_not_done(h: Hinting) -> None:
+def test_a_client_that_asks_again_is_not_done(h: Hinting) -> None:
     ns = h.space()
     h.fill(ns, 1, 8)
     h.hint(ns, branch(5), done=True)
@@ -93,7 +93,7 @@ def test_all_of_a_conversation_is_done_whatever_was_said_of_its_turns(h: Hinting
 # --- a client is to return --------------------------------------------------------------------------
 
 
-def test_who_is_to_be_back_is_kept_until_then_and_not_much_longer() -> None:
+def test_a_chain_is_kept_until_its_client_returns_and_not_much_longer() -> None:
     h = Hinting(frames=8)
     ns = h.space()
     h.store(ns, branch(1, 1))
@@ -126,7 +126,7 @@ def test_with_hazard_it_is_worth_one_use_at_that_time() -> None:
     assert policy.worth(soon) == pytest.approx(1 / (0.2 * (1.0 + LATE_S))), "a little late"
 
 
-def test_no_more_is_kept_than_the_share_and_who_comes_back_last_is_let_go() -> None:
+def test_hints_keep_at_most_their_share_and_drop_the_latest_return_first() -> None:
     h = Hinting(frames=40)
     ns = h.space()
     h.fill(ns, 0, 40)
@@ -210,7 +210,7 @@ def test_a_lease_in_the_middle_keeps_no_more_than_it_holds_and_for_no_longer(h: 
     assert h.here(ns, branch(1, 1, 1, 1)) == [0]
 
 
-def test_who_asks_for_the_middle_of_a_chain_takes_back_that_it_is_done_as_far(h: Hinting) -> None:
+def test_a_request_for_the_first_half_of_a_chain_cancels_done_that_far(h: Hinting) -> None:
     ns = h.space()
     h.store(ns, branch(1, 1, 1, 1))
     h.hint(ns, branch(1, 1, 1, 1), done=True)

@@ -62,7 +62,7 @@ def test_no_store_is_refused_to_keep_the_end_of_a_chain() -> None:
     h.check()
 
 
-def test_who_stored_a_prompt_to_its_end_goes_on_no_more() -> None:
+def test_a_writer_that_stored_its_prompt_to_the_end_is_not_expected_to_go_on() -> None:
     h = SmallCache()
     ns = h.space()
     h.length(ns, branch(1, 2, 3))

@@ -112,7 +112,7 @@ def test_a_key_that_was_removed_is_refused_at_once(directory: Path) -> None:
     play(directory, scenario)
 
 
-def test_a_key_whose_file_is_another_clients_ends_its_sessions(directory: Path) -> None:
+def test_a_key_file_renamed_to_another_client_ends_its_sessions(directory: Path) -> None:
     def scenario(site: Site) -> None:
         ours = site.hello("a")
         clients = directory / CLIENTS_DIR

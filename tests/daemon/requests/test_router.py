@@ -53,7 +53,9 @@ def test_its_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_each_tick_looks_at_who_has_come_until_all_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tick_looks_at_some_connection_events_until_all_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(ours: Router, cut: list[Session]) -> None:
         left = [False, True, True]
         monkeypatch.setattr(ours.connections, "look", lambda: left.pop())
@@ -81,7 +83,7 @@ def test_each_tick_lets_go_of_what_was_sent(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_who_does_not_read_is_cut_later_and_not_amid_its_request(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_read_is_cut_after_its_request_and_not_within(tmp_path: Path) -> None:
     async def scenario(ours: Router, cut: list[Session]) -> None:
         one = session()
         ours._cut_later(one)
@@ -92,7 +94,7 @@ def test_who_does_not_read_is_cut_later_and_not_amid_its_request(tmp_path: Path)
     play(tmp_path, scenario)
 
 
-def test_who_was_heard_has_shaken_hands(tmp_path: Path) -> None:
+def test_a_peer_that_was_heard_has_completed_its_handshake(tmp_path: Path) -> None:
     async def scenario(ours: Router, cut: list[Session]) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.setsockopt(zmq.LINGER, 0)

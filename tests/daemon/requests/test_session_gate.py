@@ -130,7 +130,7 @@ def play(path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]], max_s
     asyncio.run(run())
 
 
-def test_there_are_so_many_sessions_and_who_has_said_nothing_yet_counts(tmp_path: Path) -> None:
+def test_sessions_are_limited_and_silent_connections_count(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         await rig.session()
         silent = rig.connect()
@@ -158,7 +158,7 @@ def test_so_many_may_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     play(tmp_path, scenario)
 
 
-def test_who_says_nothing_is_closed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_closed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "HELLO_TIMEOUT_S", 0.01)
 
     async def scenario(rig: Rig) -> None:
@@ -204,7 +204,7 @@ def test_one_process_takes_the_sessions_of_no_other_by_what_it_leaves_unfinished
     play(tmp_path, scenario, max_sessions=8)
 
 
-def test_regions_go_to_those_who_map_them(tmp_path: Path) -> None:
+def test_regions_go_to_clients_that_map_them(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         mapped, _ = await rig.session(map_arena=True)
         other, _ = await rig.session()
@@ -219,7 +219,7 @@ def test_regions_go_to_those_who_map_them(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_who_does_not_read_of_regions_is_cut(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_its_regions_is_cut(tmp_path: Path) -> None:
     """Else it would be given frames that it cannot map."""
 
     async def scenario(rig: Rig) -> None:

@@ -82,7 +82,7 @@ def test_sessions_of_one_party_share_a_limit_that_outlives_them() -> None:
     assert unsent.problem(session_of("b"), 2 * MIB) is None
 
 
-def test_all_parties_share_a_limit_and_who_reads_everything_has_one_answer_in_any_case() -> None:
+def test_all_parties_share_a_limit_and_a_peer_that_reads_always_gets_one_answer() -> None:
     unsent, new, parties = Unsent(), session_of("new"), ALL_BYTES // SESSION_BYTES
     for number in range(parties):
         assert fill(unsent, session_of(str(number))) == SESSION_BYTES
@@ -101,7 +101,7 @@ def test_reads_alone_never_make_an_answer_too_much() -> None:
     assert unsent.is_too_much(session, 1)
 
 
-def test_what_others_leave_unread_ends_only_sessions_of_those_who_leave_much() -> None:
+def test_unread_answers_end_only_sessions_of_clients_that_leave_many() -> None:
     unsent, session = Unsent(), session_of("a")
     for number in range(2 * ALL_BYTES // SESSION_BYTES):
         unsent.add(session_of(str(number)), SESSION_BYTES)
@@ -167,7 +167,7 @@ def test_small_answers_on_many_connections_are_limited(monkeypatch: pytest.Monke
     assert unsent.bytes == 0
 
 
-def test_a_block_is_not_read_for_who_has_too_much_waiting() -> None:
+def test_no_block_is_read_for_a_peer_with_too_much_unread() -> None:
     cache = make_cache(4)
     namespace, keys = open_for(cache, ""), chain_of("a", 1)
     assert store(cache, namespace, keys) == 1

@@ -158,7 +158,7 @@ def test_the_end_of_a_process_says_nothing_of_another_one_of_its_instance() -> N
     assert w.cache.writes.unfinished._quarantined["b"] == 2 * FRAME
 
 
-def test_health_names_who_leaves_much_unfinished() -> None:
+def test_health_names_the_client_that_leaves_much_unfinished() -> None:
     w = Writers()
     w.reserve(party("process 7"), 8)
     assert w.reasons() == [], "blocks that are still being written do no harm"
@@ -167,7 +167,7 @@ def test_health_names_who_leaves_much_unfinished() -> None:
     assert w.reasons() == [text]
 
 
-def test_health_tells_of_many_who_leave_a_little_each() -> None:
+def test_health_tells_of_many_clients_that_leave_a_little_each() -> None:
     w = Writers()
     for number in range(3):
         w.reserve(party(f"process {number}"), 4)

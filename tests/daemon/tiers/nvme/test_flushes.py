@@ -80,7 +80,7 @@ def test_disks_that_come_back_at_each_others_places_are_told() -> None:
     assert flush(flushes, [one, two]), "both directories are open"
 
 
-def test_a_flush_is_not_durable_while_a_disk_whose_place_another_one_has_is_away() -> None:
+def test_a_flush_is_not_durable_while_a_replaced_disk_is_away() -> None:
     every: Any = ["n", "m"]
     flushes = Flushes(lambda: every)
     opened(flushes, A, "1")
