@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from terminal import Terminal
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
@@ -38,10 +38,12 @@ class Daemon:
         flags = ["--run-dir", str(self.run_dir), "--arena", "8MiB", "--lock-memory", "off", "--log-level", "error"]
         nvme = ["--nvme", str(self.run_dir.parent / "kv"), "--nvme-size", "64MiB", "--nvme-segment", "8MiB"]
         self.child = subprocess.Popen([sys.executable, "-m", "tiercache.daemon", *flags, *nvme])
-        until_s = time.monotonic() + DEADLINE_S
-        while not (self.run_dir / "session.sock").exists():
-            assert time.monotonic() < until_s, "the daemon starts"
+
+        def starts() -> bool:
             assert self.child.poll() is None
+            return (self.run_dir / "session.sock").exists()
+
+        wait_until(starts, "the daemon starts")
 
     def kill(self) -> None:
         self.child.kill()

@@ -108,7 +108,9 @@ def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
             wait_until(lambda: not connector.available)
             assert connector.store(chain, range(8)) == (0, 0, 8, False), "a closed connector begins nothing"
         gate.set()
-        for one in (closing, thread):
+        keeping = connector.client._keeper._thread  # `close` waits for it for a while only
+        assert keeping is not None
+        for one in (closing, thread, keeping):
             one.join(WAIT_S)
     assert leases(watcher) == NONE
     assert sum(results[0][:3]) == 8
