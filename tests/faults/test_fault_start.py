@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from fault_peer import Peer
-from fault_processes import Daemon, state_of
-from waiting import wait_until
+from fault_processes import Daemon
+from waiting import state_of, wait_until
 
 from tiercache.protocol import messages as m
 

@@ -16,8 +16,8 @@ from chains import chain_of, key_of
 from fault_blocks import content, spec_of
 from fault_messages import greet
 from fault_peer import Peer
-from fault_processes import Child, Daemon, state_of
-from waiting import wait_until
+from fault_processes import Child, Daemon
+from waiting import state_of, wait_until
 
 from tiercache.protocol import messages as m
 

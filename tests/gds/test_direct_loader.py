@@ -239,7 +239,7 @@ def test_a_stop_waits_for_the_reads_under_way(tmp_path: Path) -> None:
     thread.join(0.3)
     assert thread.is_alive()
     disk.backend.resume()
-    thread.join(20)
+    thread.join(40)
     assert results == [DirectResult(8)], "reads that had begun ended; no other began"
     assert disk.backend.reads == 8
     disk.loader.close()

@@ -155,7 +155,7 @@ def test_a_stop_waits_for_the_writes_under_way(tmp_path: Path) -> None:
     thread.join(0.3)
     assert thread.is_alive()
     disk.backend.resume()
-    thread.join(20)
+    thread.join(40)
     assert results == [[disk.sum(number) for number in range(8)]]
     assert disk.backend.writes == 8
     disk.storer.close()
