@@ -38,6 +38,7 @@ class DirectCluster(Cluster):
     def start(self) -> None:
         """Start the daemon, and connect."""
         super().start()
+        self.wait_loaded()  # before that no client may write to the directory, and blocks go to DRAM
         self.connector.close()
         self.pool = np.frombuffer(self.area, np.uint8).reshape(POOL_BLOCKS, BLOCK_BYTES)
         self.connector = self.connect(gds=self.backend if self.is_direct else "off", gds_store=self.stores)

@@ -42,6 +42,7 @@ VISIBLE, DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path, lease_ttl_max="5s", quarantine_per_client="4MiB")
+    made.wait_loaded()  # before that nothing is granted
     yield made
     made.stop()
 

@@ -93,8 +93,12 @@ def test_blocks_on_nvme_are_told_apart(tmp_path: Path, opened: Connect) -> None:
         connector.announce([card(spec())])
         connector.store(chain(tokens), range(30))
         connector.store(chain(other)[: 12 * 16], range(12))
-        tier = connector.client.stats
-        wait_until(lambda: tier()["tiers"]["nvme"]["blocks"] == 42, "all blocks are on NVMe")
+
+        def is_recorded() -> bool:
+            tier = connector.client.stats()["tiers"]["nvme"]
+            return tier["blocks"] == 42 and not any(one["database_queue"] for one in tier["directories"])
+
+        wait_until(is_recorded, "all blocks are on NVMe, and will be found there after a kill")
         connector.flush(tier="dram")
         connector.store(chain(other)[: 5 * 16], range(5))
         assert ask(connector.client, tokens)["matched_tokens"] == {"dram": 0, "nvme": 120}
@@ -104,7 +108,7 @@ def test_blocks_on_nvme_are_told_apart(tmp_path: Path, opened: Connect) -> None:
         os.kill(daemon.pid, signal.SIGKILL)
     with tiercache.launch("16MiB", run_dir=run_dir, **settings):  # the engine is met again, and announces again
         wait_until(lambda: connector.available, "the connector is back")
-        assert ask(connector.client, tokens)["matched"] == 120
+        wait_until(lambda: ask(connector.client, tokens)["matched"] == 120, "the directory is loaded")
 
 
 @pytest.fixture
