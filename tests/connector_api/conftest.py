@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from connector_helpers import BLOCK_BYTES, spec
+from signals_at_steps import Terminated
 
 import tiercache
 
@@ -36,3 +38,18 @@ def open_connector(daemon: tiercache.LaunchedDaemon) -> Iterator[Callable[..., t
             return stack.enter_context(tiercache.connect(daemon.address, pool=pool, **options))
 
         yield make
+
+
+@pytest.fixture
+def handlers(ctrl_c: None) -> Iterator[dict[int, Any]]:
+    """Handlers of SIGINT and SIGTERM that raise. They must still be installed when a test ends."""
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    earlier = signal.signal(signal.SIGTERM, terminate)
+    mine: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate}
+    yield mine
+    found = {number: signal.getsignal(number) for number in mine}
+    signal.signal(signal.SIGTERM, earlier)
+    assert found == mine

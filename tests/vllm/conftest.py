@@ -12,11 +12,14 @@ import pytest
 
 import tiercache
 
+__all__ = ["rig"]
+
 # This folder, as a package without __init__, has that name too, but no origin.
 found = importlib.util.find_spec("vllm")
 collect_ignore_glob = [] if found is not None and found.origin else ["test_*.py"]
 
 if not collect_ignore_glob:
+    from scheduler_rig import rig
     from vllm_engines import Engine, flush, launch, offloading_config, save_model
 
     @pytest.fixture(scope="session")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,648 +12,337 @@ from typing import Any
 import pytest
 from chains import chain_of, key_of
 from disk_rig import segment_path
-from tier_rig import TierRig, play
+from keeper_rig import CHAINS, filled, found, states, take_away
+from tier_rig import TierRig, played
 
-from tiercache.daemon.tiers.nvme import flushes, keeper
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
-from tiercache.daemon.tiers.nvme.disk import mounts
-from tiercache.daemon.tiers.nvme.disk.directory import Directory, Home
-from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
-from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
-from tiercache.errors import ConfigError, DirectoryUnavailable
+from tiercache.daemon.tiers.nvme import flushes
+from tiercache.errors import ConfigError
 from tiercache.protocol.messages import CommitState
 
 MIB = 1 << 20
-CHAINS = [chain_of(str(number), 8) for number in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short deadlines for all tests of this file."""
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(keeper, "LAST_PAUSE_S", 0.05)
-    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
-    monkeypatch.setattr(keeper, "QUIET_POLL_S", 0.005)
-
-
-async def filled(root: Path, disks: int = 2) -> TierRig:
-    """A tier with all chains on its disks, and none in DRAM."""
-    rig = await TierRig(root, disks=disks).open()
-    for chain in CHAINS:
-        rig.store(rig.namespace(), chain)
-    await rig.settled()
-    rig.forget_dram()
-    return rig
-
-
-async def found(rig: TierRig) -> list[int]:
-    """How many blocks of each chain are found; every byte is compared."""
-    return [await rig.load(rig.namespace(), chain) for chain in CHAINS]
-
-
-def states(rig: TierRig) -> list[str]:
-    return [one["state"] for one in rig.tier.stats()["directories"]]
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 # --- at the start ------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
+@played
+async def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        rig = await filled(tmp_path)
-        bad = rig.dirs[0]
-        mine = {chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))}
-        await rig.close()
-        (bad / "lock").unlink()
-        (bad / "lock").mkdir()
-        again = await TierRig(tmp_path, disks=2).open()
-        assert states(again) == ["away", "ok"]
-        assert await found(again) == [0 if chain in mine else 8 for chain in CHAINS]
-        [reason] = again.tier.reasons()
-        assert reason.startswith(f"nvme directory {bad} cannot be used: lock: Is a directory: ")
-        new = chain_of("new", 4)
-        again.store(again.namespace(), new)
-        await again.settled()
-        assert again.shelves[0].has(again.namespace(), key_of(new, 3)), "new blocks go to the directory that works"
-        await again.until(lambda: again.tier.stats()["directories"][0]["open_failures"] >= 3)
-        assert sum("goes on without it" in record.message for record in caplog.records) == 1, "it is said only once"
-        (bad / "lock").rmdir()
-        await again.until(lambda: states(again) == ["ok", "ok"])
-        assert again.tier.reasons() == []
-        again.forget_dram()
-        assert await found(again) == [8] * len(CHAINS)
-        again.check()
-        await again.close()
-
-    play(scenario)
+    rig = await filled(tmp_path)
+    bad = rig.dirs[0]
+    mine = {chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))}
+    await rig.close()
+    (bad / "lock").unlink()
+    (bad / "lock").mkdir()
+    again = await TierRig(tmp_path, disks=2).open()
+    assert states(again) == ["away", "ok"]
+    assert await found(again) == [0 if chain in mine else 8 for chain in CHAINS]
+    [reason] = again.tier.reasons()
+    assert reason.startswith(f"nvme directory {bad} cannot be used: lock: Is a directory: ")
+    new = chain_of("new", 4)
+    again.store(again.namespace(), new)
+    await again.settled()
+    assert again.shelves[0].has(again.namespace(), key_of(new, 3)), "new blocks go to the directory that works"
+    await again.until(lambda: again.tier.stats()["directories"][0]["open_failures"] >= 3)
+    assert sum("goes on without it" in record.message for record in caplog.records) == 1, "it is said only once"
+    (bad / "lock").rmdir()
+    await again.until(lambda: states(again) == ["ok", "ok"])
+    assert again.tier.reasons() == []
+    again.forget_dram()
+    assert await found(again) == [8] * len(CHAINS)
+    again.check()
+    await again.close()
 
 
-def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        await rig.close()
-        segments = rig.dirs[0] / "lock"
-        segments.unlink()
-        segments.symlink_to("elsewhere")
-        again = await TierRig(tmp_path).open()
-        space = again.namespace()
-        assert (states(again), await found(again)) == (["away"], [0] * len(CHAINS))
-        assert again.tier.hold([space], CHAINS[0], 0) is None
-        again.store(space, CHAINS[0])
-        assert await again.load(space, CHAINS[0]) == 8, "DRAM has it"
-        assert not await asyncio.wait_for(again.flush(), 5), "a flush that cannot be durable says so at once"
-        segments.unlink()
-        await again.until(lambda: states(again) == ["ok"])
-        assert await found(again) == [0] * len(CHAINS), "flushes from the meantime are done there too"
-        again.check()
-        await again.close()
-
-    play(scenario)
+@played
+async def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> None:
+    rig = await filled(tmp_path, disks=1)
+    await rig.close()
+    lock = rig.dirs[0] / "lock"
+    lock.unlink()
+    lock.symlink_to("elsewhere")
+    again = await TierRig(tmp_path).open()
+    space = again.namespace()
+    assert (states(again), await found(again)) == (["away"], [0] * len(CHAINS))
+    assert again.tier.hold([space], CHAINS[0], 0) is None
+    again.store(space, CHAINS[0])
+    assert await again.load(space, CHAINS[0]) == 8, "DRAM has it"
+    assert not await asyncio.wait_for(again.flush(), 5), "a flush that cannot be durable says so at once"
+    lock.unlink()
+    await again.until(lambda: states(again) == ["ok"])
+    assert await found(again) == [0] * len(CHAINS), "flushes from the meantime are done there too"
+    again.check()
+    await again.close()
 
 
-def test_a_daemon_that_ends_while_it_tells_a_directory_of_flushes_tells_it_all(
+@played
+async def test_a_daemon_that_ends_while_it_tells_a_directory_of_flushes_tells_it_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flushes, "TOLD_AT_ONCE", 2)
 
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        await rig.close()
-        segments = rig.dirs[0] / "lock"
-        segments.unlink()
-        segments.symlink_to("elsewhere")
-        again = await TierRig(tmp_path).open()
-        again.namespace()
-        for number in range(400):
-            assert not await again.flush(key_of(chain_of(f"other {number}", 1), 0))
-        assert not await again.flush(key_of(CHAINS[0], 0))
-        segments.unlink()
-        await again.until(lambda: states(again) == ["loading"])
-        await again.close()
-        third = await TierRig(tmp_path).open()
-        assert await found(third) == [0] + [8] * (len(CHAINS) - 1)
-        await third.close()
-
-    play(scenario)
+    rig = await filled(tmp_path, disks=1)
+    await rig.close()
+    lock = rig.dirs[0] / "lock"
+    lock.unlink()
+    lock.symlink_to("elsewhere")
+    again = await TierRig(tmp_path).open()
+    again.namespace()
+    for number in range(400):
+        assert not await again.flush(key_of(chain_of(f"other {number}", 1), 0))
+    assert not await again.flush(key_of(CHAINS[0], 0))
+    lock.unlink()
+    await again.until(lambda: states(again) == ["loading"])
+    await again.close()
+    third = await TierRig(tmp_path).open()
+    assert await found(third) == [0] + [8] * (len(CHAINS) - 1)
+    await third.close()
 
 
-def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "nvme1").write_text("a file")
-        rig = TierRig(tmp_path, disks=2)
-        with pytest.raises(ConfigError, match=f"{tmp_path}/nvme1 is no directory"):
-            await rig.open()
-        await rig.close()
-
-    play(scenario)
-
-
-def test_the_figures_of_a_directory_are_the_same_whether_it_is_open_or_not(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = TierRig(tmp_path)
-        [before] = rig.tier.stats()["directories"]
+@played
+async def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "nvme1").write_text("a file")
+    rig = TierRig(tmp_path, disks=2)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/nvme1 is no directory"):
         await rig.open()
-        [after] = rig.tier.stats()["directories"]
-        assert before.keys() == after.keys()
-        assert (before["state"], after["state"]) == ("opening", "ok")
-        for name in ("checksum_failures", "other_key_blocks", "write_failures", "open_failures"):
-            assert before[name] == 0
-        assert before["errors"] == {str(number): 0 for number in (errno.EIO, errno.ENOSPC, errno.EROFS)}
-        await rig.close()
-
-    play(scenario)
+    await rig.close()
 
 
-# --- every file of a directory ------------------------------------------------------------------------
-
-
-def _missing(path: Path) -> None:
-    return
-
-
-def _link(path: Path) -> None:
-    target = path.with_name("precious")
-    target.write_bytes(b"precious" * 1000)
-    path.symlink_to(target)
-
-
-KINDS: dict[str, Callable[[Path], Any]] = {
-    "missing": _missing,
-    "folder": Path.mkdir,
-    "link": _link,
-    "pipe": os.mkfifo,
-    "empty": Path.touch,
-}
-FILES = (
-    "lock",
-    "superblock",
-    "superblock.new",
-    "segments",
-    "segments/00000001.seg",
-    "index.db",
-    "index.db-wal",
-    "index.db-shm",
-    "index.db.suspect",
-    "index.db.damaged-20200101T000000Z",
-    "damaged-20200101T000000Z",
-    "spare",
-    "probe",
-)
-
-
-@pytest.fixture(scope="module")
-def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of an earlier life, to be copied."""
-    root = tmp_path_factory.mktemp("earlier")
-
-    async def scenario() -> None:
-        rig = await filled(root, disks=1)
-        await rig.crash()
-
-    play(scenario)
-    return root / "nvme0"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", FILES)
-def test_whatever_stands_for_a_file_costs_blocks_and_nothing_else(
-    tmp_path: Path, lived_in: Path, file: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is used, with fewer blocks or none; or it is not, and the reason names the file until that is gone."""
-    directory = tmp_path / "nvme0"
-    shutil.copytree(lived_in, directory)
-    place = directory / file
-    if place.is_dir():
-        shutil.rmtree(place)
-    else:
-        place.unlink(missing_ok=True)
-    KINDS[kind](place)
-
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        strange = kind in ("folder", "link", "pipe") if file == "lock" else kind == "folder" and file == "probe"
-        assert bool(rig.shelves) is not strange
-        if rig.shelves:
-            await rig.loaded()
-        else:
-            [reason] = rig.tier.reasons()
-            assert f": {Path(file).name}: " in reason
-            assert file in ("lock", "probe"), reason
-            if kind == "folder":
-                place.rmdir()
-            else:
-                place.unlink()
-            await rig.until(lambda: states(rig) == ["ok"])
-        assert set(await found(rig)) <= {0, 8}
-        space, new = rig.namespace(), chain_of("new", 4)
-        rig.store(space, new)
-        await rig.settled()
-        rig.forget_dram()
-        assert await rig.load(space, new) == 4
-        rig.check()
-        await rig.close()
-
-    play(scenario)
-    if kind == "link":
-        precious = place.with_name("precious")
-        assert not precious.exists() or precious.read_bytes() == b"precious" * 1000
-    assert "Traceback" not in caplog.text
-
-
-def test_an_immutable_directory_is_away_until_it_is_not(tmp_path: Path, lived_in: Path) -> None:
-    directory = tmp_path / "nvme0"
-    shutil.copytree(lived_in, directory)
-    paths = [str(directory), str(directory / "lock")]
-    if subprocess.run(["chattr", "+i", *paths], capture_output=True, check=False).returncode:
-        pytest.skip("this file system knows no immutable files")
-
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        try:
-            [reason] = rig.tier.reasons()
-            assert "see whether it is immutable (lsattr)" in reason
-        finally:
-            subprocess.run(["chattr", "-i", *paths], check=True)
-        await rig.until(lambda: states(rig) == ["ok"])
-        assert await found(rig) == [8] * len(CHAINS)
-        await rig.close()
-
-    play(scenario)
+@played
+async def test_the_figures_of_a_directory_are_the_same_whether_it_is_open_or_not(tmp_path: Path) -> None:
+    rig = TierRig(tmp_path)
+    [before] = rig.tier.stats()["directories"]
+    await rig.open()
+    [after] = rig.tier.stats()["directories"]
+    assert before.keys() == after.keys()
+    assert (before["state"], after["state"]) == ("opening", "ok")
+    for name in ("checksum_failures", "other_key_blocks", "write_failures", "open_failures"):
+        assert before[name] == 0
+    assert before["errors"] == {str(number): 0 for number in (errno.EIO, errno.ENOSPC, errno.EROFS)}
+    await rig.close()
 
 
 # --- while it runs ------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: Path) -> None:
+@played
+async def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_path: Path) -> None:
     """Nothing more is written to a directory that has left its path; the daemon does not touch the new one there."""
-
-    async def scenario() -> None:
-        rig = await filled(tmp_path)
-        first = rig.dirs[0]
-        mine = [chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))]
-        elsewhere = tmp_path / "elsewhere"
-        first.rename(elsewhere)
-        await rig.until(lambda: states(rig) == ["away", "ok"])
-        [reason] = rig.tier.reasons()
-        assert "lock is gone: the directory was removed or unmounted" in reason
-        assert await found(rig) == [0 if chain in mine else 8 for chain in CHAINS]
-        await rig.until(lambda: rig.tier.stats()["directories"][0]["open_failures"] >= 2)
-        assert not first.exists(), "it is not made anew where its disk may be missing"
-        rig.check()
-        first.mkdir()
-        await rig.until(lambda: states(rig) == ["ok", "ok"])
-        for chain in mine:
-            rig.store(rig.namespace(), chain)
-        await rig.settled()
-        rig.forget_dram()
-        assert await found(rig) == [8] * len(CHAINS)
-        log = first / "index.db-wal"
-        assert log.exists()
-        # And back: the new one is put away while it is open, the old one has its place again.
-        first.rename(tmp_path / "new")
-        elsewhere.rename(first)
-        before = {path: path.read_bytes() for path in first.glob("index.db*")}
-        await rig.until(lambda: len(rig.shelves) == 1)
-        assert {path: path.read_bytes() for path in before} == before, "a directory that leaves touches no other"
-        await rig.until(lambda: states(rig) == ["ok", "ok"])
-        rig.forget_dram()
-        assert await found(rig) == [8] * len(CHAINS)
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+    rig = await filled(tmp_path)
+    first = rig.dirs[0]
+    mine = [chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))]
+    elsewhere = tmp_path / "elsewhere"
+    await take_away(rig, elsewhere)
+    [reason] = rig.tier.reasons()
+    assert "lock is gone: the directory was removed or unmounted" in reason
+    assert await found(rig) == [0 if chain in mine else 8 for chain in CHAINS]
+    await rig.until(lambda: rig.tier.stats()["directories"][0]["open_failures"] >= 2)
+    assert not first.exists(), "it is not made anew where its disk may be missing"
+    rig.check()
+    first.mkdir()
+    await rig.until(lambda: states(rig) == ["ok", "ok"])
+    for chain in mine:
+        rig.store(rig.namespace(), chain)
+    await rig.settled()
+    rig.forget_dram()
+    assert await found(rig) == [8] * len(CHAINS)
+    log = first / "index.db-wal"
+    assert log.exists()
+    # And back: the new one is put away while it is open, the old one has its place again.
+    first.rename(tmp_path / "new")
+    elsewhere.rename(first)
+    before = {path: path.read_bytes() for path in first.glob("index.db*")}
+    await rig.until(lambda: len(rig.shelves) == 1)
+    assert {path: path.read_bytes() for path in before} == before, "a directory that leaves touches no other"
+    await rig.until(lambda: states(rig) == ["ok", "ok"])
+    rig.forget_dram()
+    assert await found(rig) == [8] * len(CHAINS)
+    rig.check()
+    await rig.close()
 
 
 @pytest.mark.parametrize("moment", ["while nothing is there", "while another one is there"])
-def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(tmp_path: Path, moment: str) -> None:
+@played
+async def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(
+    tmp_path: Path, moment: str
+) -> None:
     """The directory that took its place recorded the flush, but the flush was about the other one."""
-
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [home] = rig.dirs
-        home.rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away"])
-        if moment == "while nothing is there":
-            assert not await rig.flush(), "it may come back after a restart"
-        home.mkdir()
-        await rig.until(lambda: states(rig) == ["ok"])
-        if moment == "while another one is there":
-            assert not await rig.flush(key_of(CHAINS[0], 3)), "only the daemon remembers this flush"
-            assert not await rig.flush(key_of(CHAINS[1], 0))
-        home.rename(tmp_path / "new")
-        (tmp_path / "elsewhere").rename(home)
-        await rig.until(lambda: not rig.shelves)
-        await rig.until(lambda: states(rig) == ["ok"])
-        await rig.loaded()
-        left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
-        assert await found(rig) == left
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+    rig = await filled(tmp_path, disks=1)
+    [home] = rig.dirs
+    await take_away(rig, tmp_path / "elsewhere")
+    if moment == "while nothing is there":
+        assert not await rig.flush(), "it may come back after a restart"
+    home.mkdir()
+    await rig.until(lambda: states(rig) == ["ok"])
+    if moment == "while another one is there":
+        assert not await rig.flush(key_of(CHAINS[0], 3)), "only the daemon remembers this flush"
+        assert not await rig.flush(key_of(CHAINS[1], 0))
+    home.rename(tmp_path / "new")
+    (tmp_path / "elsewhere").rename(home)
+    await rig.until(lambda: not rig.shelves)
+    await rig.until(lambda: states(rig) == ["ok"])
+    await rig.loaded()
+    left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
+    assert await found(rig) == left
+    rig.check()
+    await rig.close()
 
 
-def test_what_a_disk_that_hung_was_told_to_flush_does_not_come_back_with_it(
+@played
+async def test_what_a_disk_that_hung_was_told_to_flush_does_not_come_back_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory's database never answers, and then the directory is gone: nothing there records the flush."""
     monkeypatch.setattr(flushes, "FLUSH_S", 0.05)
 
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [home], [shelf] = rig.dirs, rig.shelves
-        for name in ("raise_epoch", "add_tombstone", "delete"):
-            monkeypatch.setattr(shelf.catalog, name, lambda *args: None)
-        assert not await rig.flush(key_of(CHAINS[0], 3))
-        assert not await rig.flush(key_of(CHAINS[1], 0))
-        home.rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away"])
-        (tmp_path / "elsewhere").rename(home)
-        await rig.until(lambda: states(rig) == ["ok"])
-        await rig.loaded()
-        assert await found(rig) == [3, 0] + [8] * (len(CHAINS) - 2)
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+    rig = await filled(tmp_path, disks=1)
+    [home], [shelf] = rig.dirs, rig.shelves
+    for name in ("raise_epoch", "add_tombstone", "delete"):
+        monkeypatch.setattr(shelf.catalog, name, lambda *args: None)
+    assert not await rig.flush(key_of(CHAINS[0], 3))
+    assert not await rig.flush(key_of(CHAINS[1], 0))
+    await take_away(rig, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(home)
+    await rig.until(lambda: states(rig) == ["ok"])
+    await rig.loaded()
+    assert await found(rig) == [3, 0] + [8] * (len(CHAINS) - 2)
+    rig.check()
+    await rig.close()
 
 
-def test_what_is_read_on_a_disk_that_has_gone_is_not_called_good(tmp_path: Path) -> None:
+@played
+async def test_what_is_read_on_a_disk_that_has_gone_is_not_called_good(tmp_path: Path) -> None:
     """A flush does not reach it any more."""
-
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [home], chain = rig.dirs, CHAINS[0]
-        lease = rig.cache.match(rig.owner, [rig.namespace()], chain, 60.0, extents=True).lease
-        assert lease is not None
-        assert lease.held is not None
-        home.rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away"])
-        assert not await rig.flush()
-        assert not rig.cache.reads.release(rig.owner, lease.lease_id)
-        await rig.close()
-
-    play(scenario)
+    rig = await filled(tmp_path, disks=1)
+    chain = CHAINS[0]
+    lease = rig.cache.match(rig.owner, [rig.namespace()], chain, 60.0, extents=True).lease
+    assert lease is not None
+    assert lease.held is not None
+    await take_away(rig, tmp_path / "elsewhere")
+    assert not await rig.flush()
+    assert not rig.cache.reads.release(rig.owner, lease.lease_id)
+    await rig.close()
 
 
-def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [directory] = rig.dirs
-        space, gate = rig.namespace(), rig.disks[directory].gate
-        gate.clear()
-        lease = rig.match([space], CHAINS[0])
-        assert lease is not None
-        rig.store(space, chain_of("new", 6))
-        await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] > 0)
-        directory.rename(tmp_path / "elsewhere")
-        gate.set()
-        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases)
-        assert rig.read(lease, space) in range(9)
-        assert await rig.load(space, chain_of("new", 6)) == 6, "DRAM has them"
-        await rig.until(lambda: rig.tier._keepers[0].leaving is None)
-        assert rig.tier.stats()["write_in_flight_bytes"] == 0
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+@played
+async def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) -> None:
+    rig = await filled(tmp_path, disks=1)
+    [directory] = rig.dirs
+    space, gate = rig.namespace(), rig.disks[directory].gate
+    gate.clear()
+    lease = rig.match([space], CHAINS[0])
+    assert lease is not None
+    rig.store(space, chain_of("new", 6))
+    await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] > 0)
+    directory.rename(tmp_path / "elsewhere")
+    gate.set()
+    await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases)
+    assert rig.read(lease, space) in range(9)
+    assert await rig.load(space, chain_of("new", 6)) == 6, "DRAM has them"
+    await rig.until(lambda: rig.tier._keepers[0].leaving is None)
+    assert rig.tier.stats()["write_in_flight_bytes"] == 0
+    rig.check()
+    await rig.close()
 
 
-def test_reads_that_hang_in_the_kernel_after_their_directory_was_dropped_delay_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()
-        gate = rig.disks[directory].gate
-        gate.clear()
-        lease = rig.match([space], CHAINS[0][: 4 * 16])  # four workers wait, and another one looks
-        assert lease is not None
-        directory.rename(tmp_path / "elsewhere")
-        # Long before the lease would expire.
-        await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases, deadline_s=20)
-        assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
-        assert shelf.queue.in_flight == 4
-        assert "operations from before are still under way" in rig.tier.reasons()[0]
-        gate.set()
-        await rig.until(lambda: rig.tier._keepers[0].leaving is None)
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+@played
+async def test_reads_that_hang_in_the_kernel_after_their_directory_was_dropped_delay_nothing(tmp_path: Path) -> None:
+    rig = await filled(tmp_path, disks=1)
+    [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()
+    gate = rig.disks[directory].gate
+    gate.clear()
+    lease = rig.match([space], CHAINS[0][: 4 * 16])  # four workers wait, and another one looks
+    assert lease is not None
+    directory.rename(tmp_path / "elsewhere")
+    # Long before the lease would expire.
+    await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases, deadline_s=20)
+    assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
+    assert shelf.queue.in_flight == 4
+    assert "operations from before are still under way" in rig.tier.reasons()[0]
+    gate.set()
+    await rig.until(lambda: rig.tier._keepers[0].leaving is None)
+    rig.check()
+    await rig.close()
 
 
-def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=2)
-        shelf = rig.shelves[0]
-        shelf.loading = True  # as good as any reason not to write
-        chains = [chain_of(f"new {number}", 4) for number in range(12)]
-        for chain in chains:
-            rig.store(rig.namespace(), chain)
-        waiting = [chain for chain in chains if rig.tier._placement.home(key_of(chain, 0)) is shelf]
-        await rig.until(lambda: rig.tier.stats()["write_queue_blocks"] == 4 * len(waiting) > 0)
-        rig.dirs[0].rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away", "ok"])
-        await rig.settled()
-        for chain in chains:  # blocks that are asked for go to the other directory
-            rig.match([rig.namespace()], chain)
-        await rig.settled()
-        assert all(rig.shelves[0].has(rig.namespace(), key_of(chain, 3)) for chain in chains)
-        await rig.close()
-
-    play(scenario)
+@played
+async def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> None:
+    rig = await filled(tmp_path, disks=2)
+    shelf = rig.shelves[0]
+    shelf.loading = True  # as good as any reason not to write
+    chains = [chain_of(f"new {number}", 4) for number in range(12)]
+    for chain in chains:
+        rig.store(rig.namespace(), chain)
+    waiting = [chain for chain in chains if rig.tier._placement.home(key_of(chain, 0)) is shelf]
+    await rig.until(lambda: rig.tier.stats()["write_queue_blocks"] == 4 * len(waiting) > 0)
+    await take_away(rig, tmp_path / "elsewhere")
+    await rig.settled()
+    for chain in chains:  # blocks that are asked for go to the other directory
+        rig.match([rig.namespace()], chain)
+    await rig.settled()
+    assert all(rig.shelves[0].has(rig.namespace(), key_of(chain, 3)) for chain in chains)
+    await rig.close()
 
 
-def test_a_client_that_writes_where_nothing_is_any_more_is_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        space, grants = rig.namespace(), rig.tier.grants
-        assert grants is not None
-        while not (granted := grants.reserve(rig.owner, space, b"", CHAINS[0], 60.0)).extents:
-            await rig.until(lambda: bool(rig.shelves[0].directory.segments))  # room is made
-        assert len(granted.extents) == 8
-        rig.dirs[0].rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away"])
-        assert grants.commit(rig.owner, granted.lease_id, [1] * 8) == [CommitState.DROPPED] * 8
-        assert grants.stats()["direct_stored_blocks"] == 0
-        rig.check()
-        await rig.close()
-
-    play(scenario)
-
-
-def test_a_database_that_leaves_touches_nothing_at_its_path(tmp_path: Path) -> None:
-    """SQLite removes the log by its name when it closes, but not where another file has come instead of its own."""
-    home = tmp_path / "nvme"
-    home.mkdir()
-    catalog = Catalog(home, b"i" * 16, lambda call, *args: call(*args))
-    catalog.open()
-    catalog.set_segment(1, 4096)
-    assert catalog.sync(30)
-    home.rename(tmp_path / "elsewhere")
-    home.mkdir()
-    for name in ("index.db", "index.db-wal", "index.db-shm"):
-        (home / name).write_bytes(b"of another one")
-    catalog.close(30)
-    assert {path.name: path.read_bytes() for path in home.iterdir()} == dict.fromkeys(
-        ("index.db", "index.db-wal", "index.db-shm"), b"of another one"
-    )
-
-
-def hot_catalog(folder: Path) -> Catalog:
-    """A directory with a row that is only in its database's log."""
-    folder.mkdir()
-    catalog = Catalog(folder, b"i" * 16, lambda call, *args: call(*args))
-    catalog.open()
-    catalog.set_segment(7, 4096)
-    assert catalog.sync(30)
-    return catalog
-
-
-def test_the_log_of_a_new_disk_outlives_the_database_of_the_old_one(mount: Callable[[str], Path]) -> None:
-    """Two file systems that were made alike have the same inode numbers, which is all that SQLite compares."""
-    place = mount("8m")
-    old = hot_catalog(place / "kv")
-    number = (place / "kv/index.db").stat().st_ino
-    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], check=True, timeout=30)
-    child = "from test_keeper import Path, hot_catalog, os; hot_catalog(Path('kv')); os._exit(0)"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    subprocess.run([sys.executable, "-c", child], cwd=place, env={**os.environ, "PYTHONPATH": path}, check=True)
-    assert (place / "kv/index.db").stat().st_ino == number
-    old.close(30)
-    again = Catalog(place / "kv", b"i" * 16, lambda call, *args: call(*args))
-    assert again.open().segments == {7: 4096}
-    again.close(30)
-
-
-def test_a_directory_that_something_was_mounted_over_is_used_again(mount: Callable[[str], Path]) -> None:
-    """Its device is then the one on which the other's path lies once that is unmounted."""
-
-    def opened(before: Home | None) -> Directory:
-        directory = Directory(path, 4 * MIB, MIB, before=before)
-        directory.open()
-        directory.close()
-        return directory
-
-    place = mount("8m")
-    path = place / "kv"
-    first = opened(None)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(path)], check=True, timeout=30)
-    second = opened(first.home)
-    assert second.superblock.directory_id != first.superblock.directory_id
-    subprocess.run(["umount", str(path)], check=True, timeout=30)
-    third = opened(second.home)
-    assert third.superblock.directory_id == first.superblock.directory_id
-    (path / "superblock").unlink()
-    with pytest.raises(DirectoryUnavailable, match="is not mounted any more"):
-        opened(second.home)
+@played
+async def test_a_client_that_writes_where_nothing_is_any_more_is_told(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    space, grants = rig.namespace(), rig.tier.grants
+    assert grants is not None
+    while not (granted := grants.reserve(rig.owner, space, b"", CHAINS[0], 60.0)).extents:
+        await rig.until(lambda: bool(rig.shelves[0].directory.segments))  # room is made
+    assert len(granted.extents) == 8
+    await take_away(rig, tmp_path / "elsewhere")
+    assert grants.commit(rig.owner, granted.lease_id, [1] * 8) == [CommitState.DROPPED] * 8
+    assert grants.stats()["direct_stored_blocks"] == 0
+    rig.check()
+    await rig.close()
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, MIB // 2)], ids=["deleted", "truncated"])
-def test_segments_that_are_deleted_or_truncated_in_use_are_noticed(tmp_path: Path, harm: Callable[[Path], Any]) -> None:
+@played
+async def test_segments_that_are_deleted_or_truncated_in_use_are_noticed(
+    tmp_path: Path, harm: Callable[[Path], Any]
+) -> None:
     """What is written to a deleted file is lost with the daemon, and its room is not free until then."""
-
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [shelf] = rig.shelves
-        first, *others = [segment_path(shelf.directory, number) for number in shelf.directory.segments]
-        harm(first)
-        await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
-        assert rig.shelves[0].directory.segments == [int(path.stem) for path in others]
-        assert set(await found(rig)) <= {*range(9)}
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+    rig = await filled(tmp_path, disks=1)
+    [shelf] = rig.shelves
+    first, *others = [segment_path(shelf.directory, number) for number in shelf.directory.segments]
+    harm(first)
+    await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
+    assert rig.shelves[0].directory.segments == [int(path.stem) for path in others]
+    assert set(await found(rig)) <= {*range(9)}
+    rig.check()
+    await rig.close()
 
 
-def test_counters_outlive_the_directory(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        [before] = rig.tier.stats()["directories"]
-        rig.dirs[0].rename(tmp_path / "elsewhere")
-        await rig.until(lambda: states(rig) == ["away"])
-        [away] = rig.tier.stats()["directories"]
-        assert away["writes"] == before["writes"] == 8 * len(CHAINS)
-        (tmp_path / "elsewhere").rename(rig.dirs[0])
-        await rig.until(lambda: states(rig) == ["ok"])
-        assert rig.tier.stats()["directories"][0]["writes"] == before["writes"]
-        await rig.close()
-
-    play(scenario)
+@played
+async def test_counters_outlive_the_directory(tmp_path: Path) -> None:
+    rig = await filled(tmp_path, disks=1)
+    [before] = rig.tier.stats()["directories"]
+    await take_away(rig, tmp_path / "elsewhere")
+    [away] = rig.tier.stats()["directories"]
+    assert away["writes"] == before["writes"] == 8 * len(CHAINS)
+    (tmp_path / "elsewhere").rename(rig.dirs[0])
+    await rig.until(lambda: states(rig) == ["ok"])
+    assert rig.tier.stats()["directories"][0]["writes"] == before["writes"]
+    await rig.close()
 
 
-def test_a_directory_is_seen_to_while_its_writes_fail(tmp_path: Path) -> None:
+@played
+async def test_a_directory_is_seen_to_while_its_writes_fail(tmp_path: Path) -> None:
     """An error of a look is one of the disk: it is given up, so that its file system can be mended."""
+    rig = await filled(tmp_path, disks=1)
+    shelf = rig.shelves[0]
 
-    async def scenario() -> None:
-        rig = await filled(tmp_path, disks=1)
-        shelf = rig.shelves[0]
+    def broken() -> str:
+        raise OSError(errno.EIO, "Input/output error")
 
-        def broken() -> str:
-            raise OSError(errno.EIO, "Input/output error")
-
-        shelf.directory.look = broken  # type: ignore[method-assign]
-        await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
-        [now] = rig.tier.stats()["directories"]
-        assert now["errors"][str(errno.EIO)] == 1
-        assert await found(rig) == [8] * len(CHAINS)
-        await rig.close()
-
-    play(scenario)
-
-
-# --- mounts -------------------------------------------------------------------------------------------
-
-
-def plan(path: Path, **more: Any) -> Plan:
-    return Plan(path, 32 * MIB, 4 * MIB, **more)
-
-
-def test_a_mount_point_of_fstab_without_its_mount_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "my disk"
-    place.mkdir()
-    fstab = tmp_path / "fstab"
-    fstab.write_text(f"# disks\n/dev/x {str(place).replace(' ', chr(92) + '040')} xfs defaults 0 0\nshort\n")
-    monkeypatch.setattr(mounts, "FSTAB", fstab)
-    with pytest.raises(DirectoryUnavailable, match=f"nothing is mounted at {place}, as /etc/fstab says: mount it"):
-        open_directory(plan(place / "kv"), DiskIO(), lambda *args: None)
-    assert list(place.iterdir()) == []
-    monkeypatch.setattr(mounts, "_mounted", lambda path: path == place)
-    mounts.check_mounted(place / "kv", needed=False)
-    mounts.check_mounted(tmp_path / "other", needed=False)
-
-
-def test_a_disk_of_its_own_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/"))
-    with pytest.raises(DirectoryUnavailable, match="it is on the file system of /, and nvme_require_mount is set"):
-        open_directory(plan(tmp_path / "kv", require_mount=True), DiskIO(), lambda *args: None)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/mnt"))
-    mounts.check_mounted(tmp_path / "kv", needed=True)
-
-
-def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
-    tmp_path: Path, mount: Callable[[str], Path]
-) -> None:
-    disk = mount("40m")
-    disk.chmod(0o700)
-    directory = Directory(disk, 32 * MIB, MIB)
-    directory.open()
-    home = directory.home
-    assert home is not None
-    assert home.device_below == tmp_path.stat().st_dev
-    directory.close()
-    again = Directory(disk, 32 * MIB, MIB, before=home)
-    again.open()
-    again.close()
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    below = Home(home.directory_id, folder.stat().st_dev)
-    with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
-        Directory(folder, 32 * MIB, MIB, before=below).open()
-    assert list(folder.iterdir()) == []
+    shelf.directory.look = broken  # type: ignore[method-assign]
+    await rig.until(lambda: rig.shelves != [shelf] and states(rig) == ["ok"])
+    [now] = rig.tier.stats()["directories"]
+    assert now["errors"][str(errno.EIO)] == 1
+    assert await found(rig) == [8] * len(CHAINS)
+    await rig.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import time
@@ -56,6 +57,16 @@ def play(scenario: Scenario) -> None:
 
     asyncio.run(run())
     assert not errors, errors
+
+
+def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test is a scenario, and is played."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        play(lambda: test(*args, **options))
+
+    return run
 
 
 class TierRig:
@@ -195,6 +206,13 @@ class TierRig:
             self.view(frame, length)[:] = right(namespace, key_of(chain, first + number))
         self.cache.writes.commit(self.owner, got.lease_id, numbers)
         return got.states
+
+    async def store_below(self, namespaces: list[Namespace], chain: bytes) -> None:
+        """Store a chain in each namespace, which NVMe alone has then."""
+        for namespace in namespaces:
+            self.store(namespace, chain)
+        await self.settled()
+        self.forget_dram()
 
     def match(self, namespaces: list[Namespace], chain: bytes, ttl_s: float = 60.0) -> ReadLease | None:
         """A lease on what there is, with what is below on its way up."""

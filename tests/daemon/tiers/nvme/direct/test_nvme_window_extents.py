@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
-from tier_rig import TierRig, play
+from tier_rig import TierRig, played
 from window_rig import WINDOW, spaces_of, spread
 
 from tiercache.daemon.ground.slices import finish
@@ -29,117 +29,99 @@ def _extents(rig: TierRig, spaces: list[Namespace], chain: bytes) -> tuple[ReadL
     return lease, lambda space, first: held.extents(space, first, 99)[1]
 
 
-def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path, disks=2).open()
-        spaces, chain = spaces_of(rig), chain_of("a", 12)
-        for space in spaces:
-            space.direct = True
-            rig.store(space, chain)
-        await rig.settled()
-        rig.forget_dram()
+@played
+async def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path, disks=2).open()
+    spaces, chain = spaces_of(rig), chain_of("a", 12)
+    for space in spaces:
+        space.direct = True
+    await rig.store_below(spaces, chain)
+    lease, named = _extents(rig, spaces, chain)
+    assert [len(named(spaces[0], first)) for first in (0, 5)] == [12, 7]
+    assert [len(named(spaces[1], first)) for first in (0, 8, 9, 11, 12)] == [0, 0, 3, 1, 0]
+    one = next(one for one in rig.shelves if one.has(spaces[1], key_of(chain, 9)))
+    held = one.find(spaces[1], key_of(chain, 9))
+    assert held is not None
+    assert one.index.pins[held.entry] == 1
+    assert rig.cache.reads.release(rig.owner, lease.lease_id)
+    rig.check()
+    # A flush of one block of the window is known at the release, one of a block before it is not asked for.
+    for number, good in ((8, True), (10, False)):
         lease, named = _extents(rig, spaces, chain)
-        assert [len(named(spaces[0], first)) for first in (0, 5)] == [12, 7]
-        assert [len(named(spaces[1], first)) for first in (0, 8, 9, 11, 12)] == [0, 0, 3, 1, 0]
-        one = next(one for one in rig.shelves if one.has(spaces[1], key_of(chain, 9)))
-        held = one.find(spaces[1], key_of(chain, 9))
-        assert held is not None
-        assert one.index.pins[held.entry] == 1
-        assert rig.cache.reads.release(rig.owner, lease.lease_id)
+        assert len(named(spaces[1], 9)) == 3
+        rig.shelves[0].flush(spaces[1], key_of(chain, number), lambda ok: None)
+        rig.shelves[1].flush(spaces[1], key_of(chain, number), lambda ok: None)
+        assert rig.cache.reads.release(rig.owner, lease.lease_id) is good
+        await rig.settled()
         rig.check()
-        # A flush of one block of the window is known at the release, one of a block before it is not asked for.
-        for number, good in ((8, True), (10, False)):
-            lease, named = _extents(rig, spaces, chain)
-            assert len(named(spaces[1], 9)) == 3
-            rig.shelves[0].flush(spaces[1], key_of(chain, number), lambda ok: None)
-            rig.shelves[1].flush(spaces[1], key_of(chain, number), lambda ok: None)
-            assert rig.cache.reads.release(rig.owner, lease.lease_id) is good
-            await rig.settled()
-            rig.check()
-        await rig.close()
-
-    play(scenario)
+    await rig.close()
 
 
-def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path, disks=2).open()
-        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
-        window.direct = True
-        await spread(rig, window, chain)
-        rig.forget_dram()
-        lease = rig.cache.match(rig.owner, [window], chain, 60.0, promote=True, extents=True).lease
-        assert lease is not None
-        assert lease.held is None
-        await rig.until(lambda: not rig.cache.reads.growing.leases)
-        assert rig.read(lease, window) == 12
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+@played
+async def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path, disks=2).open()
+    window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
+    window.direct = True
+    await spread(rig, window, chain)
+    rig.forget_dram()
+    lease = rig.cache.match(rig.owner, [window], chain, 60.0, promote=True, extents=True).lease
+    assert lease is not None
+    assert lease.held is None
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    assert rig.read(lease, window) == 12
+    rig.check()
+    await rig.close()
 
 
 @pytest.mark.parametrize("most", [5, 6])
-def test_windows_that_are_too_wide_together_come_up_instead(
+@played
+async def test_windows_that_are_too_wide_together_come_up_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Pinning all of their blocks would hold the event loop for too long."""
     monkeypatch.setattr(extents, "MAX_HELD_BLOCKS", most)
 
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        spaces, chain = [rig.namespace(rank=rank, window_blocks=3) for rank in range(2)], chain_of("a", 12)
-        for space in spaces:
-            rig.store(space, chain)
-        await rig.settled()
-        rig.forget_dram()
-        lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
-        assert lease is not None
-        assert (lease.held is None) is (most < 6)
+    rig = await TierRig(tmp_path).open()
+    spaces, chain = [rig.namespace(rank=rank, window_blocks=3) for rank in range(2)], chain_of("a", 12)
+    await rig.store_below(spaces, chain)
+    lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
+    assert lease is not None
+    assert (lease.held is None) is (most < 6)
+    finish(rig.cache.reads.growing.bring_up(lease, 12))
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    assert rig.read(lease, *spaces) == 12
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_what_is_held_comes_up_when_a_client_asks_for_frames(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    spaces, chain = spaces_of(rig), chain_of("a", 12)
+    await rig.store_below(spaces, chain)
+    rig.store(spaces[0], chain[: 16 * 4])
+    lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
+    assert lease is not None
+    assert (lease.held is None, lease.blocks, lease.target) == (False, 0, 0)
+    finish(rig.cache.reads.growing.bring_up(lease, 12))
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    assert rig.read(lease, *spaces) == 12
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await TierRig(tmp_path).open()
+    window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
+    await rig.store_below([window], chain)
+    lease, _ = _extents(rig, [window], chain)
+    with monkeypatch.context() as patch:
+        patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
         finish(rig.cache.reads.growing.bring_up(lease, 12))
-        await rig.until(lambda: not rig.cache.reads.growing.leases)
-        assert rig.read(lease, *spaces) == 12
-        rig.check()
-        await rig.close()
-
-    play(scenario)
-
-
-def test_what_is_held_comes_up_when_a_client_asks_for_frames(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        spaces, chain = spaces_of(rig), chain_of("a", 12)
-        for space in spaces:
-            rig.store(space, chain)
-        await rig.settled()
-        rig.forget_dram()
-        rig.store(spaces[0], chain[: 16 * 4])
-        lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
-        assert lease is not None
-        assert (lease.held is None, lease.blocks, lease.target) == (False, 0, 0)
-        finish(rig.cache.reads.growing.bring_up(lease, 12))
-        await rig.until(lambda: not rig.cache.reads.growing.leases)
-        assert rig.read(lease, *spaces) == 12
-        rig.check()
-        await rig.close()
-
-    play(scenario)
-
-
-def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
-        rig.store(window, chain)
-        await rig.settled()
-        rig.forget_dram()
-        lease, _ = _extents(rig, [window], chain)
-        with monkeypatch.context() as patch:
-            patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
-            finish(rig.cache.reads.growing.bring_up(lease, 12))
-            assert rig.cache.reads.growing.leases == {}, "no request waits for it"
-        assert rig.read(lease, window) == 0
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+        assert rig.cache.reads.growing.leases == {}, "no request waits for it"
+    assert rig.read(lease, window) == 0
+    rig.check()
+    await rig.close()

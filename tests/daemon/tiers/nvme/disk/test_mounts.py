@@ -1,0 +1,92 @@
+"""Directories on file systems that are not mounted, or that others are mounted over."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache.daemon.tiers.nvme.disk import mounts
+from tiercache.daemon.tiers.nvme.disk.directory import Directory, Home
+from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
+from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
+from tiercache.errors import DirectoryUnavailable
+
+MIB = 1 << 20
+
+
+def plan(path: Path, **more: Any) -> Plan:
+    return Plan(path, 32 * MIB, 4 * MIB, **more)
+
+
+def test_a_mount_point_of_fstab_without_its_mount_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "my disk"
+    place.mkdir()
+    fstab = tmp_path / "fstab"
+    fstab.write_text(f"# disks\n/dev/x {str(place).replace(' ', chr(92) + '040')} xfs defaults 0 0\nshort\n")
+    monkeypatch.setattr(mounts, "FSTAB", fstab)
+    with pytest.raises(DirectoryUnavailable, match=f"nothing is mounted at {place}, as /etc/fstab says: mount it"):
+        open_directory(plan(place / "kv"), DiskIO(), lambda *args: None)
+    assert list(place.iterdir()) == []
+    monkeypatch.setattr(mounts, "_mounted", lambda path: path == place)
+    mounts.check_mounted(place / "kv", needed=False)
+    mounts.check_mounted(tmp_path / "other", needed=False)
+
+
+def test_a_disk_of_its_own_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/"))
+    with pytest.raises(DirectoryUnavailable, match="it is on the file system of /, and nvme_require_mount is set"):
+        open_directory(plan(tmp_path / "kv", require_mount=True), DiskIO(), lambda *args: None)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/mnt"))
+    mounts.check_mounted(tmp_path / "kv", needed=True)
+
+
+def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
+    tmp_path: Path, mount: Callable[[str], Path]
+) -> None:
+    disk = mount("40m")
+    disk.chmod(0o700)
+    directory = Directory(disk, 32 * MIB, MIB)
+    directory.open()
+    home = directory.home
+    assert home is not None
+    assert home.device_below == tmp_path.stat().st_dev
+    directory.close()
+    again = Directory(disk, 32 * MIB, MIB, before=home)
+    again.open()
+    again.close()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    below = Home(home.directory_id, folder.stat().st_dev)
+    with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
+        Directory(folder, 32 * MIB, MIB, before=below).open()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_directory_that_something_was_mounted_over_is_used_again(mount: Callable[[str], Path]) -> None:
+    """Its device is then the one on which the other's path lies once that is unmounted."""
+
+    def opened(before: Home | None) -> Directory:
+        directory = Directory(path, 4 * MIB, MIB, before=before)
+        directory.open()
+        directory.close()
+        return directory
+
+    place = mount("8m")
+    path = place / "kv"
+    first = opened(None)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(path)], check=True, timeout=30)
+    second = opened(first.home)
+    assert second.superblock.directory_id != first.superblock.directory_id
+    subprocess.run(["umount", str(path)], check=True, timeout=30)
+    third = opened(second.home)
+    assert third.superblock.directory_id == first.superblock.directory_id
+    (path / "superblock").unlink()
+    with pytest.raises(DirectoryUnavailable, match="is not mounted any more"):
+        opened(second.home)
