@@ -43,7 +43,8 @@ from types import FrameType
 from typing import Any, NamedTuple, cast
 
 from common import ROOT, SEED, Daemon, Report, percentile, wait_populated
-from worst_cases import CASES, Bench
+from worst_bench import Bench
+from worst_cases import CASES
 
 from tiercache.client.client import Client
 
