@@ -3,6 +3,7 @@
 #   make setup      virtual environment in .venv with the versions of constraints.txt
 #   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch, JOBS=4 runs
 #                   so many tests side by side instead of three, JOBS=0 one after another
+#   make test-slow  the long versions of some tests: histories of many lives, more kills, kernels in the interpreter
 #   make test-vllm  the connector for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm)
 #   make demo       a small engine with and without the cache, side by side
 #   make bench      transfers and daemon, measured on this machine
@@ -19,7 +20,7 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 BENCHMARKS = $(wildcard bench/bench_transfer.py bench/bench_daemon.py)
 
-.PHONY: setup test lint types unit test-vllm demo bench gpu-check clean
+.PHONY: setup test lint types unit test-slow test-vllm demo bench gpu-check clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -43,10 +44,16 @@ types: setup
 # One thread per process: the tests start many, and the machine's cores are theirs to share. Three side by side on two
 # cores, since tests of processes wait for half of their time. Bytecode is kept even where the caller's environment says
 # otherwise: hundreds of short processes import the same modules.
-unit: export OMP_NUM_THREADS = 1
-unit: export PYTHONDONTWRITEBYTECODE =
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+ELSEWHERE = not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))
+
+unit test-slow: export OMP_NUM_THREADS = 1
+unit test-slow: export PYTHONDONTWRITEBYTECODE =
 unit: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))' -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow and $(ELSEWHERE)' $(PYTEST_ARGS)
+
+test-slow: setup
+	$(PYTEST) -m 'slow and $(ELSEWHERE)' -o timeout=900 $(PYTEST_ARGS)
 
 # An environment of its own, because vLLM wants other versions than we do. The project is used from the
 # checkout. A failed install goes on where it stopped.

@@ -252,9 +252,10 @@ def test_constraints_hold_what_setup_installs_by_name() -> None:
     assert wanted - pinned == set()
 
 
-def test_ci_runs_make_test() -> None:
+def test_ci_runs_all_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     run("bash", "-n", str(script), cwd=ROOT)
-    assert script.read_text().rstrip().endswith("\nmake test\nmake test-vllm")
-    assert " -m pytest " in run("make", "--dry-run", "--no-print-directory", "test", cwd=ROOT)
+    assert script.read_text().rstrip().endswith("\nmake test\nmake test-vllm\nmake test-slow")
+    for target in ("test", "test-slow"):
+        assert " -m pytest " in run("make", "--dry-run", "--no-print-directory", target, cwd=ROOT)
