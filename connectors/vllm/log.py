@@ -35,7 +35,9 @@ def introduce(connector: Connector, ranks: int) -> bool:
     except TierCacheError:
         return False
     daemon, tiers = stats["daemon"], stats["tiers"]
-    sizes = [f"{name.upper()} {format_bytes(tier['capacity_bytes'])}" for name, tier in tiers.items()]
+    capacity = {name: tier["capacity_bytes"] for name, tier in tiers.items()}
+    capacity["dram"] = stats["arena"]["bytes"]  # all of it, though a daemon that has just started has less as yet
+    sizes = [f"{name.upper()} {format_bytes(size)}" for name, size in capacity.items()]
     if directories := tiers.get("nvme", {}).get("directories"):
         sizes[-1] += f" in {len(directories)} director{'y' if len(directories) == 1 else 'ies'}"
     stored, spec = sum(tier["bytes"] for tier in tiers.values()), connector.namespace
