@@ -160,6 +160,7 @@ def test_a_signal_while_a_child_starts_leaves_none_behind(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")  # the demo inherits what this process does at SIGINT
 @pytest.mark.parametrize("stage", ["tiercache.demo.worker", "tiercache.cli.demo.server"])
 def test_an_interrupt_ends_all_processes(stage: str) -> None:
     command = [*COMMAND, "--tokens", "1024"]
