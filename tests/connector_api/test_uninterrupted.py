@@ -174,7 +174,7 @@ def test_restarting_system_calls_stays_as_it_was_set() -> None:
 
         kept = ctypes.create_string_buffer(module._SIGACTION_BYTES)
         assert module._sigaction(signal.SIGUSR1, None, kept) == 0
-        # The handler, the signals that the kernel knows, the flags. What else the C library's mask has room for is noise.
+        # The handler, the signals that the kernel knows, the flags. The rest of the C library's mask is noise.
         return kept.raw[:16] + kept.raw[136:140]
 
     with handling(signal.SIGUSR1, lambda number, frame: None):
