@@ -29,7 +29,7 @@ from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import reuse, reuse_pace
 from tiercache.daemon.observe.reuse import WhatIf
 from tiercache.daemon.observe.reuse_curve import WINDOW_S
-from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -53,7 +53,7 @@ class Estimate(NamedTuple):
 
 
 def namespace() -> Namespace:
-    return Space(Policies(POLICIES["lru"], time.monotonic), Counters()).open_namespace(SPEC)
+    return Space(Policies("lru", time.monotonic), Counters()).open_namespace(SPEC)
 
 
 def estimate(trace: list[Request], sizes: list[int], seed: int) -> Estimate:

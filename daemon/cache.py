@@ -28,7 +28,7 @@ from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.observe.observers import Observers
 from tiercache.daemon.observe.reuse import WhatIf
-from tiercache.daemon.policies import POLICIES, Maker, Policies
+from tiercache.daemon.policies import Maker, Policies
 from tiercache.daemon.prefetch import Ahead
 from tiercache.daemon.tiers.dram.check import check_dram
 from tiercache.daemon.tiers.dram.leases import Owner
@@ -55,7 +55,7 @@ _HINTED_AT_ONCE = 32
 class CacheLimits:
     """Limits of the cache beside the size of its arena; for the last two see `Unfinished`."""
 
-    policy: Maker = POLICIES["lru"]
+    policy: str | Maker = "lru"
     headroom_bytes: int = 0
     pin_share: float = 0.5
     quota: Mapping[str, int] = field(default_factory=dict)

@@ -37,7 +37,6 @@ from tiercache.daemon.ground.run_directory import RunDir, find_group
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
-from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.requests.context import RequestContext
 from tiercache.daemon.requests.router import DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.requests.service import Service
@@ -86,7 +85,7 @@ class Server:
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
         limits = CacheLimits(
-            POLICIES[config.policy],
+            config.policy,
             config.headroom_bytes,
             config.pin_share,
             dict(config.quota),

@@ -59,12 +59,16 @@ POLICIES: Mapping[str, Maker] = {"lru": _lru, "hazard": _hazard}
 
 
 class Policies:
-    """Makes the policies of one daemon. What they learn from requests is learnt once, for all tiers."""
+    """Makes the policies of one daemon. What they learn from requests is learnt once, for all tiers.
 
-    def __init__(self, maker: Maker, clock_s: Callable[[], float], secret: int = 0) -> None:
+    `policy`: the name of one of POLICIES, or what makes another one.
+    """
+
+    def __init__(self, policy: str | Maker, clock_s: Callable[[], float], secret: int = 0) -> None:
         self.clock_s = clock_s
         self.hints = Hints(clock_s)
         self.turnover = Turnover(clock_s)
+        maker = POLICIES[policy] if isinstance(policy, str) else policy
         self._made = maker(self.turnover, secret)
         self.predictor = self._made.learner
 

@@ -13,7 +13,6 @@ from chains import chain_of
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import BlockState, CommitState
@@ -34,7 +33,7 @@ class CacheRig:
         quota: Mapping[str, int] | None = None,
     ) -> None:
         self.now_s = 0.0
-        limits = CacheLimits(POLICIES[policy], pin_share=pin_share, quota=quota or {})
+        limits = CacheLimits(policy, pin_share=pin_share, quota=quota or {})
         self.cache = CacheAtOnce(lambda: self.now_s, limits)
         for region_id in range(regions):
             self.cache.space.allocator.add_region(region_id, region_bytes)

@@ -17,7 +17,6 @@ from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.fresh_stores import FreshStores
 from tiercache.daemon.requests import router, service
 from tiercache.daemon.requests.unsent import Unsent
@@ -163,7 +162,7 @@ def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr("tiercache.daemon.policies.fresh_stores.LET_OUT", 16)
-    cache = CacheAtOnce(lambda: 0.0, CacheLimits(policy=POLICIES[policy]))
+    cache = CacheAtOnce(lambda: 0.0, CacheLimits(policy=policy))
     for region_id in range(2):
         cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
     h = CacheRig()

@@ -15,7 +15,7 @@ from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.protocol.namespaces import NamespaceSpec
 
 now_s = 0.0
-cache, owner = Cache(lambda: now_s, CacheLimits(policy=POLICIES["hazard"])), Owner(bytes(16))
+cache, owner = Cache(lambda: now_s, CacheLimits(policy="hazard")), Owner(bytes(16))
 cache.space.allocator.add_region(0, 64 << 20)
 space = cache.space.open_namespace(NamespaceSpec(engine="e", layout="l", dtype="uint8", block_size=1, block_bytes=4096))
 before = set(sys.modules)

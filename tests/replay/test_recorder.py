@@ -18,7 +18,7 @@ from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import recorder as recording
 from tiercache.daemon.observe.recorder import Recorder
 from tiercache.daemon.observe.traffic import PROBE_ENGINE
-from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.replay.formats.lines import BadTrace
@@ -34,7 +34,7 @@ class Recording:
         self.now_s = 100.0
         self.path = path
         self.recorder = Recorder(DaemonConfig(record=path, **settings), lambda: self.now_s)
-        space = Space(Policies(POLICIES["lru"], lambda: self.now_s), Counters())
+        space = Space(Policies("lru", lambda: self.now_s), Counters())
         form = {"engine": "secret-model", "layout": "x", "dtype": "uint8", "block_bytes": 4096}
         self.chain = space.open_namespace(tiercache.NamespaceSpec(block_size=16, **form))
         self.window = space.open_namespace(tiercache.NamespaceSpec(block_size=8, window_blocks=3, **form))

@@ -14,7 +14,7 @@ from tiercache.daemon.hints.hints import CARRY_S, hint_given_at
 from tiercache.daemon.index.chain_ends import TAIL_S, ChainEnds
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Namespace
 
 
@@ -105,7 +105,7 @@ def test_what_is_of_no_use_goes_although_its_writer_was_waited_for(h: Hinting) -
 
 def test_each_tier_evicts_its_own_blocks_and_a_tier_that_has_gone_none() -> None:
     now_s = 0.0
-    policies = Policies(POLICIES["lru"], lambda: now_s)
+    policies = Policies("lru", lambda: now_s)
     tiers = [Index(lambda frame: None) for _ in range(2)]
     tables = [one.add_table(1, policies.hinted(one), windowed=False) for one in tiers]
     entries = [one.insert(table, key(1), table.root, 0) for one, table in zip(tiers, tables, strict=True)]

@@ -30,7 +30,7 @@ class Both:
         self.indexes = Index(self.released[0].append), Index(self.released[1].append)
         self.tables: list[Table] = []
         for index in self.indexes:
-            policies = Policies(POLICIES[policy], self.clock)
+            policies = Policies(policy, self.clock)
             self.tables.append(index.add_table(1, policies.make(index), windowed=False))
 
     def insert(self, keys: Sequence[bytes], parent: bytes, frames: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ def test_runs_are_as_blocks_one_by_one(policy: str, seed: int) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_takes_rows_that_were_used_before(policy: str) -> None:
     index = Index(lambda frame: None)
-    table = index.add_table(1, Policies(POLICIES[policy], Clock()).make(index), windowed=False)
+    table = index.add_table(1, Policies(policy, Clock()).make(index), windowed=False)
     for lap in range(30):
         keys = [bytes([lap, at]).ljust(16, b"\0") for at in range(200)]
         entries = index.insert_run(table, keys, table.root, [NO_FRAME] * 200)
@@ -103,7 +103,7 @@ def test_a_run_takes_rows_that_were_used_before(policy: str) -> None:
 
 def test_the_last_of_a_run_may_be_pinned_and_no_key_comes_twice() -> None:
     index = Index(lambda frame: None)
-    table = index.add_table(1, Policies(POLICIES["lru"], Clock()).make(index), windowed=False)
+    table = index.add_table(1, Policies("lru", Clock()).make(index), windowed=False)
     keys = [bytes([at]) * 16 for at in range(4)]
     entries = index.insert_run(table, keys[:3], table.root, [1, 2, 3], pins=2)
     assert table.policy.victim() == NO_ENTRY

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import hot_prefixes as hotpaths
 from tiercache.daemon.observe.hot_prefixes import HALF_LIFE_S, HotPaths
-from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -24,7 +24,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.space = Space(Policies(POLICIES["lru"], time.monotonic), Counters())
+        self.space = Space(Policies("lru", time.monotonic), Counters())
         self.paths = HotPaths(lambda: self.now_s)
         self.spaces = [self.space.open_namespace(_spec(name)) for name in ("a", "b")]
 

@@ -22,7 +22,7 @@ from tiercache.daemon.observe.reuse import WhatIf, windowed
 from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S, RecentLookups, step_end, step_of
 from tiercache.daemon.observe.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
 from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
-from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.protocol.messages import BlockState
@@ -55,7 +55,7 @@ class Harness:
     def __init__(self, dram_blocks: int = 64, below_blocks: int = 0, max_samples: int = reuse.MAX_SAMPLES) -> None:
         self.now_s = 0.0
         self.what_if = WhatIf(lambda: self.now_s, dram_blocks * BLOCK, below_blocks * BLOCK, max_samples)
-        self.places = Space(Policies(POLICIES["lru"], time.monotonic), Counters())
+        self.places = Space(Policies("lru", time.monotonic), Counters())
         self.space = self.open()
 
     def open(self, **changed: int) -> Namespace:

@@ -11,7 +11,7 @@ import pytest
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies import POLICIES, Policies
+from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme import recovery
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
@@ -31,7 +31,7 @@ class Bench:
 
     def __init__(self, path: Path) -> None:
         self.posted: list[Callable[[], object]] = []
-        self.space = Space(Policies(POLICIES["lru"], time.monotonic), Counters())
+        self.space = Space(Policies("lru", time.monotonic), Counters())
         self.namespace: Namespace = self.space.open_namespace(SPEC)
         self.directory = Directory(path, 64 << 20, SEGMENT_BYTES)
         self.directory.open()
