@@ -46,4 +46,5 @@ def hurried(client: tiercache.Client, deadline_s: float = 0.5) -> Iterator[None]
         yield
     finally:
         keeper._settings = patient
-        session.timeout_s = session._channels.timeout_s = patient.request_timeout_s
+        for one in {session, keeper._session} - {None}:  # another one since, if the first was lost
+            one.timeout_s = one._channels.timeout_s = patient.request_timeout_s

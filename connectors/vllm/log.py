@@ -36,7 +36,8 @@ def introduce(connector: Connector, ranks: int) -> bool:
         return False
     daemon, tiers = stats["daemon"], stats["tiers"]
     capacity = {name: tier["capacity_bytes"] for name, tier in tiers.items()}
-    capacity["dram"] = stats["arena"]["bytes"]  # all of it, though a daemon that has just started has less as yet
+    if not stats["health"].get("parts", {}).get("arena"):  # a daemon that has just started has less as yet
+        capacity["dram"] = stats["arena"]["bytes"]
     sizes = [f"{name.upper()} {format_bytes(size)}" for name, size in capacity.items()]
     if directories := tiers.get("nvme", {}).get("directories"):
         sizes[-1] += f" in {len(directories)} director{'y' if len(directories) == 1 else 'ies'}"

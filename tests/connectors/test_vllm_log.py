@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,24 @@ def test_the_cache_is_introduced(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     )
     assert "DRAM 16.0 MiB, NVME 64.0 MiB" in line
     assert line.endswith("16 tokens and 64.0 KiB of each of 2 rank(s) in a block")
+
+
+def test_an_arena_that_fits_in_part_is_named_by_what_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    stats: dict[str, Any] = {
+        "daemon": {"version": "1", "pid": 7},
+        "tiers": {"dram": {"capacity_bytes": 5 << 30, "bytes": 0}},
+        "arena": {"bytes": 32 << 30},
+        "health": {"parts": {"arena": 1}},
+    }
+    spec = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=16, block_bytes=65536)
+    connector = SimpleNamespace(client=SimpleNamespace(stats=lambda: stats, address="here"), namespace=spec)
+    with caplog.at_level(logging.INFO, LOGGER):
+        assert introduce(connector, 1)  # type: ignore[arg-type]
+        stats["health"]["parts"]["arena"] = 0  # it is still taking memory
+        assert introduce(connector, 1)  # type: ignore[arg-type]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "DRAM 5.0 GiB, of" in first
+    assert "DRAM 32.0 GiB, of" in second
 
 
 def served(log: RequestLog, number: int) -> None:

@@ -230,9 +230,10 @@ def test_42_every_request_of_many_clients_is_answered(
     """A send may consume the notice of a new request, which then waits until something else comes."""
     children = [start_child("peer", hardened) for _ in range(3)]
     for child in children:
-        child.tell("ping_pong", seconds=1.5, peers=5)
+        child.tell("ping_pong", seconds=3, peers=5)
     assert isinstance(bystander.ask(m.Ping), m.Done)
-    assert all(child.hear() > 0 for child in children)
+    answered = [child.hear() for child in children]
+    assert min(answered) > 100, "seven rounds, so none of them took long on the average"
 
 
 def test_42_the_last_request_before_silence_is_answered(hardened: Daemon, connect: Callable[..., Peer]) -> None:

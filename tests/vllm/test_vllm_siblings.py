@@ -142,8 +142,8 @@ def test_a_reset_before_the_ranks_have_reported_is_made_up_for(monkeypatch: pyte
     connector, heard = ours()
     connector._scheduler = None
     assert connector.reset_cache()
-    monkeypatch.setattr(vllm_v1, "Scheduler", lambda *args, **options: heard)
-    for name in ("Names", "Cards", "Costs", "RequestLog", "resolve_kv_cache_block_sizes"):
+    monkeypatch.setattr(vllm_v1, "RequestPlanner", lambda *args, **options: heard)
+    for name in ("Names", "Cards", "EngineCosts", "RequestLog", "resolve_kv_cache_block_sizes"):
         monkeypatch.setattr(vllm_v1, name, lambda *args, **options: MagicMock(__iter__=lambda _: iter((1, 1))))
     monkeypatch.setattr(vllm_v1, "absence", lambda connector: "")
     connector._form, connector._settings = RankForm([]), MagicMock()

@@ -187,7 +187,7 @@ class Catalog:
 
     @property
     def pending(self) -> int:
-        """Changes posted and not yet answered, and those kept for a retry."""
+        """Changes posted and not yet written or refused, and those kept for a retry."""
         return self._writer.pending
 
     @property

@@ -93,7 +93,7 @@ class Writer:
 
     @property
     def pending(self) -> int:
-        """Changes put and not yet answered, and those kept for a retry."""
+        """Changes put and not yet written or refused, and those kept for a retry."""
         return self._changes.qsize() + self._in_hand + len(self._kept)
 
     def age_s(self) -> float:
@@ -180,7 +180,7 @@ class Writer:
             first = self._changes.get(timeout=wait_s)
         except queue.Empty:
             return []
-        self._in_hand = 1
+        self._in_hand = int(first is not None)
         if self._changes.qsize() < BATCH_OPS:
             self._hurry.wait(COLLECT_S)
         self._hurry.clear()
@@ -188,8 +188,8 @@ class Writer:
         with suppress(queue.Empty):
             while len(batch) < BATCH_OPS:
                 change = self._changes.get_nowait()
-                self._in_hand += 1
                 if change is not None:
+                    self._in_hand += 1
                     batch.append(change)
         return batch
 
