@@ -89,13 +89,22 @@ def test_top_on_a_terminal(daemon: Daemon) -> None:
     terminal = Terminal([*COMMAND, "top", "--interval", "0.1", "--address", str(daemon.run_dir)])
     try:
         with traffic(daemon.run_dir):
-            lines = terminal.shows("an engine")
+            wanted = (
+                "TIER",
+                "dram",
+                "nvme",
+                "HITS",
+                "leases:",
+                "queues:",
+                "NAMESPACE",
+                "HOT PREFIX",
+                "CLIENT",
+                "an engine",
+            )
+            lines = terminal.until(lambda lines: all(words in "\n".join(lines) for words in wanted), "all parts")
             assert len(lines) <= 24
             assert max(map(len, lines)) <= 80
-            text = "\n".join(lines)
-            for words in ("TIER", "dram", "nvme", "HITS", "leases:", "queues:", "NAMESPACE", "HOT PREFIX", "CLIENT"):
-                assert words in text
-            assert "tiercache-cli" not in text, "`top` does not list itself as a client"
+            assert "tiercache-cli" not in "\n".join(lines), "`top` does not list itself as a client"
             terminal.until(lambda lines: "▁" in lines[7] or "█" in lines[6], "hits as bars")
         terminal.press("s")
         terminal.shows("NAMESPACE (by hits)")

@@ -20,7 +20,7 @@ def test_it_agrees_with_restore(open_cache: Callable[..., PrefixCache], daemon: 
     model = tiny_model("LlamaConfig")
     cache = open_cache(model, salt="s3cret")
     prompt = torch.arange(3, 103)[None]
-    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client:
         affinity = Affinity(client)
 
         def matched(content: str = type(model).__name__, salt: str = "s3cret") -> int:

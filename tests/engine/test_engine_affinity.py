@@ -23,7 +23,7 @@ def test_the_engine_is_known_by_its_folder(llama: Path) -> None:
     )
     with (
         tiercache.launch(arena="64MiB") as daemon,
-        tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client,
+        tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client,
         Engine(llama, settings, connect_to(daemon.address, required=True)) as engine,
     ):
         affinity = Affinity(client)

@@ -58,7 +58,7 @@ def chain(salt: str, tokens: list[int]) -> bytes:
 
 def open_connector(closing: ExitStack, address: str, blocks: int = 8) -> tiercache.Connector:
     pool = tiercache.Pool.from_blocks(np.zeros((blocks, 64), np.uint8))
-    its = tiercache.connect(address, namespace=SPEC, pool=pool, required=True, request_timeout_s=5.0)
+    its = tiercache.connect(address, namespace=SPEC, pool=pool, required=True, request_timeout_s=30.0)
     return closing.enter_context(its)
 
 
@@ -106,7 +106,7 @@ def test_a_tenant_asks_how_much_of_its_prompts_is_stored(
     owner = open_connector(closing, site.address("team-a"))
     owner.store(chain("s", tokens), [0, 1, 2, 3])
     owner.announce([m.ModelCard(["demo"], content_id("a model"), [SPEC.fingerprint()], 4)])
-    with Client.connect(site.address("team-a"), request_timeout_s=5.0) as router:
+    with Client.connect(site.address("team-a"), request_timeout_s=30.0) as router:
         affinity = Affinity(router)
 
         def ask(**fields: Any) -> dict[str, Any]:

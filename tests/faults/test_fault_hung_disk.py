@@ -50,7 +50,7 @@ class Disks:
     def start(self) -> None:
         """A life of the daemon, and an engine for it."""
         self.daemon.start()
-        self.engine = self._engine_of(self.daemon, SPEC, BLOCKS, request_timeout_s=5.0)
+        self.engine = self._engine_of(self.daemon, SPEC, BLOCKS, request_timeout_s=30.0)
 
     @property
     def nvme(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class DirectCluster(Cluster):
         """One more connector to the same pool."""
         pool = tiercache.Pool.from_blocks(self.pool)
         return tiercache.connect(
-            self.daemon.address, namespace=self.spec, pool=pool, required=True, request_timeout_s=5.0, **options
+            self.daemon.address, namespace=self.spec, pool=pool, required=True, request_timeout_s=30.0, **options
         )
 
     def fill(self, chain: bytes, places: Sequence[int]) -> None:

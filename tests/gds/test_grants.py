@@ -53,7 +53,7 @@ class Writer:
     def __init__(self, cluster: Cluster, instance: bytes | None = None) -> None:
         self.cluster = cluster
         self.client = tiercache.Client.connect(
-            cluster.daemon.address, instance=instance, map_arena=False, request_timeout_s=5.0
+            cluster.daemon.address, instance=instance, map_arena=False, request_timeout_s=30.0
         )
         self.number = self.client.register(cluster.spec)
 

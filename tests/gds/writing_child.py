@@ -34,7 +34,7 @@ def main(run_dir: str, name: str, blocks: int) -> None:
         namespace=spec,
         pool=tiercache.Pool.from_blocks(pool),
         required=True,
-        request_timeout_s=5.0,
+        request_timeout_s=30.0,
         gds=backend,
         gds_store=True,
     )

@@ -110,7 +110,7 @@ class GpuCluster(Cluster):
             namespace=self.spec,
             pool=tiercache.Pool.from_blocks(self.gpu_pool),
             required=True,
-            request_timeout_s=5.0,
+            request_timeout_s=30.0,
             gds=self.backend,
             gds_store=gds_store,
         )

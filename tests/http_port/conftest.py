@@ -29,6 +29,6 @@ def url(daemon: tiercache.LaunchedDaemon) -> str:
 @pytest.fixture
 def client(daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Client]:
     """A client of a daemon that has forgotten everything."""
-    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client:
         client.flush()
         yield client

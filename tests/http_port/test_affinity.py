@@ -116,7 +116,7 @@ def by_age() -> Iterator[tiercache.Client]:
     """A client of a daemon of its own, in which the oldest block goes first."""
     with (
         tiercache.launch("32MiB", region="8MiB", policy="lru") as daemon,
-        tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client,
+        tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client,
     ):
         yield client
 

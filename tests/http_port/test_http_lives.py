@@ -35,7 +35,7 @@ def launched(tmp_path: Path) -> Iterator[Launch]:
 
 
 def stats(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
-    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client:
         return client.stats()
 
 

@@ -33,7 +33,7 @@ class Client:
             engine="test/1", layout=form, dtype="bfloat16", block_size=4, block_bytes=pool.block_bytes
         )
         self.connector = tiercache.connect(
-            address, namespace=spec, pool=pool, required=True, map_arena=map_arena, request_timeout_s=5.0
+            address, namespace=spec, pool=pool, required=True, map_arena=map_arena, request_timeout_s=30.0
         )
 
     def bytes(self, block_ids: list[int]) -> torch.Tensor:

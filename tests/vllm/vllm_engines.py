@@ -78,8 +78,9 @@ def transfer_config(address: str, **settings: Any) -> dict[str, Any]:
         "kv_connector": "TierCacheConnector",
         "kv_connector_module_path": "tiercache.connectors.vllm_v1",
         "kv_role": "kv_both",
-        # Small models compute faster than some loads take: what is found is loaded where that is not the question.
-        "kv_connector_extra_config": {"address": address, "load": "always", **settings},
+        # Small models compute faster than some loads take: what is found is loaded where that is not the question. And
+        # engines wait for a daemon that is only slow, as on a busy machine.
+        "kv_connector_extra_config": {"address": address, "load": "always", "request_timeout_s": 5.0, **settings},
     }
 
 

@@ -62,7 +62,7 @@ def test_a_niceness_that_was_chosen_stays() -> None:
 @pytest.mark.usefixtures("privileged")
 def test_of_a_daemon_only_the_loop_goes_first(tmp_path: Path) -> None:
     with tiercache.launch("16MiB", region="8MiB", nvme=str(tmp_path / "nvme"), nvme_size="64MiB") as daemon:
-        with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=5.0) as client:
+        with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client:
             wait_until(lambda: client.stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok")
         threads = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
         niceness = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}

@@ -72,7 +72,7 @@ class Cluster:
             namespace=self.spec,
             pool=tiercache.Pool.from_blocks(self.pool),
             required=True,
-            request_timeout_s=5.0,
+            request_timeout_s=30.0,
             connect_timeout_s=60.0,
         )
         states = {"loading", "ok"}

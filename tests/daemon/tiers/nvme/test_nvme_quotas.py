@@ -43,7 +43,7 @@ class Tenant:
             namespace=spec or cluster.spec,
             pool=tiercache.Pool.from_blocks(self.pool),
             required=True,
-            request_timeout_s=5.0,
+            request_timeout_s=30.0,
             tenant=name,
         )
 

@@ -38,7 +38,7 @@ class Layers:
             namespace=self.spec,
             pool=tiercache.Pool.from_blocks(self.pool),
             required=True,
-            request_timeout_s=5.0,
+            request_timeout_s=30.0,
             instance=instance,
         )
 
