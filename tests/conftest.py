@@ -19,7 +19,7 @@ with contextlib.suppress(ImportError):  # not in every environment that runs tes
     settings.register_profile("tiercache", deadline=None)
     settings.load_profile("tiercache")
 
-PATIENCE_S = 30.0
+PATIENCE_S = 10.0
 """Deadline of a client's request where a test sets none.
 
 Half a second, the default, is what an engine waits before it computes; on a busy machine a good daemon takes longer.

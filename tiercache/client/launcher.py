@@ -61,9 +61,11 @@ class LaunchedDaemon:
         return self._process.poll()
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether it answers a new client within `timeout_s`. Blocks for so long at most."""
+        """Whether it lets in a new client, and answers it, within `timeout_s` each. Blocks for so long at most."""
         try:
-            with Client.connect(self.address, name="launch", map_arena=False, timeout_s=timeout_s) as client:
+            with Client.connect(
+                self.address, name="launch", map_arena=False, timeout_s=timeout_s, request_timeout_s=timeout_s
+            ) as client:
                 client.ping()
         except TierCacheError:
             return False
