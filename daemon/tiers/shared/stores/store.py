@@ -133,7 +133,7 @@ class Connection(Protocol):
 
 
 class Store(Protocol):
-    """A configured store. Making it reads no network: a mistake in the URL is a ConfigError before the daemon serves."""
+    """A configured store. Making it uses no network: a mistake in the URL is a ConfigError before the daemon serves."""
 
     address: str
     """The URL without its secrets, for logs and statistics."""
