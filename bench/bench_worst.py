@@ -166,9 +166,9 @@ class _Parts:
         from tiercache.daemon.tiers.dram.reads import Reads
         from tiercache.daemon.tiers.dram.space import Space
         from tiercache.daemon.tiers.dram.writes import Writes
-        from tiercache.daemon.tiers.nvme.moves.promotion import Promotion
         from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
         from tiercache.daemon.tiers.nvme.shelf import Shelf
+        from tiercache.daemon.tiers.promotion import Promotion
 
         for owner, name in (
             (Cache, "expire"),

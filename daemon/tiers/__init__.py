@@ -1,7 +1,7 @@
 """The tiers below the GPU: DRAM (`dram/`), and below it NVMe (`nvme/`). `lower_tier` is the seam between the two.
 
     store:  requests ► dram/writes ► lower_tier ► nvme/moves/writebehind ► disk
-    match:  requests ► dram/reads  ► lower_tier ► nvme/moves/promotion   ► dram ► the lease grows
+    match:  requests ► dram/reads  ► lower_tier ► promotion ► a source   ► dram ► the lease grows
 
 The tier below DRAM implements `lower_tier.TierBelow`. `server` makes, opens and closes it, and gives it to `Cache`,
 which takes one; `requests/stats` and `observe` show its queues and reasons. NVMe drops what it evicts: a third tier

@@ -20,8 +20,8 @@ from tiercache.daemon.policies.fresh_stores import is_below
 from tiercache.daemon.tiers.dram.space import SLICE
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import MATCHED_AT_ONCE
-from tiercache.daemon.tiers.nvme.moves.promotion import BATCH
 from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, FREE_AHEAD_BYTES
+from tiercache.daemon.tiers.promotion import BATCH
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.requests import RequestKind, TraceRequest

@@ -231,7 +231,7 @@ class Simulation:
         if self._nvme is not None and self._shelf is not None:
             writes = self._nvme._writes
             tallies.nvme_written, tallies.nvme_written_bytes = writes.written_blocks, writes.written_bytes
-            tallies.promoted = self._nvme._promotion.promoted_blocks
+            tallies.promoted = self._nvme.promoted.blocks
             tallies.nvme_evicted = self._shelf.slots.evicted_blocks
         return tallies
 

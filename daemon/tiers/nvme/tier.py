@@ -24,7 +24,7 @@ from typing import Any
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
-from tiercache.daemon.ground.slices import Steps, finish
+from tiercache.daemon.ground.slices import PINS, Steps, finish
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Touch
@@ -47,11 +47,13 @@ from tiercache.daemon.tiers.nvme.keeper import Keeper
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.dirty import dirty
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
-from tiercache.daemon.tiers.nvme.moves.promotion import Promotion
+from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSource, Unreadable
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.promotion import Promotion
+from tiercache.daemon.tiers.source import FetchTally, LowerTier, Part, Parts
 from tiercache.protocol.messages import KEY_BYTES, BlockView
 
 log = logging.getLogger("tiercache.daemon")
@@ -91,12 +93,20 @@ class NvmeTier:
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
         self._keeping: list[asyncio.Task[None]] = []
         self._writing_from_s = 0.0
-        self._closing = False
         self._scan: Scan | None = None
+        self._sources: dict[Shelf, ShelfSource] = {}
+        self.promoted, self._unreadable = FetchTally(), Unreadable()
         self.grants: Grants | None = None
 
-    def attach(self, space: Space, growing: GrowingLeases, writes: Writes, events: Events | None) -> None:
-        """Attach it as the tier below DRAM."""
+    def attach(
+        self,
+        space: Space,
+        growing: GrowingLeases,
+        writes: Writes,
+        events: Events | None,
+        below: Sequence[LowerTier] = (),
+    ) -> None:
+        """Attach it as the tier below DRAM; `below` are further tiers, which have what this one lacks."""
         self._space, self._events = space, events
         self.fairness = Fairness(space, self._shelves)
         self._flushes = Flushes(space.all_namespaces)
@@ -112,7 +122,7 @@ class NvmeTier:
             sealed=self._cipher is not None,
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
-        self._promotion = Promotion(growing, writes, events, self._regions, self._placement)
+        self.promotion = Promotion(growing, writes, events, self._regions, [self, *below], self._landed)
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
             self._placement,
@@ -179,9 +189,10 @@ class NvmeTier:
         self._shelves.remove(shelf)
         self._hung.discard(shelf)
         self._flushes.gone(shelf)
-        self._promotion.give_up(shelf)
+        self.promotion.give_up(self._source(shelf))
         self._writes.give_up(shelf)
         self._space.policies.hints.forget(shelf.index)
+        del self._sources[shelf]
 
     def _stop_keeping(self) -> None:
         for task in self._keeping:
@@ -237,8 +248,31 @@ class NvmeTier:
 
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
-        self._promotion.start(lease)
+        self.promotion.start(lease)
         self._soon()  # a long run takes more than one go
+
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[Parts]:
+        """See `LowerTier`: a chain lives in one directory, each block of a window in any."""
+        if not namespace.table.windowed:
+            first, end = wanted[0], wanted[-1] + 1
+            shelf, length = self._placement.find(namespace, keys, end)
+            if shelf is None or length <= first:
+                return Parts([], wanted)
+            return Parts([Part(self._source(shelf), range(first, length))], range(length, end))
+        found, rest = dict[Shelf, list[int]](), list[int]()
+        for looked, number in enumerate(wanted, 1):
+            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+            shelf = self._placement.with_block(namespace, key, to_read=True)
+            (rest if shelf is None else found.setdefault(shelf, [])).append(number)
+            if not looked % PINS:
+                yield
+        return Parts([Part(self._source(shelf), numbers) for shelf, numbers in found.items()], rest)
+
+    def _source(self, shelf: Shelf) -> ShelfSource:
+        source = self._sources.get(shelf)
+        if source is None:
+            source = self._sources[shelf] = ShelfSource(shelf, self.promoted, self._unreadable)
+        return source
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
         """See `TierBelow`."""
@@ -246,7 +280,7 @@ class NvmeTier:
 
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         """See `TierBelow`; promoted blocks are here already and not written again."""
-        self._promotion.note_published()
+        self.promotion.note_published()
         if not namespace.spec.dram_only:
             self._writes.add(namespace, key, asked_again=False, before=before)
 
@@ -273,7 +307,7 @@ class NvmeTier:
     @property
     def settled(self) -> bool:
         """See `TierBelow`."""
-        return self._promotion.idle and ((self._offers.idle and self._writes.idle) or not self._may_write)
+        return self.promotion.idle and ((self._offers.idle and self._writes.idle) or not self._may_write)
 
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
@@ -294,12 +328,13 @@ class NvmeTier:
         return any(more)
 
     def _look_again(self) -> bool:
-        if not self._closing:
-            self._promotion.look_again()
-        return False  # `_land` says whether there is more
+        return self.promotion.look()
 
     def _read(self) -> bool:
-        return not self._closing and self._promotion.pump()
+        return self.promotion.begin()
+
+    def _land(self) -> bool:
+        return self.promotion.land()
 
     def _offer(self) -> bool:
         return self._may_write and self._offers.work()
@@ -310,11 +345,6 @@ class NvmeTier:
     def _write(self) -> bool:
         return self._may_write and self._writes.pump()
 
-    def _land(self) -> bool:
-        if self._promotion.take_landed() and not self._closing:
-            self._landed()
-        return not self._closing and self._promotion.has_landed
-
     def _see_to_hung_disks(self) -> None:
         for shelf in self._shelves:
             if not shelf.offline:
@@ -324,13 +354,13 @@ class NvmeTier:
             elif shelf not in self._hung:
                 log.error("nvme directory %s hangs: nothing is asked of it meanwhile", shelf.directory.path)
                 self._hung.add(shelf)
-                self._promotion.give_up(shelf)
+                self.promotion.give_up(self._source(shelf))
 
     # --- the end ---------------------------------------------------------------------------------
 
     async def close(self, grace_s: float) -> int:
         """Write dirty blocks, roots first, for `grace_s`; returns how many were left."""
-        self._closing = True
+        self.promotion.closed = True
         self._stop_keeping()
         if self._scan is not None:
             self._scan.stop()
@@ -416,7 +446,7 @@ class NvmeTier:
     def stats(self) -> dict[str, Any]:
         """See `TierBelow`."""
         shelves = self._shelves
-        writes, promotion, extents = self._writes, self._promotion, self._extents
+        writes, promoted, extents = self._writes, self.promoted, self._extents
         return {
             "blocks": sum(table.blocks for shelf in shelves for table in shelf.index.tables.values()),
             "bytes": sum(shelf.allocator.used_bytes for shelf in shelves),
@@ -437,17 +467,17 @@ class NvmeTier:
             "write_in_flight_bytes": writes.in_flight_bytes,
             "write_budget_bytes_per_day": self._budget.bytes_per_day,
             "write_budget_left": self._budget.fullness,
-            "promoted_blocks": promotion.promoted_blocks,
-            "promoted_bytes": promotion.promoted_bytes,
-            "promotion_in_flight_bytes": promotion.in_flight_bytes,
+            "promoted_blocks": promoted.blocks,
+            "promoted_bytes": promoted.stored_bytes,
+            "promotion_in_flight_bytes": self.promotion.in_flight_bytes(promoted),
             "evicted_blocks": sum(shelf.slots.evicted_blocks for shelf in shelves),
             "direct_blocks": extents.direct_blocks,
             "direct_bytes": extents.direct_bytes,
             "direct_leases": extents.held_leases,
             "direct_reported_blocks": extents.reported_blocks,
             **({} if self.grants is None else self.grants.stats()),
-            "bad_blocks": promotion.bad_blocks + extents.bad_blocks,
-            "failed_reads": promotion.failed_reads,
+            "bad_blocks": promoted.bad_blocks + extents.bad_blocks,
+            "failed_reads": promoted.failed,
             "directories": [keeper.stats() for keeper in self._keepers],
         }
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from catalog_bench import bench
 
+from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
-from tiercache.daemon.tiers.nvme import keeper
-from tiercache.daemon.tiers.nvme.moves import offers, promotion
+from tiercache.daemon.tiers.nvme import keeper, tier
+from tiercache.daemon.tiers.nvme.moves import offers
 
 __all__ = ["bench"]
 
@@ -53,7 +54,7 @@ def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
             (growing_leases, "PINS"),
             (read_leases, "PINS"),
             (runs, "PINS"),
-            (promotion, "PINS"),
+            (tier, "PINS"),
             (promotion, "GROW_NS"),
             (offers, "LOOKED_AT_ONCE"),
         ):

@@ -183,7 +183,7 @@ def test_nothing_flushed_of_a_window_comes_back(tmp_path: Path, moment: str, by_
             rig.forget_dram()
             disk.gate.clear()
             if moment == "waiting":  # nothing of it has been asked for when the flush comes
-                rig.tier._promotion._has_room = lambda shelf: False  # type: ignore[method-assign]
+                rig.tier.promotion._has_room = lambda shelf: False  # type: ignore[method-assign]
             lease = rig.match([window], chain)
             assert lease is not None
         if moment == "loading":
@@ -195,7 +195,7 @@ def test_nothing_flushed_of_a_window_comes_back(tmp_path: Path, moment: str, by_
         flushed = asyncio.ensure_future(rig.flush(key))
         await asyncio.sleep(0)
         if moment == "waiting":
-            del rig.tier._promotion._has_room  # type: ignore[method-assign]
+            del rig.tier.promotion._has_room  # type: ignore[method-assign]
         disk.gate.set()
         assert await flushed
         if lease is not None:
@@ -224,12 +224,12 @@ def test_what_is_being_unlinked_is_not_read(tmp_path: Path) -> None:
         rig.store(window, chain)
         await rig.settled()
         rig.forget_dram()
-        rig.tier._promotion._has_room = lambda shelf: False  # type: ignore[method-assign]
+        rig.tier.promotion._has_room = lambda shelf: False  # type: ignore[method-assign]
         lease = rig.match([window], chain)
         assert lease is not None
         rig.tier.flush([window], b"", lambda blocks, durable: None)
         assert rig.shelves[0].index.tables[window.number].unlinking
-        del rig.tier._promotion._has_room  # type: ignore[method-assign]
+        del rig.tier.promotion._has_room  # type: ignore[method-assign]
         await rig.until(lambda: not rig.cache.reads.growing.leases)
         rig.cache.reads.release(rig.owner, lease.lease_id)
         assert await rig.load(window, chain) == 0

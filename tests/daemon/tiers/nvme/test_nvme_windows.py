@@ -156,7 +156,7 @@ async def test_where_the_rest_does_not_come_the_cut_of_dram_is_still_there(tmp_p
         rig.check()
         rig.forget_blocks(spaces[0], key_of(chain, 6))
         await rig.settled()
-        rig.tier._promotion._unreadable.clear()  # a second failure of a block would be its last
+        rig.tier._unreadable.blocks.clear()  # a second failure of a block would be its last
     assert await rig.load_all(spaces, chain) == 12, "a block that failed once may be good the next time"
     await rig.close()
 

@@ -19,7 +19,7 @@ from tiercache.daemon.tiers.dram import reads
 from tiercache.daemon.tiers.nvme.catalog import catalog
 from tiercache.daemon.tiers.nvme.catalog.database import rename_aside
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp, WriteOp
-from tiercache.daemon.tiers.nvme.moves import promotion
+from tiercache.daemon.tiers.nvme.moves import shelf_source
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
 
@@ -172,7 +172,7 @@ def test_frames_that_a_hung_disk_may_still_write_to_are_not_given_away(tmp_path:
         assert lease is not None
         await rig.until(lambda: shelf.queue.in_flight == 4)
         under_way = allocator.used_bytes
-        rig.tier._promotion.give_up(shelf)
+        rig.tier.promotion.give_up(rig.tier._source(shelf))
         running = shelf.queue.in_flight
         assert running > 0
         assert under_way - allocator.used_bytes == (4 - running) * space.size_class.frame_bytes
@@ -307,7 +307,7 @@ def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monk
 
 def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest failures are remembered; a forgotten block has one more chance, and one that is read has it again."""
-    monkeypatch.setattr(promotion, "MAX_UNREADABLE", 2)
+    monkeypatch.setattr(shelf_source, "MAX_UNREADABLE", 2)
 
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
@@ -319,13 +319,13 @@ def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: p
         for chain in chains:
             disk.hook = fail("preadv", 0)
             assert await rig.load(space, chain) == 0
-        assert [key for _, key in rig.tier._promotion._unreadable] == chains[1:]
+        assert [key for _, key in rig.tier._unreadable.blocks] == chains[1:]
         assert await rig.load(space, chains[2]) == 1
-        assert [key for _, key in rig.tier._promotion._unreadable] == chains[1:2]
+        assert [key for _, key in rig.tier._unreadable.blocks] == chains[1:2]
         disk.hook = fail("preadv", 0)
         assert await rig.load(space, chains[1]) == 0
         assert not rig.shelves[0].has(space, chains[1]), "twice is enough"
-        assert not rig.tier._promotion._unreadable
+        assert not rig.tier._unreadable.blocks
         rig.check()
         await rig.close()
 

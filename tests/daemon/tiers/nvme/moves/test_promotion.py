@@ -7,8 +7,8 @@ from pathlib import Path
 from chains import chain_of
 from tier_rig import TierRig, play
 
+from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
-from tiercache.daemon.tiers.nvme.moves import promotion
 
 SMALL_BYTES = 4096
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from chains import chain_of, key_of
 from tier_rig import TierRig, play
 
+from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.moves import offers, promotion
+from tiercache.daemon.tiers.nvme.moves import offers
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 
 # --- there and back -------------------------------------------------------------------------------

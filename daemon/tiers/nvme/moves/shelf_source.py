@@ -1,0 +1,126 @@
+"""A directory as a source of promotions: finds a block's slot, holds it, and reads it into a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
+
+MAX_UNREADABLE = 4096
+"""Unreadable blocks that are remembered, until they fail again."""
+_OUTCOMES = {
+    DiskOutcome.OK: FetchOutcome.OK,
+    DiskOutcome.CORRUPT: FetchOutcome.CORRUPT,
+    DiskOutcome.OTHER_KEY: FetchOutcome.OTHER_KEY,
+    DiskOutcome.IO_ERROR: FetchOutcome.FAILED,
+    DiskOutcome.CANCELLED: FetchOutcome.CANCELLED,
+    DiskOutcome.ABANDONED: FetchOutcome.ABANDONED,
+}
+
+
+class Unreadable:
+    """Blocks that a disk failed to read, once. At the second failure a block is dropped: else it would be found, and
+    missed, for ever."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, bytes], None] = {}
+
+    def was_read(self, namespace: Namespace, key: bytes) -> None:
+        """The disk has read it after all."""
+        self.blocks.pop((namespace.number, key), None)
+
+    def again(self, namespace: Namespace, key: bytes) -> bool:
+        """Note a failure; returns whether it is the second one."""
+        name = namespace.number, key
+        if name in self.blocks:
+            del self.blocks[name]
+            return True
+        if len(self.blocks) >= MAX_UNREADABLE:
+            del self.blocks[next(iter(self.blocks))]
+        self.blocks[name] = None
+        return False
+
+
+class ShelfSource:
+    """Implements `Source`. While a block is held, its entry is pinned and its slot belongs to the kernel."""
+
+    def __init__(self, shelf: Shelf, tally: FetchTally, unreadable: Unreadable) -> None:
+        self.tally = tally
+        self._shelf = shelf
+        self._unreadable = unreadable
+
+    @property
+    def offline(self) -> bool:
+        """See `Source`."""
+        return self._shelf.offline
+
+    @property
+    def retired(self) -> bool:
+        """See `Source`."""
+        return self._shelf.retired
+
+    def hold(self, namespace: Namespace, key: bytes) -> StoredBlock | None:
+        """See `Source`."""
+        shelf = self._shelf
+        stored = shelf.find(namespace, key)
+        if stored is not None:
+            shelf.index.touch(stored.entry)
+            shelf.index.pin(stored.entry)
+            shelf.allocator.hold(stored.slot)
+        return stored
+
+    def fetch(self, fetches: Sequence[Fetch]) -> bool:
+        """See `Source`. Neighbouring slots share a system call."""
+        ops = [self._read(fetch) for fetch in fetches]
+        priority = DiskPriority.LOAD if fetches[0].urgent else DiskPriority.PREFETCH
+        taken = self._shelf.queue.submit_many(ops, priority)
+        for op in ops[taken:]:
+            op.outcome = DiskOutcome.CANCELLED
+            op.done(op)
+        return taken == len(ops)
+
+    def _read(self, fetch: Fetch) -> ReadOp:
+        stored: StoredBlock = fetch.held
+        return ReadOp(
+            done=partial(_read, fetch),
+            slot=stored.slot,
+            address=fetch.address,
+            length=fetch.namespace.spec.block_bytes,
+            key=fetch.key,
+            fingerprint=fetch.namespace.fingerprint,
+            stored_length=stored.stored_length,
+            checksum=stored.checksum,
+            codec=stored.codec,
+            kind=stored.kind,
+        )
+
+    def let_go(self, fetch: Fetch) -> None:
+        """See `Source`."""
+        self._shelf.allocator.unhold(fetch.held.slot)
+        self._shelf.index.unpin(fetch.held.entry)
+        if fetch.outcome is FetchOutcome.OK:
+            self._unreadable.was_read(fetch.namespace, fetch.key)
+
+    def failed(self, fetch: Fetch) -> None:
+        """See `Source`. A bad block is dropped, with all that follows it; an unreadable one gets a second chance."""
+        shelf, outcome = self._shelf, fetch.outcome
+        if outcome is FetchOutcome.CORRUPT:
+            shelf.drop_damaged(fetch.namespace, fetch.key)
+        elif outcome is FetchOutcome.OTHER_KEY or (
+            outcome is FetchOutcome.FAILED and self._unreadable.again(fetch.namespace, fetch.key)
+        ):
+            shelf.drop(fetch.namespace, fetch.key)
+
+    def cancel(self) -> None:
+        """See `Source`."""
+        self._shelf.queue.cancel_queued()
+
+
+def _read(fetch: Fetch, op: ReadOp) -> None:
+    fetch.outcome, fetch.stored_bytes = _OUTCOMES[op.outcome], op.stored_length
+    fetch.done(fetch)

@@ -1,0 +1,382 @@
+"""Promotion, lower tiers to DRAM: fetches blocks into frames and publishes them in order, as if a client stored them.
+
+A promotion reserves frames like any writer, some at a time, so blocks that are already being promoted or stored are
+shared, not fetched twice; it commits each block when its bytes have arrived and were found right. Leases that wait for
+them grow as they arrive. What a lease waits for in one namespace is a job for each source that has a part of it: of a
+chain one job follows the other, and their fetches run side by side.
+
+    chain    DRAM ────►│ job of an NVMe directory ────►│ job of the store ────►│ target
+                        requests frames first            begins when the job before it has requested all of its own
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from tiercache.copies.arena import Region
+from tiercache.daemon.events.events import Events
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
+from tiercache.daemon.tiers.dram.growing_run import GrowingRun
+from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
+from tiercache.daemon.tiers.dram.writes import Writes
+from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, LowerTier, Source
+from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+
+MAX_IN_FLIGHT_BYTES = 256 << 20
+"""Per source, so that one hung disk affects one disk only."""
+MAX_IN_FLIGHT = 1536
+"""Fetches of one source; below the limit of a disk's queue, since a refused fetch ends its job."""
+BATCH = 32
+BATCHES_AT_ONCE = 4
+"""Batches of blocks requested from one source before the loop serves others: about 1 ms."""
+GROW_NS = 1_000_000
+"""Leases grow, or jobs are checked again, for so long in one go of the event loop; the step in progress is finished."""
+LOOK_AGAIN_S = 0.1
+"""How often jobs that wait for others' blocks are checked if nothing has arrived."""
+
+
+class _Job:
+    """Blocks `numbers` of one namespace, which a lease wants from one source; those before `next` were requested.
+
+    Of a chain, `after` is the job for the blocks before these: it requests its own first.
+    """
+
+    __slots__ = (
+        "after",
+        "asking",
+        "fetching",
+        "lease",
+        "namespace",
+        "next",
+        "numbers",
+        "over",
+        "run",
+        "source",
+        "urgent",
+        "writing",
+    )
+
+    def __init__(
+        self, lease: ReadLease, run: GrowingRun, source: Source, numbers: Sequence[int], after: _Job | None
+    ) -> None:
+        self.lease = lease
+        self.run = run
+        self.namespace = run.namespace
+        self.source = source
+        self.numbers = numbers
+        self.after = after
+        self.next = 0
+        self.fetching = 0
+        self.writing: list[int] = []  # its write leases, ended ones included
+        self.asking = True
+        self.over = False
+        self.urgent = bool(lease.holders)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the blocks before its own have not all been requested."""
+        return self.after is not None and self.after.asking
+
+    def give_up(self) -> None:
+        """Request no more blocks: those that follow cannot arrive, or are useless alone."""
+        self.next = len(self.numbers)
+
+    def awaited(self) -> Iterator[bytes]:
+        """Keys of which one must arrive next, from any source."""
+        run = self.run
+        if run.complete:
+            return iter(())
+        return map(run.key, self.numbers if self.namespace.table.windowed else (run.end,))
+
+
+class _Fetch(Fetch):
+    """One block of a job, block `number` of a write lease."""
+
+    __slots__ = ("job", "number", "write_lease")
+
+    job: _Job
+    write_lease: int
+    number: int
+
+
+class Promotion:
+    """Event loop only; never blocks. `tiers`: those below DRAM, the nearest first."""
+
+    def __init__(
+        self,
+        growing: GrowingLeases,
+        writes: Writes,
+        events: Events | None,
+        regions: dict[int, Region],
+        tiers: Sequence[LowerTier],
+        landed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`landed()` is called after leases have grown by blocks that arrived."""
+        self.closed = False
+        """Nothing more is begun or landed: the daemon ends."""
+        self._growing = growing
+        self._writes = writes
+        self._events = events
+        self._regions = regions
+        self._tiers = tiers
+        self._tell_landed = landed
+        self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
+        self._jobs: dict[Source, tuple[deque[_Job], deque[_Job]]] = {}  # for waiting clients, and for prefetches
+        self._fetch_bytes: dict[Source, int] = {}  # in progress
+        self._fetches: dict[Source, int] = {}  # in progress
+        self._fetching: dict[Source, set[_Job]] = {}  # jobs with fetches in progress
+        self._look_again_s = 0.0
+        self._planning: deque[Steps[None]] = deque()
+        self._of_lease: dict[int, int] = {}  # number of unfinished jobs, by lease
+        self._waiting: set[_Job] = set()
+        self._again: deque[_Job] = deque()  # jobs to check again
+        self._landed = False
+        self._to_grow: deque[ReadLease] = deque()  # leases not yet told of arrived blocks
+
+    # Three kinds of deferred work: True while there is more.
+
+    def look(self) -> bool:
+        """Check jobs that wait for others; `land` says whether there is more."""
+        if not self.closed:
+            self.look_again()
+        return False
+
+    def begin(self) -> bool:
+        """Begin fetches."""
+        return not self.closed and self.pump()
+
+    def land(self) -> bool:
+        """Let leases grow by what has arrived."""
+        if self.take_landed() and not self.closed:
+            self._tell_landed()
+        return not self.closed and self.has_landed
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not (self._of_lease or self._planning)
+
+    def in_flight_bytes(self, tally: FetchTally) -> int:
+        """Bytes of the fetches in progress from the sources of one tier."""
+        return sum(size for source, size in self._fetch_bytes.items() if source.tally is tally)
+
+    def start(self, lease: ReadLease) -> None:
+        """Promote what `lease` wants; a lease without holders is a prefetch, and comes last."""
+        self._planning.append(self._plan(lease))
+        self.pump()
+
+    def _plan(self, lease: ReadLease) -> Steps[None]:
+        """Find out which source has which part: of wide windows in slices."""
+        jobs: list[_Job] = []
+        for run in list(lease.runs):
+            if not run.complete:
+                jobs += yield from self._jobs_for(lease, run)
+        if lease.over or lease.lease_id not in self._growing.leases:
+            return
+        jobs = [job for job in jobs if not job.source.offline]
+        if not jobs:  # the blocks are gone
+            self._growing.stop(lease)
+            return
+        self._of_lease[lease.lease_id] = len(jobs)
+        for job in jobs:
+            queues = self._jobs.setdefault(job.source, (deque(), deque()))
+            queues[0 if job.urgent else 1].append(job)
+
+    def _jobs_for(self, lease: ReadLease, run: GrowingRun) -> Steps[list[_Job]]:
+        """Jobs, by source, for the part of a run that is not in DRAM."""
+        windowed, jobs = run.namespace.table.windowed, list[_Job]()
+        wanted: Sequence[int] = sorted(run.missing) if windowed else range(run.end, lease.target)
+        for tier in self._tiers:
+            parts, wanted = yield from tier.parts(run.namespace, lease.keys, wanted)
+            for source, numbers in parts:
+                jobs.append(_Job(lease, run, source, numbers, None if windowed or not jobs else jobs[-1]))
+            if not wanted:
+                break
+        return jobs
+
+    def pump(self) -> bool:
+        """Begin fetches, those that clients wait for first; True when it stopped to let others run."""
+        if self._planning:
+            steps = self._planning.popleft()
+            if next(steps, self) is not self:
+                self._planning.append(steps)
+        more = bool(self._planning)
+        for source, queues in self._jobs.items():
+            batches = 0
+            for queue in queues:
+                turns = len(queue)
+                while queue and turns > 0 and batches < BATCHES_AT_ONCE and self._has_room(source):
+                    job = queue.popleft()
+                    if job.waits:
+                        turns -= 1
+                        queue.append(job)
+                        continue
+                    batches += 1
+                    turns = len(queue) + 1
+                    if self._fetch_batch(job):
+                        queue.append(job)  # in turn with the others
+                    else:
+                        job.asking = False
+                        more = more or bool(self._tiers[1:])  # one may wait for this
+                        self._settle(job)
+            more = more or batches == BATCHES_AT_ONCE
+        return more
+
+    def _has_room(self, source: Source) -> bool:
+        return self._fetch_bytes.get(source, 0) < MAX_IN_FLIGHT_BYTES and self._fetches.get(source, 0) < MAX_IN_FLIGHT
+
+    def give_up(self, source: Source) -> None:
+        """The source hangs: stop waiting for it. Frames of its fetches are not reused before these have ended."""
+        source.cancel()
+        queues = self._jobs.pop(source, (deque(), deque()))
+        for job in {*queues[0], *queues[1], *self._fetching.pop(source, ())}:
+            for write_lease in job.writing:
+                self._writes.abort(self._owner, write_lease, finished=False)
+            job.give_up()
+            job.asking = False
+            self._end(job)
+
+    def _fetch_batch(self, job: _Job) -> bool:
+        """Request the next blocks; False when those were the last, or no more can arrive."""
+        lease, numbers = job.lease, job.numbers[job.next : job.next + BATCH]
+        if lease.over or not numbers:
+            return False
+        keys, count = b"".join(map(job.run.key, numbers)), len(numbers)
+        parent = job.run.key(numbers[0] - 1) if numbers[0] else b""
+        events = self._events
+        named = None if events is None else events.known(job.namespace.number, keys).__getitem__
+        got = self._writes.reserve(self._owner, job.namespace, parent, keys, math.inf, named)
+        if got.parent_missing:
+            return False
+        if got.frames:
+            job.writing.append(got.lease_id)
+        fetches, frames = list[_Fetch](), iter(got.frames)
+        for number, state in enumerate(got.states):
+            if state is BlockState.FRAME:
+                key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+                fetch = self._prepare(job, got.lease_id, number, key, next(frames))
+                if fetch is None:  # evicted since the match, with all that follows it
+                    self._give_up(got.lease_id, range(number, count))
+                    break
+                fetches.append(fetch)
+        all_began = not fetches or job.source.fetch(fetches)
+        job.next += count
+        return BlockState.NONE not in got.states and all_began and len(fetches) == got.states.count(BlockState.FRAME)
+
+    def _give_up(self, write_lease: int, numbers: range) -> None:
+        """These blocks of a batch will not be fetched."""
+        for number in numbers:
+            self._writes.fail(self._owner, write_lease, number)
+
+    def _prepare(self, job: _Job, write_lease: int, number: int, key: bytes, frame: int) -> _Fetch | None:
+        """The fetch that fills one frame, with the block held; None when the block is not there.
+
+        The frame belongs to whatever writes to it until the fetch has ended.
+        """
+        source = job.source
+        held = source.hold(job.namespace, key)
+        if held is None:
+            return None
+        address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
+        fetch = _Fetch(job.namespace, key, address, job.urgent, held, self._done)
+        fetch.job, fetch.write_lease, fetch.number = job, write_lease, number
+        job.fetching += 1
+        self._fetching.setdefault(source, set()).add(job)
+        self._fetches[source] = self._fetches.get(source, 0) + 1
+        self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + job.namespace.size_class.frame_bytes
+        return fetch
+
+    def _done(self, fetch: _Fetch) -> None:
+        job, source, outcome = fetch.job, fetch.job.source, fetch.outcome
+        job.fetching -= 1
+        self._fetches[source] -= 1
+        self._fetch_bytes[source] -= job.namespace.size_class.frame_bytes
+        if not job.fetching:
+            self._fetching.get(source, set()).discard(job)
+        if source.retired and not self._fetches[source]:
+            del self._fetches[source], self._fetch_bytes[source]
+        if outcome is FetchOutcome.ABANDONED:
+            return  # only at shutdown: something may still write to the frame
+        source.let_go(fetch)
+        if outcome is FetchOutcome.OK:
+            source.tally.blocks += 1
+            source.tally.stored_bytes += fetch.stored_bytes
+            self._writes.commit(self._owner, fetch.write_lease, [fetch.number])
+        else:
+            self._writes.fail(self._owner, fetch.write_lease, fetch.number)
+            job.give_up()
+            source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
+            source.tally.failed += outcome is FetchOutcome.FAILED
+            source.failed(fetch)
+        self._landed = True
+        self._settle(job)
+
+    def _settle(self, job: _Job) -> None:
+        """End a job without fetches in progress, unless others are promoting what it waits for."""
+        if job.asking or job.fetching or job.over:
+            return
+        lease = job.lease
+        if not lease.over:
+            self._growing.grow(lease)
+            pending = self._writes.pending.by_key
+            if any((job.namespace.number, key) in pending for key in job.awaited()):
+                self._waiting.add(job)
+                return
+        self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        if job.over:
+            return
+        lease, job.over = job.lease, True
+        self._waiting.discard(job)
+        self._landed = True
+        self._of_lease[lease.lease_id] -= 1
+        if self._of_lease[lease.lease_id] == 0:
+            del self._of_lease[lease.lease_id]
+            if not lease.over:
+                self._growing.stop(lease)
+
+    def look_again(self) -> None:
+        """Check a slice of the jobs that wait for others, if there can be news for them."""
+        if not self._again:
+            now_s = time.monotonic()
+            if not self._waiting or not (self._landed or now_s >= self._look_again_s):
+                return
+            self._look_again_s = now_s + LOOK_AGAIN_S
+            self._again.extend(self._waiting)
+        until_ns = time.perf_counter_ns() + GROW_NS
+        while self._again:
+            job = self._again.popleft()
+            if job in self._waiting:
+                self._settle(job)
+            if time.perf_counter_ns() >= until_ns:
+                return
+
+    def note_published(self) -> None:
+        """A block has become visible in DRAM, from any source: some lease may grow by it."""
+        self._landed = self._landed or bool(self._growing.leases)
+
+    def take_landed(self) -> bool:
+        """Let leases grow by the blocks that have arrived, a slice of them; True if any has."""
+        if not self._to_grow:
+            if not self._landed:
+                return False
+            self._landed = False
+            self._to_grow.extend(self._growing.leases.values())
+        until_ns = time.perf_counter_ns() + GROW_NS
+        while self._to_grow:
+            lease = self._to_grow.popleft()
+            if lease.lease_id in self._growing.leases:
+                self._growing.grow(lease)
+            if time.perf_counter_ns() >= until_ns:
+                break
+        return True
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether `take_landed` or `look_again` has something to do."""
+        return self._landed or bool(self._to_grow or self._again)

@@ -1,0 +1,128 @@
+"""Where blocks are promoted from: the protocol between `promotion` and the tiers below DRAM.
+
+LowerTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► done(fetch) ─► Source.let_go, or Source.failed
+                             find          into a frame                                  drop, if it is bad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.space import Namespace
+
+
+class FetchOutcome(Enum):
+    """How a fetch ended."""
+
+    PENDING = "pending"
+    OK = "ok"
+    CORRUPT = "corrupt"
+    """The bytes are not what was stored under this key. The frame holds rubbish."""
+    OTHER_KEY = "other_key"
+    """The bytes were encrypted with another key, or not at all. The frame holds rubbish."""
+    MISSING = "missing"
+    """The block is not there any more."""
+    FAILED = "failed"
+    """The disk or the store did not deliver. The frame holds rubbish."""
+    CANCELLED = "cancelled"
+    """It never began: the frame is as it was."""
+    ABANDONED = "abandoned"
+    """Only at shutdown: something may still write to the frame."""
+
+
+class Fetch:
+    """One block on its way into the frame at `address`. `urgent`: a client waits for it.
+
+    The source sets `outcome` and `stored_bytes`, and calls `done(fetch)` once, on the event loop. `held` is what its
+    `hold` returned.
+    """
+
+    __slots__ = ("address", "done", "held", "key", "namespace", "outcome", "stored_bytes", "urgent")
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        address: int,
+        urgent: bool,
+        held: Any,
+        done: Callable[[Any], None],
+    ) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.address = address
+        self.urgent = urgent
+        self.held = held
+        self.done = done
+        self.outcome = FetchOutcome.PENDING
+        self.stored_bytes = 0
+
+
+class FetchTally:
+    """What a tier has delivered to DRAM."""
+
+    __slots__ = ("bad_blocks", "blocks", "failed", "stored_bytes")
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.stored_bytes = 0
+        self.bad_blocks = 0
+        """Blocks whose bytes were not what was stored."""
+        self.failed = 0
+        """Fetches that the disk or the store failed to serve."""
+
+
+class Source(Protocol):
+    """One directory or one store that blocks are fetched from. Event loop only; never blocks."""
+
+    tally: FetchTally
+
+    @property
+    def offline(self) -> bool:
+        """Whether nothing should be asked of it now."""
+
+    @property
+    def retired(self) -> bool:
+        """Whether it is gone for good: no fetch begins any more."""
+
+    def hold(self, namespace: Namespace, key: bytes) -> Any:
+        """Find a block and keep it in place until `let_go`; None where it is not here."""
+
+    def fetch(self, fetches: Sequence[Any]) -> bool:
+        """Begin these fetches, in order; False when some were refused, which end as CANCELLED at once."""
+
+    def let_go(self, fetch: Fetch) -> None:
+        """The fetch has ended, and so has the hold."""
+
+    def failed(self, fetch: Fetch) -> None:
+        """A fetch ended otherwise than OK: drop the block, or forget it for a while, as the outcome demands."""
+
+    def cancel(self) -> None:
+        """End as CANCELLED what has not begun."""
+
+
+class Part(NamedTuple):
+    """Blocks of one namespace, by their place in the request, that one source has."""
+
+    source: Source
+    numbers: Sequence[int]
+
+
+class Parts(NamedTuple):
+    """What one tier has of the blocks that are wanted, and what is left for the tiers below it."""
+
+    parts: list[Part]
+    rest: Sequence[int]
+
+
+class LowerTier(Protocol):
+    """A tier that blocks are promoted from."""
+
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[Parts]:
+        """Which sources have which of the blocks `wanted` (their places in `keys`, ascending).
+
+        Of a chain the parts follow one another without a gap, from the first of `wanted` on.
+        """
