@@ -14,7 +14,7 @@ from kubernetes_objects import RefusedValues, render, validate
 from tiercache import __version__
 from tiercache.config.daemon_config import DaemonConfig, load_config, render_toml
 from tiercache.config.settings_schema import settings_schema
-from tiercache.daemon.tiers.nvme.disk.cipher import load_cipher
+from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.protocol.curve import load_allowed, load_server, make_client, make_server
 
 CHART = Path(__file__).parents[1] / "daemon" / "deploy" / "helm" / "tiercache"

@@ -78,7 +78,7 @@ MAY_IMPORT_HEAVY_LAZILY = {
     "tiercache.cli": {"torch", "transformers"},
     "tiercache.demo": {"torch", "transformers"},
 }
-LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.nvme.disk.codecs", "numpy")}
+LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.forms.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
 ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "worths")}
 """Loaded only by a daemon whose `policy` needs them: these may use numpy, and nothing loads them at its top."""

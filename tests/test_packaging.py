@@ -42,7 +42,7 @@ OPTIONAL = (
     "tiercache/cli/serve",
     "tiercache/http/",
     "tiercache/cli/affinity",
-    "daemon/tiers/nvme/disk/cipher.py",
+    "daemon/tiers/forms/cipher.py",
     "tiercache/replay/plot.py",
 )
 """Modules that need an extra; everything else works with the base install."""

@@ -104,24 +104,24 @@ class Source(Protocol):
         """End as CANCELLED what has not begun."""
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """Blocks of one namespace, by their place in the request, that one source has."""
 
     source: Source
     numbers: Sequence[int]
 
 
-class Parts(NamedTuple):
+class TierParts(NamedTuple):
     """What one tier has of the blocks that are wanted, and what is left for the tiers below it."""
 
-    parts: list[Part]
+    parts: list[SourcePart]
     rest: Sequence[int]
 
 
 class LowerTier(Protocol):
     """A tier that blocks are promoted from."""
 
-    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[Parts]:
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
         """Which sources have which of the blocks `wanted` (their places in `keys`, ascending).
 
         Of a chain the parts follow one another without a gap, from the first of `wanted` on.

@@ -58,11 +58,12 @@ _MOVED = {
     },
     "tiercache.daemon.nvme": {
         "tiercache.daemon.tiers": "promotion",
+        "tiercache.daemon.tiers.forms": "cipher codecs",
         "tiercache.daemon.tiers.nvme": "viewing=inspection",
         "tiercache.daemon.tiers.nvme.catalog": "catalog catalog_check database moved=closing rows",
         "tiercache.daemon.tiers.nvme.check": "checking=directory_check scanning=scan",
         "tiercache.daemon.tiers.nvme.direct": "extents grants",
-        "tiercache.daemon.tiers.nvme.disk": "aside blockio=block_io cipher codecs directory disk health io=queue lock "
+        "tiercache.daemon.tiers.nvme.disk": "aside blockio=block_io directory disk health io=queue lock "
         "mounts segment_files superblock troubles",
         "tiercache.daemon.tiers.nvme.moves": "budget dirty offers writebehind",
     },

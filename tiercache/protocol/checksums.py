@@ -43,7 +43,7 @@ def block_seed(key: bytes, namespace_fingerprint: str, length: int, codec: int, 
         key: the block's 16 bytes.
         namespace_fingerprint: `NamespaceSpec.fingerprint()`; numbers of namespaces are not stable.
         length: bytes of the block as the client stored it.
-        codec: how it is stored (`tiercache.daemon.tiers.nvme.disk.codecs`); 0 is raw.
+        codec: how it is stored (`tiercache.daemon.tiers.forms.codecs`); 0 is raw.
         kind: which checksum this is the seed for.
     """
     fingerprint = namespace_fingerprint.encode()

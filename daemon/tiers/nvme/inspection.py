@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.walks import path_to
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.disk.codecs import SEALED, codec_name
+from tiercache.daemon.tiers.forms.codecs import SEALED, codec_name
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import BlockView

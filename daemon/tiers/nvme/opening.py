@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import count_rows
-from tiercache.daemon.tiers.nvme.disk.cipher import Cipher
 from tiercache.daemon.tiers.nvme.disk.directory import SPARE_BYTES, Directory, Home
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.troubles import unavailable

@@ -14,6 +14,7 @@ from typing import Protocol
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.forms.codecs import SEALED
 from tiercache.daemon.tiers.nvme.catalog.rows import (
     PLACED_BYTES,
     ROOT_KEY,
@@ -25,7 +26,6 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
     pack_placed,
     unpack_placed,
 )
-from tiercache.daemon.tiers.nvme.disk.codecs import SEALED
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.registry import Registry
 from tiercache.daemon.tiers.nvme.slots import PAGE_SHIFT, SLOT_MASK, Slots, slot_of

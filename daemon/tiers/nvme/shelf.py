@@ -26,9 +26,9 @@ from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.forms.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, Done
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row
-from tiercache.daemon.tiers.nvme.disk.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue

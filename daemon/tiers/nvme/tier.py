@@ -32,13 +32,13 @@ from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
+from tiercache.daemon.tiers.forms.cipher import load_cipher
+from tiercache.daemon.tiers.forms.codecs import codec_number
 from tiercache.daemon.tiers.lower_tier import FlushBelow
 from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
-from tiercache.daemon.tiers.nvme.disk.cipher import load_cipher
-from tiercache.daemon.tiers.nvme.disk.codecs import codec_number
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.fairness import Fairness
@@ -53,7 +53,7 @@ from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.promotion import Promotion
-from tiercache.daemon.tiers.source import FetchTally, LowerTier, Part, Parts
+from tiercache.daemon.tiers.source import FetchTally, LowerTier, SourcePart, TierParts
 from tiercache.protocol.messages import KEY_BYTES, BlockView
 
 log = logging.getLogger("tiercache.daemon")
@@ -251,14 +251,14 @@ class NvmeTier:
         self.promotion.start(lease)
         self._soon()  # a long run takes more than one go
 
-    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[Parts]:
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
         """See `LowerTier`: a chain lives in one directory, each block of a window in any."""
         if not namespace.table.windowed:
             first, end = wanted[0], wanted[-1] + 1
             shelf, length = self._placement.find(namespace, keys, end)
             if shelf is None or length <= first:
-                return Parts([], wanted)
-            return Parts([Part(self._source(shelf), range(first, length))], range(length, end))
+                return TierParts([], wanted)
+            return TierParts([SourcePart(self._source(shelf), range(first, length))], range(length, end))
         found, rest = dict[Shelf, list[int]](), list[int]()
         for looked, number in enumerate(wanted, 1):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
@@ -266,7 +266,7 @@ class NvmeTier:
             (rest if shelf is None else found.setdefault(shelf, [])).append(number)
             if not looked % PINS:
                 yield
-        return Parts([Part(self._source(shelf), numbers) for shelf, numbers in found.items()], rest)
+        return TierParts([SourcePart(self._source(shelf), numbers) for shelf, numbers in found.items()], rest)
 
     def _source(self, shelf: Shelf) -> ShelfSource:
         source = self._sources.get(shelf)

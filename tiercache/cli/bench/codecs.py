@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.forms import codecs
 from tiercache.errors import ConfigError
 from tiercache.ground.units import round_up
 

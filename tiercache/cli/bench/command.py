@@ -77,7 +77,7 @@ def bench_codec(
     """Show what codecs save on KV blocks, what they cost, and on which disks that pays."""
     from tiercache.cli.bench.codecs import blocks_of, made_up_blocks, measure
     from tiercache.cli.bench.disk import measure_disk
-    from tiercache.daemon.tiers.nvme.disk.codecs import element_bytes
+    from tiercache.daemon.tiers.forms.codecs import element_bytes
     from tiercache.protocol.namespaces import MAX_BLOCK_BYTES
 
     try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
     check_database,
     check_rows,
@@ -29,7 +30,6 @@ from tiercache.daemon.tiers.nvme.check.block_reader import BlockReader
 from tiercache.daemon.tiers.nvme.check.chains import BAD, FLUSHED, UNKNOWN, Chains
 from tiercache.daemon.tiers.nvme.check.findings import Findings, Report, where
 from tiercache.daemon.tiers.nvme.check.tables import Tables
-from tiercache.daemon.tiers.nvme.disk import codecs
 from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, holds_data
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.lock import LockedBy, take_lock

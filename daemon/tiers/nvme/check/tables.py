@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.forms.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row, segment_and_slot
-from tiercache.daemon.tiers.nvme.disk import codecs
 from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
-from tiercache.daemon.tiers.nvme.disk.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.protocol.checksums import KINDS
 from tiercache.protocol.namespaces import NamespaceSpec

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
-from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock

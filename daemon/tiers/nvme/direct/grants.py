@@ -26,8 +26,8 @@ from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.leases import KeepsStores, Owner, StoreLease
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.daemon.tiers.lower_tier import Granted
-from tiercache.daemon.tiers.nvme.disk.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget

@@ -20,8 +20,8 @@ from enum import Enum
 
 import xxhash
 
-from tiercache.daemon.tiers.nvme.disk import codecs
-from tiercache.daemon.tiers.nvme.disk.cipher import OVERHEAD_BYTES, CipherError, whose
+from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, CipherError, whose
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.ground.units import round_up

@@ -21,9 +21,9 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.disk import superblock as superblocks
 from tiercache.daemon.tiers.nvme.disk.aside import aside_bytes, is_aside, put_aside, remove_aside
-from tiercache.daemon.tiers.nvme.disk.cipher import Cipher
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
 from tiercache.daemon.tiers.nvme.disk.lock import LOCK_NAME, LockedBy, take_lock
 from tiercache.daemon.tiers.nvme.disk.mounts import check_mounted, device_below, mount_point_of

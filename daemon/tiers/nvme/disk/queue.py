@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import islice
 
+from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockMover, DiskOutcome, ReadOp, TaskOp, WriteOp, adjoins
-from tiercache.daemon.tiers.nvme.disk.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram, LatencyHistogram

@@ -26,7 +26,7 @@ from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies.fresh_stores import is_below
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, WriteOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority

@@ -132,7 +132,7 @@ class Connection(Protocol):
         """Close the line; may be called from another thread to end a call under way."""
 
 
-class Store(Protocol):
+class SharedStore(Protocol):
     """A configured store. Making it uses no network: a mistake in the URL is a ConfigError before the daemon serves."""
 
     address: str

@@ -17,8 +17,8 @@ from chains import chain_of
 from cluster import BLOCK_BYTES, Cluster
 from waiting import wait_until
 
+from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, unpack_row
-from tiercache.daemon.tiers.nvme.disk import codecs
 
 pytestmark = pytest.mark.faults
 BLOCKS = 60

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.daemon.tiers.nvme.disk import codecs
-from tiercache.daemon.tiers.nvme.disk.codecs import CodecError
+from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.forms.codecs import CodecError
 from tiercache.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
 
-from tiercache.daemon.tiers.nvme.disk import codecs
+from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, TaskOp, WriteOp

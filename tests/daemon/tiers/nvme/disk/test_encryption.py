@@ -14,9 +14,8 @@ from cluster import BLOCK_BYTES, Cluster, content
 import tiercache
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import NvmeDirectory
-from tiercache.daemon.tiers.nvme.disk import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
-from tiercache.daemon.tiers.nvme.disk.cipher import (
+from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.forms.cipher import (
     OVERHEAD_BYTES,
     Cipher,
     CipherError,
@@ -24,6 +23,7 @@ from tiercache.daemon.tiers.nvme.disk.cipher import (
     sealed_bytes,
     whose,
 )
+from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.errors import ConfigError
 

@@ -4,9 +4,9 @@
 
 The tag also covers the identity of the block, so that bytes under a wrong row do not decrypt. Each block has a key of
 its own, derived from the file's key and that identity (keyed BLAKE2b, RFC 7693), and each write a random nonce: equal
-nonces matter within one block only, and no number of blocks exhausts the file's key (SP 800-38D, 8.3). Blocks written
-with another key are dropped at the start: the catalog of each directory records which key its rows use.
-key has written is dropped at the start: the catalog of each directory knows which key its rows are of.
+nonces matter within one block only, and no number of blocks exhausts the file's key (SP 800-38D, 8.3). Blocks on NVMe
+that were written with another key are dropped at the start: the catalog of each directory records which key its rows
+use.
 """
 
 from __future__ import annotations
@@ -48,20 +48,24 @@ class CipherError(ValueError):
 class Cipher:
     """One key. Thread-safe; blocks for a few hundred microseconds per MiB."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, setting: str = "nvme_key") -> None:
         """Raises ConfigError without the library."""
         assert len(key) == KEY_BYTES
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            text = f"nvme_key needs the package cryptography: {install_extra('encryption')}"
+            text = f"{setting} needs the package cryptography: {install_extra('encryption')}"
             raise ConfigError(text) from error
         self._key = key
         self.key_id = hashlib.blake2b(digest_size=16, key=key, person=_PERSON_OF_ID).digest()
         """Tells this key from others, and reveals nothing else of it."""
         self._make: Callable[[bytes], Any] = AESGCM
         self._invalid = InvalidTag
+
+    def derived_key(self, person: bytes) -> bytes:
+        """A key for another purpose, which `person` (at most 16 bytes) names. It reveals nothing of this one."""
+        return hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=person).digest()
 
     def _aead(self, whose: bytes) -> Any:
         """The AEAD that seals and opens one block: 4 us."""
@@ -83,20 +87,20 @@ class Cipher:
             raise CipherError("another key, or another block") from error
 
 
-def load_cipher(path: Path) -> Cipher:
-    """The cipher of a key file: 64 hex digits that only its owner can read. Raises ConfigError."""
+def load_cipher(path: Path, setting: str = "nvme_key") -> Cipher:
+    """The cipher of a key file: 64 hex digits that only its owner can read. A ConfigError names the `setting`."""
     try:
         mode, text = path.stat().st_mode, b""
         if not mode & 0o077:
             with path.open("rb") as file:
                 text = file.read(_MAX_FILE_BYTES)  # a device has no end
     except OSError as error:
-        raise ConfigError(f"nvme_key {path} cannot be read ({error.strerror}): {_MAKE}") from error
+        raise ConfigError(f"{setting} {path} cannot be read ({error.strerror}): {_MAKE}") from error
     if mode & 0o077:
-        raise ConfigError(f"nvme_key {path} can be read by others (mode {mode & 0o777:04o}): chmod 0600 {path}")
+        raise ConfigError(f"{setting} {path} can be read by others (mode {mode & 0o777:04o}): chmod 0600 {path}")
     if not _KEY.fullmatch(text):
-        raise ConfigError(f"nvme_key {path} does not hold a key (64 hex digits): {_MAKE}")
-    return Cipher(bytes.fromhex(text.decode()))
+        raise ConfigError(f"{setting} {path} does not hold a key (64 hex digits): {_MAKE}")
+    return Cipher(bytes.fromhex(text.decode()), setting)
 
 
 _MAX_FILE_BYTES = 4096
