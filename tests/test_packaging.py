@@ -43,6 +43,8 @@ OPTIONAL = (
     "tiercache/http/",
     "tiercache/cli/affinity",
     "daemon/tiers/forms/cipher.py",
+    "daemon/tiers/shared/stores/mooncake/",
+    "daemon/tiers/shared/stores/objects/",
     "tiercache/replay/plot.py",
 )
 """Modules that need an extra; everything else works with the base install."""
@@ -248,7 +250,7 @@ def test_the_base_install_is_enough_for_daemon_and_client() -> None:
 
 def test_constraints_hold_what_setup_installs_by_name() -> None:
     pinned = set(re.findall(r"^([a-z0-9-]+)[=<>]", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    wanted = requirements().union(*(requirements(extra) for extra in ("engine", "test", "dev")))
+    wanted = requirements().union(*(requirements(extra) for extra in ("engine", "test", "test-slow", "dev")))
     assert wanted - pinned == set()
 
 

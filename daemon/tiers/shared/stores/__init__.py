@@ -1,4 +1,44 @@
-"""Stores that hosts share. `store` says what the tier asks of each; a module each implements it for one kind.
+"""Stores that hosts share. `store` says what the tier asks of each; a folder each implements it for one kind.
 
-store    the interface, and how a store's failures are told
+store      the interface, and how a store's failures are told
+valkey/    Valkey, Redis and what speaks like them, over sockets of our own
+folder/    a directory on a file system that hosts share, in a helper process
+mooncake/  the memory of hosts, by Mooncake, in a helper process
+objects/   S3, Google Cloud Storage and Azure, by obstore
+helper/    a process for stores whose calls may hang in the kernel, or crash
+
+names      names of values as names of files and objects
+queries    the settings behind the question mark of a URL
+copying    copies between buffers
 """
+
+from __future__ import annotations
+
+from tiercache.daemon.tiers.shared.stores.store import SharedStore
+from tiercache.errors import ConfigError
+
+VALKEY = ("valkey", "valkeys", "redis", "rediss", "unix", "valkey+cluster", "valkeys+cluster")
+OBJECTS = ("s3", "gs", "az")
+_EXAMPLES = "valkey://host:6379, s3://bucket/prefix, file:///mnt/shared/kv or mooncake://master:50051"
+
+
+def open_store(url: str) -> SharedStore:
+    """The store of a URL. Uses no network; raises ConfigError for a URL that can never work."""
+    scheme = url.partition("://")[0]
+    if scheme in VALKEY:
+        from tiercache.daemon.tiers.shared.stores.valkey import open_valkey
+
+        return open_valkey(url)
+    if scheme in OBJECTS:
+        from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
+
+        return ObjectsStore(url)
+    if scheme == "file":
+        from tiercache.daemon.tiers.shared.stores.folder.store import shared_folder
+
+        return shared_folder(url)
+    if scheme == "mooncake":
+        from tiercache.daemon.tiers.shared.stores.mooncake.store import pooled_memory
+
+        return pooled_memory(url)
+    raise ConfigError(f"shared: no kind of store is called {scheme!r}: write for example {_EXAMPLES}")

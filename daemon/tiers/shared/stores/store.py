@@ -56,23 +56,26 @@ class Fate(Enum):
     DONE = "done"
     MISSING = "missing"
     MISFIT = "misfit"
-    """The stored value is shorter than `head`, or longer than `head` and `body`: none of ours."""
+    """The stored value is shorter than `head`, or longer than `head` and `body` and not `ranged`: none of ours."""
     REFUSED = "refused"
     """The store refused this value alone, such as one that is too long; `StoreError` says what concerns all."""
 
 
 @dataclass(slots=True, eq=False)
 class Get:
-    """One value to read, or a range of it that begins at byte `offset`.
+    """One value to read; if it is `ranged`, as many bytes of it as fit, from byte `offset` on.
 
     The first bytes go to `head`, the following ones to `body`; both are writable and contiguous. The value may fill
-    `body` only in part: `body_bytes` says how much of it. Where `fate` is not DONE, both hold rubbish.
+    `body` only in part: `body_bytes` says how much of it. Where `fate` is not DONE, both hold rubbish. A `ttl_s` renews
+    the lifetime of the value, where the store can do that in the same step; 0 leaves it.
     """
 
     name: bytes
     head: memoryview
     body: memoryview
     offset: int = 0
+    ranged: bool = False
+    ttl_s: float = 0.0
     fate: Fate = Fate.UNKNOWN
     body_bytes: int = 0
 
@@ -98,6 +101,7 @@ class Exists(NamedTuple):
 
 
 Arrived = Callable[[Get], None]
+Noted = Callable[[list["bytes | None"]], None]
 
 
 class Connection(Protocol):
@@ -112,11 +116,17 @@ class Connection(Protocol):
         """Which of these values are there. Names may repeat."""
 
     def get(
-        self, wanted: Sequence[Get], notes: Sequence[bytes], deadline_s: float, arrived: Arrived | None = None
+        self,
+        wanted: Sequence[Get],
+        notes: Sequence[bytes],
+        deadline_s: float,
+        arrived: Arrived | None = None,
+        noted: Noted | None = None,
     ) -> list[bytes | None]:
         """Read values, and before them the notes. Sets `fate` and `body_bytes` of each.
 
-        Calls `arrived` with each value that is settled (any fate but UNKNOWN), while others are still on their way.
+        Calls `noted` with the notes, then `arrived` with each value that is settled (any fate but UNKNOWN), while
+        others are still on their way.
         """
 
     def put(self, values: Sequence[Put], notes: Sequence[bytes], deadline_s: float) -> list[bytes | None]:
@@ -144,3 +154,6 @@ class SharedStore(Protocol):
 
     def connect(self) -> Connection:
         """A new connection, not yet open."""
+
+    def close(self) -> None:
+        """The daemon ends: let go what its connections have shared. Does not wait for calls under way."""

@@ -1,0 +1,17 @@
+"""A folder that hosts share (`file:///mnt/shared/kv`): a file for each value, on any POSIX file system.
+
+    FOLDER/tiercache-1/values/3fa/NAME    a value: exactly its bytes; the folder is a hash of the name
+    FOLDER/tiercache-1/notes/NAME         a note
+    FOLDER/tiercache-1/tmp/HOST-PID-...   what is being written; a rename makes it a value
+    FOLDER/tiercache-1/janitor            which host cleans up; its modification time is its last sign of life
+
+settings    the URL
+tree        the folders, opened without following links, and errors in words
+files       one file: read, write, rename
+connection  the store's calls
+janitor     removes what is old or too much; `lease` has only one host do that at a time
+store       puts these together, for the helper process in which they run
+
+A file's modification time is when it was written, less what its lifetime is shorter than `ttl`. So the files with the
+oldest times are those to remove first.
+"""

@@ -1,0 +1,180 @@
+"""The helper process: `python -m` of this module, started by `supervisor`. It ends with its parent, whatever hangs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from tiercache.daemon.tiers.shared.stores.helper import messages
+from tiercache.daemon.tiers.shared.stores.store import Connection, Get, Put, SharedStore, StoreError, StoreProblem
+
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("tiercache.daemon")
+
+
+def run_helper(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the parent is gone; never returns in an orderly way, since threads may hang."""
+    parser = argparse.ArgumentParser(prog="tiercache-store-helper")
+    parser.add_argument("--control-fd", type=int, required=True)
+    control = socket.socket(fileno=parser.parse_args(arguments).control_fd)
+    # For a store whose native code hangs with the interpreter's lock. The thread that started us lives as long as the
+    # daemon.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _log_to(control)
+    status = 1
+    try:
+        status = _serve(control)
+    except Exception:
+        log.exception("the store's helper process fails")
+    finally:
+        os._exit(status)  # without waiting for any thread
+
+
+def _serve(control: socket.socket) -> int:
+    packet = control.recv(messages.MAX_MESSAGE_BYTES)
+    if not packet:
+        return 0
+    start = messages.decode_order(packet)
+    assert isinstance(start, messages.Start)
+    module, _, maker = start.maker.partition(":")
+    store: SharedStore = getattr(importlib.import_module(module), maker)(start.url)
+    beside = getattr(store, "run_beside", None)
+    if beside is not None:
+        threading.Thread(target=_surely, args=(beside,), name="beside", daemon=True).start()
+    control.send(messages.encode(messages.Ready()))
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, messages.MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if not packet:
+            return 0
+        worker = _Worker(store.connect(), socket.socket(fileno=fds[0]))
+        threading.Thread(target=_surely, args=(worker.run,), name="line", daemon=True).start()
+
+
+def _surely(work: object) -> None:
+    """A thread's work, whose unexpected end is told."""
+    assert callable(work)
+    try:
+        work()
+    except Exception:
+        log.exception("a thread of the store's helper process ended")
+
+
+class _Worker:
+    """Serves one line, with one connection to the store."""
+
+    def __init__(self, connection: Connection, line: socket.socket) -> None:
+        self._connection = connection
+        self._line = line
+        self._slots: list[memoryview] = []
+
+    def run(self) -> None:
+        """Until the line is closed."""
+        try:
+            with contextlib.suppress(ConnectionError):  # the daemon has given up this line
+                while self._serve_one():
+                    pass
+        finally:
+            self._line.close()
+            self._connection.close()
+
+    def _serve_one(self) -> bool:
+        packet, fds, _, _ = socket.recv_fds(self._line, messages.MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if not packet:
+            return False
+        asked = messages.decode_asked(packet)
+        if isinstance(asked, messages.Staging):
+            self._stage(asked, fds[0])
+            return True
+        answer: messages.Answered
+        try:
+            answer = self._answer(asked)
+        except StoreError as error:
+            answer = messages.Failed(error.problem, error.text)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            log.exception("a call of the store failed in its helper process")
+            answer = messages.Failed(StoreProblem.PROTOCOL, f"{type(error).__name__}: {error}")
+        self._say(answer)
+        return True
+
+    def _stage(self, staging: messages.Staging, fd: int) -> None:
+        try:
+            area = memoryview(mmap.mmap(fd, staging.slots * staging.slot_bytes))
+        finally:
+            os.close(fd)
+        starts = range(0, len(area), staging.slot_bytes)
+        self._slots = [area[start : start + staging.slot_bytes] for start in starts]
+
+    def _answer(self, asked: messages.Asked) -> messages.Answered:
+        store = self._connection
+        if isinstance(asked, messages.FindNames):
+            found = store.exists(asked.names, asked.notes, asked.deadline_s)
+            return messages.FoundNames(found.there, found.notes)
+        if isinstance(asked, messages.Read):
+            return messages.Done(self._read(asked))
+        if isinstance(asked, messages.Write):
+            return messages.Done(self._write(asked))
+        if isinstance(asked, messages.WriteNote):
+            return messages.Done([store.set_note(asked.name, asked.value, asked.deadline_s, asked.only_if_missing)])
+        assert isinstance(asked, messages.Delete)
+        store.delete(asked.names, asked.deadline_s)
+        return messages.Done([])
+
+    def _read(self, asked: messages.Read) -> list[bytes | None]:
+        nothing = memoryview(bytearray())
+        slots: dict[int, int] = {}
+        gets = []
+        for item in asked.items:
+            get = Get(item.name, nothing, self._slots[item.slot][: item.length], item.offset, item.ranged, item.ttl_s)
+            slots[id(get)] = item.slot
+            gets.append(get)
+        arrived = lambda get: self._say(messages.Settled(slots[id(get)], get.fate, get.body_bytes))  # noqa: E731
+        noted = (lambda notes: self._say(messages.Notes(notes))) if asked.notes else None
+        self._connection.get(gets, asked.notes, asked.deadline_s, arrived, noted)
+        return []
+
+    def _write(self, asked: messages.Write) -> list[bytes | None]:
+        puts = [Put(item.name, [self._slots[item.slot][: item.length]], item.ttl_s) for item in asked.items]
+        try:
+            return self._connection.put(puts, asked.notes, asked.deadline_s)
+        finally:
+            for item, put in zip(asked.items, puts, strict=True):
+                self._say(messages.Settled(item.slot, put.fate, 0))
+
+    def _say(self, answer: messages.Answered) -> None:
+        self._line.send(messages.encode(answer))
+
+
+class _ToDaemon(logging.Handler):
+    """Log lines go to the daemon's log; those that find no room are dropped."""
+
+    def __init__(self, control: socket.socket) -> None:
+        super().__init__()
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)[:4096]
+        with contextlib.suppress(OSError):
+            self._control.send(messages.encode(messages.LogLine(record.levelno, text)), socket.MSG_DONTWAIT)
+
+
+def _log_to(control: socket.socket) -> None:
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(_ToDaemon(control))
+
+
+if __name__ == "__main__":
+    sys.exit(run_helper())

@@ -1,0 +1,71 @@
+"""The store in a bucket."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection, Shared
+from tiercache.daemon.tiers.shared.stores.objects.settings import CREDENTIALS, ObjectSettings, parse_object_url
+from tiercache.errors import ConfigError
+from tiercache.ground.extras import install_extra
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Bucket
+
+CONNECT_S = 3
+REQUEST_S = 30
+"""Of one request, in case it is not cancelled earlier: each call has its own deadline."""
+
+
+class ObjectsStore:
+    """`store.Store` in a bucket of S3, Google Cloud Storage or Azure. Raises ConfigError for a wrong URL."""
+
+    def __init__(self, url: str) -> None:
+        self.settings = parse_object_url(url)
+        self.address = self.settings.address
+        self.pack_blocks = self.settings.pack_blocks
+        self.connections = self.settings.connections
+        self._shared = Shared(self.settings, _bucket(self.settings))
+
+    def connect(self) -> ObjectConnection:
+        return ObjectConnection(self._shared)
+
+    def close(self) -> None:
+        """End all requests, without waiting."""
+        self._shared.requests.close()
+
+
+def _bucket(settings: ObjectSettings) -> Bucket:
+    """Raises ConfigError. Makes no request."""
+    try:
+        from obstore import store
+    except ImportError as error:
+        text = f"needs the package obstore (Python 3.11 or later): {install_extra('objects')}"
+        raise ConfigError(f"{settings.address}: {text}") from error
+    kinds: dict[str, Any] = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
+    try:
+        bucket: Bucket = kinds[settings.scheme](
+            settings.bucket,
+            prefix=settings.prefix or None,
+            config=dict(settings.config),
+            client_options={
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "timeout": timedelta(seconds=REQUEST_S),
+                **({"allow_http": True} if settings.allow_http else {}),
+            },
+            # The tier tries again where that pays. One retry is for a connection that the server has closed meanwhile.
+            retry_config={
+                "max_retries": 1,
+                "retry_timeout": timedelta(seconds=CONNECT_S),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=20),
+                    "max_backoff": timedelta(milliseconds=100),
+                    "base": 2,
+                },
+            },
+        )
+    except Exception as error:
+        why = str(error).partition("\n")[0][:200]
+        raise ConfigError(f"{settings.address}: {why}: {CREDENTIALS[settings.scheme]}") from error
+    return bucket

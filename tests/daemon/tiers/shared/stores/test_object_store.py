@@ -1,0 +1,387 @@
+"""Object stores: on rclone's server of S3, and on one that answers as a test wants it to."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from s3_rig import KEY, SECRET, FakeServer, RcloneServer
+from store_calls import content, put, read, room, soon
+from waiting import wait_until
+
+from tiercache.daemon.tiers.shared.stores.objects import requests as object_requests
+from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
+from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
+from tiercache.errors import ConfigError
+
+pytest.importorskip("obstore", reason="needs Python 3.11 or later")
+
+NAME = b"tc1:default:5d1e:0a1b:9f"
+LATE_S = 0.3
+OBJECT = "prefix/values/a"
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
+    server = RcloneServer(tmp_path_factory.mktemp("s3"))
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.end()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.end()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], Connection]]:
+    made: list[ObjectsStore] = []
+
+    def make(url: str) -> Connection:
+        made.append(ObjectsStore(url))
+        return made[-1].connect()
+
+    yield make
+    for one in made:
+        one.close()
+    wait_until(lambda: "object store" not in {thread.name for thread in threading.enumerate()}, "the thread to end")
+    gc.collect()
+
+
+def failing(call: Callable[[], object]) -> StoreError:
+    with pytest.raises(StoreError) as caught:
+        call()
+    assert "\n" not in caught.value.text
+    assert SECRET not in caught.value.text
+    return caught.value
+
+
+# --- a real server -------------------------------------------------------------------------------
+
+
+def test_values_and_notes_go_there_and_back(rclone: RcloneServer, connect: Callable[[str], Connection]) -> None:
+    here, there = connect(rclone.url("both")), connect(rclone.url("both"))
+    values = {NAME: content(1, 2 << 20), b"small": content(2, 6), b"a/b c": content(3, 70_000), b"..": content(4, 9)}
+    assert put(here, values) == [Fate.DONE] * 4
+    assert read(there, [*values, b"never"], 5, 2 << 20) == [*values.values(), Fate.MISSING]
+    assert read(there, [b"small", NAME], 5, 100) == [values[b"small"], Fate.MISFIT]
+    assert read(there, [b"small"], 7, 100) == [Fate.MISFIT]
+    assert there.exists([b"never", *values], [b"epoch"], soon()) == ([False] + [True] * 4, [None])
+    assert here.set_note(b"epoch", b"1", soon(), only_if_missing=True) == b"1"
+    assert there.set_note(b"epoch", b"2", soon(), only_if_missing=True) == b"1"
+    assert there.set_note(b"epoch", b"3", soon()) == b"3"
+    assert here.get([room(NAME, 1, 1)], [b"epoch", b"other"], soon()) == [b"3", None]
+    told: list[object] = []
+    gets = [room(b"small", 1, 9) for _ in range(9)]
+    here.get(gets, [b"epoch"], soon(), lambda _: told.append(b"value"), told.extend)
+    assert told == [b"3"] + [b"value"] * 9, "notes are told first"
+    assert here.put([], [b"epoch"], soon()) == [b"3"]
+    assert sorted(path.name for path in (rclone.bucket / "both").iterdir()) == ["notes", "values"]
+    here.delete([*values, b"never", b"epoch"], soon())
+    assert there.exists([*values], [b"epoch"], soon()) == ([False] * 4, [None])
+
+
+def test_a_part_of_a_pack_is_read_even_where_the_server_answers_200_to_ranges(
+    rclone: RcloneServer, connect: Callable[[str], Connection], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As rclone does: its whole answer, or a part with the status of a whole, must not be mistaken."""
+    line = connect(rclone.url("ranges"))
+    pack = content(5, 300_000)
+    put(line, {NAME: pack})
+    with caplog.at_level(logging.WARNING, "tiercache.daemon"):
+        for offset in (1, 4096, 299_990):
+            assert read(line, [NAME], 4, 100, offset) == [pack[offset : offset + 104]]
+    assert read(line, [NAME, b"never"], 4, 100, 300_001) == [Fate.MISFIT, Fate.MISSING]
+    assert read(line, [NAME], 0, 100, 300_001) == [Fate.MISFIT]
+    assert caplog.text.count("ignores ranges") == 1
+
+
+def test_a_wrong_secret_is_told(
+    rclone: RcloneServer, connect: Callable[[str], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "rotated")
+    line = connect(rclone.url("denied"))
+    for call in (
+        lambda: read(line, [NAME]),
+        lambda: put(line, {NAME: b"value!"}),
+        lambda: line.exists([NAME], [], soon()),
+    ):
+        error = failing(call)
+        assert error.problem is StoreProblem.DENIED
+        assert "HTTP 403" in error.text
+        assert "AWS_SECRET_ACCESS_KEY" in error.text
+
+
+def test_a_missing_bucket_is_told(rclone: RcloneServer, connect: Callable[[str], Connection]) -> None:
+    line = connect(rclone.url("x").replace("s3://bucket", "s3://nobucket"))
+    error = failing(lambda: put(line, {NAME: b"value!"}))
+    assert (error.problem, "there is no bucket nobucket: make it" in error.text) == (StoreProblem.PROTOCOL, True)
+
+
+def test_a_stopped_server_ends_calls_at_their_deadline_and_the_next_ones_find_it_again(
+    rclone: RcloneServer, connect: Callable[[str], Connection]
+) -> None:
+    line = connect(rclone.url("stopped"))
+    put(line, {b"%d" % number: content(number, 9000) for number in range(20)})
+    with rclone.stopped():
+        gets = [room(b"%d" % number, 5, 9000) for number in range(20)]
+        for call in (
+            lambda: line.get(gets, [b"n"], time.monotonic() + LATE_S),
+            lambda: line.exists([b"1"], [], time.monotonic() + LATE_S),
+            lambda: line.put([Put(b"new", [b"value!"])], [], time.monotonic() + LATE_S),
+            lambda: line.delete([b"1"], time.monotonic() + LATE_S),
+            lambda: line.set_note(b"n", b"1", time.monotonic() + LATE_S),
+        ):
+            assert failing(call).problem is StoreProblem.TIMEOUT
+        assert {bytes(get.body).strip(b"?") for get in gets} == {b""}
+    names = [b"%d" % number for number in range(2, 20)]
+    assert read(line, names, 5, 9000) == [content(number, 9000) for number in range(2, 20)]
+    assert {get.fate for get in gets} == {Fate.UNKNOWN}
+
+
+def test_a_server_that_is_not_there_is_told(connect: Callable[[str], Connection]) -> None:
+    error = failing(lambda: read(connect("s3://bucket?endpoint=http://127.0.0.1:1"), [NAME]))
+    assert (error.problem, "see that the server runs" in error.text) == (StoreProblem.UNREACHABLE, True)
+
+
+# --- a server that answers as it is told ---------------------------------------------------------
+
+
+def test_a_pack_is_read_by_ranges(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    line = connect(fake.url())
+    pack = content(6, 10_000)
+    put(line, {b"a": pack})
+    fake.asked.clear()
+    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
+    assert read(line, [b"a"], 4, 96, 9990) == [pack[9990:]]
+    assert read(line, [b"a"], 4, 96, 10_000) == [Fate.MISFIT]
+    assert read(line, [b"b"], 4, 96, 5000) == [Fate.MISSING]
+    assert [wanted for _, _, wanted in fake.asked] == [
+        "bytes=5000-5099",
+        "bytes=9990-10089",
+        "bytes=10000-10099",
+        "bytes=5000-5099",
+    ]
+
+
+def test_a_whole_answer_to_a_range_is_cut(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    fake.ranges = False
+    line = connect(fake.url())
+    pack = content(7, 10_000)
+    put(line, {b"a": pack})
+    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
+    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
+    assert [wanted for method, _, wanted in fake.asked if method == "GET"] == ["bytes=5000-5099", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "problem", "words"),
+    [
+        (503, "SlowDown", StoreProblem.BUSY, "SlowDown: the server asks to come back later"),
+        (429, "TooManyRequests", StoreProblem.BUSY, "come back later"),
+        (500, "InternalError", StoreProblem.BUSY, "come back later"),
+        (403, "AccessDenied", StoreProblem.DENIED, "read, write and delete"),
+        (403, "RequestTimeTooSkewed", StoreProblem.DENIED, "the clock of this host or of the server is wrong"),
+        (401, "", StoreProblem.DENIED, "HTTP 401"),
+        (507, "", StoreProblem.FULL, "lifecycle rule"),
+        (403, "QuotaExceeded", StoreProblem.FULL, "lifecycle rule"),
+        (400, "AuthorizationHeaderMalformed", StoreProblem.PROTOCOL, "?region="),
+        (404, "NoSuchBucket", StoreProblem.PROTOCOL, "there is no bucket bucket: make it"),
+        (418, "", StoreProblem.PROTOCOL, "HTTP 418"),
+    ],
+)
+def test_what_the_server_says_is_told_in_one_line(
+    fake: FakeServer,
+    connect: Callable[[str], Connection],
+    status: int,
+    code: str,
+    problem: StoreProblem,
+    words: str,
+) -> None:
+    fake.hook = lambda method, key: (status, f"<Error><Code>{code}</Code></Error>".encode())
+    line = connect(fake.url())
+    for call in (lambda: read(line, [b"a"]), lambda: put(line, {b"a": b"value!"})):
+        error = failing(call)
+        assert error.problem is problem
+        assert words in error.text
+        assert error.text.startswith("s3://bucket/prefix: ")
+
+
+def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
+    fake: FakeServer, connect: Callable[[str], Connection]
+) -> None:
+    too_long = (400, b"<Error><Code>EntityTooLarge</Code></Error>")
+    fake.hook = lambda method, key: too_long if method == "PUT" and key == OBJECT else None
+    assert put(connect(fake.url()), {b"a": b"value!", b"b": b"value!"}) == [Fate.REFUSED, Fate.DONE]
+
+
+def test_an_announced_length_beyond_all_room_is_not_read(
+    fake: FakeServer, connect: Callable[[str], Connection]
+) -> None:
+    fake.gate.clear()  # the rest of the object never comes
+    fake.objects[OBJECT] = bytes(10 << 20)
+    fake.objects["prefix/notes/n"] = bytes(10 << 20)
+    line = connect(fake.url())
+    assert read(line, [b"a"], 5, 1000) == [Fate.MISFIT]
+    assert line.exists([], [b"n"], soon()).notes == [None]
+
+
+def test_a_drip_ends_at_the_deadline(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    fake.objects[OBJECT] = content(8, 9000)
+    fake.gate.clear()
+    line = connect(fake.url())
+    get = room(b"a", 5, 9000)
+    assert failing(lambda: line.get([get], [], time.monotonic() + LATE_S)).problem is StoreProblem.TIMEOUT
+    fake.gate.set()
+    assert read(line, [b"a"], 5, 9000) == [content(8, 9000)]
+    assert bytes(get.body).strip(b"?") == b""
+
+
+def test_a_first_note_stays_where_the_server_knows_conditions(
+    fake: FakeServer, connect: Callable[[str], Connection]
+) -> None:
+    other = b"from another host"
+
+    def meanwhile(method: str, key: str) -> None:
+        if method == "PUT":
+            fake.objects.setdefault(key, other)
+
+    fake.hook = meanwhile  # type: ignore[assignment]
+    assert connect(fake.url()).set_note(b"n", b"mine", soon(), only_if_missing=True) == other
+
+
+def test_transfers_of_a_call_go_side_by_side_and_not_all_at_once() -> None:
+    requests, drawn, begun = object_requests.BucketRequests(), [], []
+    all_begun = asyncio.Event()
+
+    async def job(number: int) -> int:
+        begun.append(number)
+        if len(begun) >= 8:
+            all_begun.set()
+        await all_begun.wait()  # ends only when eight are under way
+        return number
+
+    def jobs() -> Iterator[object_requests.Job]:
+        for number in range(20):
+            drawn.append(number)
+            yield partial(job, number)
+
+    try:
+        answers = requests.side_by_side(jobs(), 8, soon())
+        first = next(answers)
+        assert drawn == list(range(8))
+        assert sorted([first, *answers]) == [(number, number) for number in range(20)]
+    finally:
+        requests.close()
+
+
+def test_a_late_call_leaves_nothing_under_way(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    line = connect(fake.url())
+    fake.objects |= {f"prefix/values/{number}": bytes(9000) for number in range(20)}
+    fake.gate.clear()
+    gets = [room(b"%d" % number, 5, 9000) for number in range(20)]
+    assert failing(lambda: line.get(gets, [], time.monotonic() + LATE_S)).problem is StoreProblem.TIMEOUT
+    thread = line._shared.requests._thread  # type: ignore[attr-defined]
+    wait_until(lambda: not asyncio.all_tasks(thread.loop), "the requests to be cancelled")
+
+
+def test_parts_may_change_after_a_late_put(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    """From its deadline on they are the caller's again: what is still sent is a copy."""
+    arrived, go = threading.Event(), threading.Event()
+
+    def wait(method: str, key: str) -> None:
+        arrived.set()
+        go.wait(60)
+
+    fake.hook = wait  # type: ignore[assignment]
+    line = connect(fake.url())
+    parts = [memoryview(bytearray(content(number, 300_000))) for number in range(12)]
+    puts = [Put(b"%d" % number, [b"head!", part]) for number, part in enumerate(parts)]
+    while not arrived.is_set():  # a busy machine may not come so far within the time
+        assert failing(lambda: line.put(puts, [], time.monotonic() + LATE_S)).problem is StoreProblem.TIMEOUT
+    for part in parts:
+        part[:] = b"x" * len(part)
+    go.set()
+    line.exists([b"a"], [], soon())
+    assert all(b"x" * 1000 not in value for value in fake.objects.values())
+
+
+# --- the thread that makes requests --------------------------------------------------------------
+
+
+def test_a_hanging_event_loop_is_replaced_a_few_times(
+    fake: FakeServer, connect: Callable[[str], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if obstore blocked in a call instead of returning something to wait for."""
+    monkeypatch.setattr(object_requests, "HUNG_S", 0.0)
+    monkeypatch.setattr(object_requests, "MAX_LOOPS", 2)
+    line = connect(fake.url())
+    put(line, {b"a": b"value!"})
+    go = threading.Event()
+
+    async def hang(key: str) -> None:
+        go.wait(60)
+
+    real, line._head = line._head, hang  # type: ignore[attr-defined]
+    for _ in range(2):
+        for _ in range(2):  # the first call hangs in the loop, the second one is never begun
+            error = failing(lambda: line.exists([b"a"], [], time.monotonic() + LATE_S))
+            assert error.problem is StoreProblem.TIMEOUT
+    line._head = real  # type: ignore[attr-defined]
+    error = failing(lambda: line.exists([b"a"], [], soon()))
+    assert (error.problem, "obstore hangs" in error.text) == (StoreProblem.UNREACHABLE, True)
+    go.set()
+
+
+def test_a_closed_store_ends_its_calls(fake: FakeServer) -> None:
+    fake.gate.clear()
+    fake.objects[OBJECT] = content(9, 9000)
+    store = ObjectsStore(fake.url())
+    line = store.connect()
+    raised: list[StoreError] = []
+
+    def wait() -> None:
+        raised.append(failing(lambda: read(line, [b"a"], 5, 9000)))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    wait_until(lambda: fake.asked, "the request")
+    store.close()
+    waiter.join()
+    assert raised[0].problem is StoreProblem.UNREACHABLE
+    assert failing(lambda: read(line, [b"a"])).problem is StoreProblem.UNREACHABLE
+
+
+# --- before the daemon serves --------------------------------------------------------------------
+
+
+def test_without_obstore_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"s3://bucket: needs the package obstore .*pip install .*objects"):
+        ObjectsStore("s3://bucket")
+
+
+def test_a_store_that_obstore_refuses_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
+    with pytest.raises(ConfigError, match="GOOGLE_APPLICATION_CREDENTIALS") as caught:
+        ObjectsStore("gs://bucket/prefix")
+    assert "\n" not in str(caught.value)
