@@ -87,7 +87,7 @@ class Cache:
         self.reads = Reads(self.space, self.below, clock_s, limits.pin_share)
         self.slices = Slices()
         """Requests and other work that take more than one go of the loop."""
-        self.ahead = Ahead(self.reads, clock_s, self.slices)
+        self.ahead = Ahead(self.reads, clock_s, self.slices, self._look_up)
         unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, lambda: self.space.allocator.arena_bytes)
         self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
         self.space.on_taken_back = self.writes.take_back
@@ -113,9 +113,15 @@ class Cache:
             blocks = max(blocks, hints.say(places, keys, first, said, window, len(namespaces)))
             if not number % _HINTED_AT_ONCE:
                 yield
-        if blocks and self.below.name:
+        if blocks and self.below.tiers:
             self.ahead.say(namespaces, keys[: blocks * KEY_BYTES], said)
         return blocks
+
+    def _look_up(self, namespaces: Sequence[Namespace], keys: bytes, go: Callable[[], None]) -> bool:
+        """Have `go` called when it is known what a shared store has of a prompt; False where nothing is to be known."""
+        if not self.below.may_extend:
+            return False
+        return self.below.wait(namespaces, keys, self.reads.runs.lengths(namespaces, keys), go)
 
     def flush(
         self, namespaces: Sequence[Namespace], key: bytes, below: FlushBelow | None, dram: bool = True

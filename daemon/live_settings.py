@@ -63,7 +63,7 @@ class LiveSettings:
         for key in changed:
             if note := self._left_out(key):
                 log.warning("%s is changed in part: %s", key, note)
-        if later := [key for key in SETTINGS if self._text(self.config, key) != self._text(found.config, key)]:
+        if later := [key for key in SETTINGS if self._differs(found.config, key)]:
             log.warning("settings that change with a restart only: %s", ", ".join(later))
         return ""
 
@@ -109,9 +109,16 @@ class LiveSettings:
         views = []
         for key in SETTINGS:
             value, other = self._text(self.config, key), None if found is None else self._text(found, key)
+            if found is not None and other == value and self._differs(found, key):
+                other = f"{value} with another password"
             view = SettingView(key, value, self.sources.get(key, ""), key in LIVE, other if other != value else None)
             views.append(view)
         return views, problem
+
+    def _differs(self, found: DaemonConfig, key: str) -> bool:
+        """Whether a setting has changed. Texts do not tell: they have no passwords."""
+        field = SETTINGS[key].field
+        return bool(getattr(self.config, field) != getattr(found, field))
 
     @staticmethod
     def _text(config: DaemonConfig, key: str) -> str:

@@ -1,6 +1,6 @@
 """Prefetches blocks into DRAM in the background, shortly before a client said it would return.
 
-    hint(return_in) ─► plan ─ a moment before that ─► what NVMe has of the chain is promoted, after clients' reads
+    hint(return_in) ─► plan ─ a moment before that ─► what lower tiers have of it is promoted, after clients' reads
 
 A plan holds nothing: blocks that have left both tiers meanwhile are a miss as ever. Prefetched blocks are kept in DRAM
 like all awaited ones (`hinted_policy.py`); blocks that would not be kept, since other clients come sooner, are not
@@ -44,13 +44,23 @@ _Name = tuple[tuple[int, ...], bytes]
 
 
 class Ahead:
-    """Plans and starts prefetches. Event loop only; never blocks."""
+    """Plans and starts prefetches. Event loop only; never blocks.
 
-    def __init__(self, reads: Reads, clock_s: Callable[[], float], slices: Slices) -> None:
+    `look_up(namespaces, keys, go)` has `go` called when it is known what a shared store has; False where it is known.
+    """
+
+    def __init__(
+        self,
+        reads: Reads,
+        clock_s: Callable[[], float],
+        slices: Slices,
+        look_up: Callable[[Sequence[Namespace], bytes, Callable[[], None]], bool] = lambda namespaces, keys, go: False,
+    ) -> None:
         self.blocks = 0
         """Blocks prefetched so far, including those under way."""
         self._reads = reads
         self._slices = slices
+        self._look_up = look_up
         self._clock_s = clock_s
         self._plans: OrderedDict[_Name, _Plan] = OrderedDict()
         self._bytes = 0
@@ -96,7 +106,14 @@ class Ahead:
                 continue  # a later hint has moved the time: it has its own note
             self._drop(name)
             if plan.late_s > now_s:
-                self._slices.add(self._bring(plan))
+                self._begin(plan)
+
+    def _begin(self, plan: _Plan) -> None:
+        def go() -> None:
+            self._slices.add(self._bring(plan))
+
+        if not self._look_up(plan.namespaces, plan.keys, go):
+            go()
 
     def _bring(self, plan: _Plan) -> Steps[None]:
         self.blocks += yield from self._reads.bring_ahead(plan.namespaces, plan.keys, lambda: self._room(plan))

@@ -51,7 +51,9 @@ from tiercache.protocol.messages import Welcome
 if TYPE_CHECKING:
     from tiercache.daemon.observe.recorder import Recorder
     from tiercache.daemon.requests.remote import RemoteGate
+    from tiercache.daemon.tiers.lower_tiers import LowerTiers
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
+    from tiercache.daemon.tiers.shared.tier import SharedTier
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -84,6 +86,8 @@ class Server:
         self.clock = LeaseClock()
         self.regions: dict[int, Region] = {}
         self.nvme = self._make_nvme() if config.nvme_dirs else None
+        self.shared = self._make_shared() if config.shared else None
+        self.below = None if self.shared is None else self._make_lower_tiers(self.shared)
         limits = CacheLimits(
             config.policy,
             config.headroom_bytes,
@@ -97,12 +101,16 @@ class Server:
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
-        self.cache = Cache(self.clock, limits, self.nvme, self.events, what_if)
+        self.cache = Cache(self.clock, limits, self.below or self.nvme, self.events, what_if)
         self.cache.work_ns, self.cache.writes.pending.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
         if self.nvme is not None:
-            self.nvme.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events)
+            further = [] if self.shared is None else [self.shared]
+            self.nvme.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events, further)
             self.nvme.limit_work(WORK_NS)
+        if self.below is not None:
+            parts = self.cache.space, self.cache.reads.growing, self.cache.writes, self.events
+            self.below.attach(*parts, self.regions, self._landed)
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
         self.problem = ""
@@ -124,6 +132,8 @@ class Server:
         try:
             self._watch(parent_fd)
             await self._open_nvme()
+            if self.shared is not None:
+                self.shared.open()
             self._open()
             go_first()  # after ZeroMQ's threads were started: those started later do not inherit it
             log.info(
@@ -145,7 +155,7 @@ class Server:
             if self.http is not None:
                 await self.loop.run_in_executor(None, self.http.stop)
             self._close()
-            await self._close_nvme()
+            await self._close_lower_tiers()
         finally:
             if self.recorder is not None:
                 await self.loop.run_in_executor(None, self.recorder.close)
@@ -315,6 +325,30 @@ class Server:
         finally:
             opening.cancel()
             stopping.cancel()
+
+    def _make_shared(self) -> SharedTier:
+        # Imported here: most daemons serve one host.
+        from tiercache.daemon.tiers.shared.settings import shared_settings
+        from tiercache.daemon.tiers.shared.tier import SharedTier
+
+        return SharedTier(shared_settings(self.config), self.regions, soon=self._work_soon)
+
+    def _make_lower_tiers(self, shared: SharedTier) -> LowerTiers:
+        from tiercache.daemon.tiers.lower_tiers import LowerTiers
+
+        return LowerTiers(self.nvme, shared)
+
+    async def _close_lower_tiers(self) -> None:
+        """Write what waits: to the disks, and meanwhile to the store."""
+        if self.below is not None:
+            self.below.end()
+        await asyncio.gather(self._close_shared(), self._close_nvme())
+
+    async def _close_shared(self) -> None:
+        if self.shared is not None:
+            left = await self.shared.close(self.config.grace_s)
+            if left:
+                log.info("%d blocks were not sent to the shared store when the daemon stopped", left)
 
     async def _close_nvme(self) -> None:
         if self.nvme is not None:

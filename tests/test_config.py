@@ -316,3 +316,43 @@ def test_what_all_directories_may_take() -> None:
 
 def test_an_empty_word_of_the_environment_is_none() -> None:
     assert load_config(None, {"TIERCACHE_ARENA": "", "TIERCACHE_MAX_SESSIONS": ""}, {}).max_sessions == 256
+
+
+# --- passwords ---------------------------------------------------------------------------------------
+
+PASSWORDS = ["open-sesame", "with/slash", "with@sign", "with:colon", "p@s/s:w?rd#"]
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+@pytest.mark.parametrize("user", ["", "cache"])
+def test_no_password_of_a_store_is_ever_shown(password: str, user: str) -> None:
+    url = f"valkey://{user}:{password}@kv:6379"
+    config = load_config(env={"TIERCACHE_SHARED": url, "TIERCACHE_SHARED_PLAIN": "yes"})
+    assert config.shared.full == url
+    shown = [render_toml(config), repr(config), str(config.shared), f"{config.shared}"]
+    for key, env in (("SHARED_PLAIN", "no"), ("SHARED_KEY", "/k"), ("ARENA", "lots")):
+        with pytest.raises(ConfigError) as refused:
+            load_config(env={"TIERCACHE_SHARED": url, "TIERCACHE_SHARED_PLAIN": "yes", f"TIERCACHE_{key}": env})
+        shown.append(str(refused.value))
+    for wrong in (
+        {"env": {"TIERCACHE_SHARD": url}},
+        {"env": {}, "flags": {"shard": url}},
+        {"env": {}, "flags": {"kv_events": url}},
+        {"env": {}, "flags": {"http": url}},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load_config(**wrong)  # type: ignore[arg-type]
+        shown.append(str(refused.value))
+    assert [text for text in shown if password in text] == []
+    assert f"valkey://{user}:***@kv:6379" in shown[0]
+
+
+def test_a_printed_file_is_not_taken_for_a_store_without_password(tmp_path: Path) -> None:
+    config = load_config(env={"TIERCACHE_SHARED": "valkey://:secret@kv", "TIERCACHE_SHARED_PLAIN": "yes"})
+    path = tmp_path / "tiercache.toml"
+    path.write_text(render_toml(config, comments=False))
+    with pytest.raises(ConfigError, match="was printed without its password: write the password, or set TIERCACHE_"):
+        load_config(path, env={})
+    path.write_text('shard = "valkey://:secret@kv"\n')
+    with pytest.raises(ConfigError, match=r"shard = valkey://:\*\*\*@kv .*no such setting"):
+        load_config(path, env={})

@@ -13,6 +13,7 @@ class Counters:
     match_blocks_asked: int = 0
     match_blocks_hit: int = 0
     match_blocks_below: int = 0
+    match_blocks_shared: int = 0
     loads_good: int = 0
     loads_revoked: int = 0
     reserved_blocks: int = 0

@@ -53,6 +53,8 @@ class LinkedEntries:
         self._release_frame = release_frame
         self.on_left: Callable[[int, bytes], None] | None = None
         """Called for each block that can no longer be found, with its table's number and its key."""
+        self.on_evicted: Callable[[int], None] | None = None
+        """Called with each entry that is about to be evicted, while its frame is still its own."""
         self.has_cut = False
         """Whether a pinned entry was unlinked; holders of pins check this flag and clear it."""
         self.drops = 0

@@ -159,6 +159,8 @@ class Index(Lookups):
         """Evict a candidate; its frame is released at once and its parent may become a candidate."""
         assert self.children[entry] == 0
         assert self.pins[entry] == 0
+        if self.on_evicted is not None:
+            self.on_evicted(entry)
         parent = self.parent[entry]
         if self.children[parent] != 1 or self.pins[parent] or self.state[parent] != LIVE:
             self._evict_apart(entry, parent)
@@ -197,6 +199,9 @@ class Index(Lookups):
                 break
             run.append(above)
             top = above
+        if self.on_evicted is not None:
+            for evicted in run:
+                self.on_evicted(evicted)
         if next_one:
             table.policy.replaced(above, entry)
             children[above] = 0

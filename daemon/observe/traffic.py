@@ -27,22 +27,23 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Namespace, bytes, int, int, int]] = []
+        self._noted: list[tuple[Namespace, bytes, int, int, int, int]] = []
         self._asked_tokens = Histogram(POWERS_OF_TWO)
         self._hit_tokens = Histogram(POWERS_OF_TWO)
         self._dram_hit_tokens = 0
         self._below_hit_tokens = 0
+        self._shared_hit_tokens = 0
         self.read_bytes = 0
         self._hot_paths = HotPaths()
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, asked_blocks: int, found: Found) -> None:
         """A client asked for the blocks `keys`."""
-        self._noted.append((namespaces[0], keys, asked_blocks, found.dram, found.below))
+        self._noted.append((namespaces[0], keys, asked_blocks, found.dram, found.below, found.shared))
         if len(self._noted) >= MAX_NOTED:
             self._count()
 
     def _count(self) -> None:
-        for first, keys, asked_blocks, dram, below in self._noted:
+        for first, keys, asked_blocks, dram, below, shared in self._noted:
             if first.spec.engine == PROBE_ENGINE:
                 continue
             size, hit = first.spec.block_size, dram + below
@@ -50,6 +51,7 @@ class Traffic:
             self._hit_tokens.observe(hit * size)
             self._dram_hit_tokens += dram * size
             self._below_hit_tokens += below * size
+            self._shared_hit_tokens += shared * size
             if hit:
                 self._hot_paths.matched(first, keys, hit)
         self._noted.clear()
@@ -83,5 +85,6 @@ class Traffic:
             "asked_tokens": self.asked_tokens.sum,
             "dram_hit_tokens": self._dram_hit_tokens,
             "below_hit_tokens": self._below_hit_tokens,
+            "shared_hit_tokens": self._shared_hit_tokens,
             "read_bytes": self.read_bytes,
         }

@@ -14,6 +14,7 @@ from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.inspection import chain_of, pins_of, places_of
 from tiercache.daemon.requests.context import Method, RequestContext, check_keys, check_windows, encoder, positive
 from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.store_waits import StoreWaits
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import ConfigError, RequestRefused
 from tiercache.protocol import messages as m
@@ -31,6 +32,13 @@ MODELS_AT_ONCE = 256
 """Models listed in one slice: those of tenants are encoded anew, a millisecond for so many."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_FINDINGS = 1000
+_UNCONFIRMED = {
+    "nvme": "a disk that hangs or was taken away has not confirmed it: its blocks may come back after a restart; flush "
+    "again when it is there, or restart the daemon if it is gone for good",
+    "shared": "the shared store is away and has not been told: the flush is kept, across restarts too, and the store "
+    "will be told when it is back; until then this host uses nothing of it, and other hosts may still find the blocks",
+}
+"""What to say of a flush that a tier has not confirmed."""
 _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
 """Valid priorities of a hint; 0 says nothing."""
 
@@ -48,6 +56,7 @@ class AdminRequests:
         self._events = context.cache.events
         self._observers = context.cache.observers
         self._generation = context.generation
+        self._store_waits = StoreWaits(context)
         self._checking = False
         self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps only weak references
 
@@ -82,13 +91,19 @@ class AdminRequests:
         blocks = self._client_pins.unpin(self._context.namespaces(request.namespaces), request.keys)
         return m.Pinned(request.request_id, self._generation, blocks)
 
-    def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply]:
+    def _prefetch(self, session: Session, request: m.Prefetch) -> Steps[m.Reply | None]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._context.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
+        fetched = self._prefetched(session, request, namespaces)
+        return (yield from self._store_waits.begin(session, request, namespaces, request.keys, lambda: fetched))
+
+    def _prefetched(self, session: Session, request: m.Prefetch, namespaces: list[Namespace]) -> Steps[m.Reply]:
         found = yield from self._reads.prefetch(session.owner, namespaces, request.keys)
         self._observers.prefetched(namespaces, request.keys, found)
-        return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+        return m.Matched(
+            request.request_id, self._generation, found.dram, found.below, NO_LEASE, shared_blocks=found.shared
+        )
 
     def _hint(self, session: Session, request: m.Hint) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
@@ -116,7 +131,7 @@ class AdminRequests:
         return self._context.namespaces(numbers) if numbers else self._space.all_namespaces()
 
     def _flush(self, session: Session, request: m.Flush) -> Steps[m.Reply | None]:
-        tiers = ["all", "dram", *filter(None, [self._below.name])]
+        tiers = ["all", "dram", *self._below.tiers]
         if request.tier not in tiers:
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
         if request.key:
@@ -135,17 +150,16 @@ class AdminRequests:
             log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
             if not durable:
-                text = (
-                    "flushed, but a disk that hangs or was taken away has not confirmed it: its blocks may come back "
-                    "after a restart; flush again when it is there, or restart the daemon if it is gone for good"
-                )
+                assert below is not None
+                text = "flushed, but " + "; ".join(_UNCONFIRMED[tier] for tier in below.unconfirmed)
                 reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
             self._context.answer(identity, session, reply)
 
         below = None
-        if self._below.name and request.tier != "dram":
-            below = self._below.begin_flush(namespaces, request.key, done, named=bool(request.namespaces))
-        in_dram = request.tier != self._below.name
+        if self._below.tiers and request.tier != "dram":
+            named = bool(request.namespaces)
+            below = self._below.begin_flush(namespaces, request.key, done, named, request.tier)
+        in_dram = request.tier in ("all", "dram")
         blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
         if below is None:
             log.log(level, "session %s flushed %d blocks", session.name, blocks)
@@ -201,7 +215,7 @@ class AdminRequests:
         finally:
             self._checking = False
         blocks = sum(table.blocks for table in self._space.index.tables.values())
-        blocks += int(below.stats().get("blocks", 0))
+        blocks += sum(int(stats.get("blocks", 0)) for stats in below.stats_by_tier().values())
         if not request.sample:
             return self._checked(request, findings, blocks, 0)
 

@@ -38,6 +38,10 @@ def _nowhere(identity: bytes, answer: Answer) -> None:
     raise AssertionError("the service was not connected to a router")
 
 
+def _not_resumed(identity: bytes, session: Session, request: m.Request, steps: Steps[Any]) -> None:
+    raise AssertionError("the context was not connected to a service")
+
+
 class RequestContext:
     """Shared by the classes that answer requests. Event loop only.
 
@@ -47,6 +51,7 @@ class RequestContext:
         unsent: earlier answers that wait to be read.
         send: gives an answer to a connection, once there is a router.
         settings: what the daemon runs with.
+        resume: runs the steps of a request that had to wait, and answers it.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class RequestContext:
         self.tenant = ""
         self.send: Callable[[bytes, Answer], None] = _nowhere
         self.settings: LiveSettings | None = None
+        self.resume: Callable[[bytes, Session, m.Request, Steps[Any]], None] = _not_resumed
 
     def answer(self, identity: bytes, session: Session, reply: m.Reply) -> None:
         """Answer a deferred request."""

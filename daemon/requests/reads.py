@@ -20,6 +20,7 @@ from tiercache.daemon.requests.context import (
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.requests.store_waits import StoreWaits
 from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
@@ -63,6 +64,7 @@ class ReadRequests:
         self._observers = context.cache.observers
         self._traffic = context.cache.observers.traffic
         self._generation = context.generation
+        self._store_waits = StoreWaits(context)
         self._parked: dict[int, deque[_Parked]] = {}  # by lease
         self._parked_of: Counter[Session] = Counter()
         self._overdue: list[tuple[float, int]] = []  # a heap: deadline and lease of each
@@ -82,17 +84,23 @@ class ReadRequests:
             m.BadExtent: self._bad_extent,
         }
 
-    def _match(self, session: Session, request: m.Match) -> Steps[m.Reply]:
+    def _match(self, session: Session, request: m.Match) -> Steps[m.Reply | None]:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._context.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
         ttl_s = self._context.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
+        found = self._found(session, request, namespaces, ttl_s)
+        return (yield from self._store_waits.begin(session, request, namespaces, request.keys, lambda: found))
+
+    def _found(self, session: Session, request: m.Match, namespaces: list[Namespace], ttl_s: float) -> Steps[m.Reply]:
         # A client on another host cannot read the disks, so no extents are kept for it.
         wants = request.promote, request.extents and not session.tenant
         found = yield from self._reads.match(session.owner, namespaces, request.keys, ttl_s, *wants)
         self._observers.looked_up(namespaces, request.keys, found, request.promote and request.ttl_ms > 0)
         if found.lease is None:
-            return m.Matched(request.request_id, self._generation, found.dram, found.below, NO_LEASE)
+            return m.Matched(
+                request.request_id, self._generation, found.dram, found.below, NO_LEASE, shared_blocks=found.shared
+            )
         named = min(request.resolve, m.MAX_RESOLVE, max(1, MAX_MATCHED_FRAMES // len(namespaces)))
         frames = []
         if named > 0:
@@ -102,7 +110,9 @@ class ReadRequests:
                 frames.append(m.pack_frames(its))
         lease_id = found.lease.lease_id
         held = found.lease.held is not None
-        return m.Matched(request.request_id, self._generation, found.dram, found.below, lease_id, frames, held)
+        return m.Matched(
+            request.request_id, self._generation, found.dram, found.below, lease_id, frames, held, found.shared
+        )
 
     def _peek(self, session: Session, request: m.Peek) -> Steps[m.Reply]:
         check_keys(request.keys, m.MAX_KEYS)
@@ -110,10 +120,12 @@ class ReadRequests:
         together = yield from self._reads.runs.peek(namespaces, request.keys)
         each = []
         for number, namespace in enumerate(namespaces, 1):
-            each.append((yield from self._reads.runs.peek([namespace], request.keys)))
+            its = yield from self._reads.runs.peek([namespace], request.keys)
+            each.append((its.dram, its.below + its.shared))
             if not number % _PEEKS:
                 yield
-        return m.Peeked(request.request_id, self._generation, *together, each)
+        below = together.below + together.shared
+        return m.Peeked(request.request_id, self._generation, together.dram, below, each)
 
     def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:
@@ -146,8 +158,8 @@ class ReadRequests:
 
     @property
     def parked(self) -> int:
-        """Requests that wait for blocks being promoted."""
-        return self._parked_of.total()
+        """Requests that wait for blocks being promoted, or for the shared store."""
+        return self._parked_of.total() + len(self._store_waits)
 
     def _progressed(self, lease_id: int) -> None:
         """A lease has grown, or will not grow any more."""

@@ -117,6 +117,7 @@ class Service:
         self.soon: Callable[[], None] = lambda: None
         """Called when a slice should be run before the next tick."""
         self._sliced: Counter[Session] = Counter()  # requests under way in slices, by session
+        context.resume = self._resume
         self.reads = ReadRequests(context, slow)
         self._writes = WriteRequests(context)
         self._methods: dict[type, Method] = {
@@ -229,6 +230,13 @@ class Service:
         self._slices.add(self._go_on(self.context.identity, session, request, steps))
         self.soon()
         return None
+
+    def _resume(self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> None:
+        """Serve a request that had to wait, which returned None before."""
+        self._sliced[session] += 1
+        # Not at once: one look-up may have been what a thousand requests waited for.
+        self._slices.add(self._go_on(identity, session, request, steps))
+        self.soon()
 
     def _go_on(
         self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]

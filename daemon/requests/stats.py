@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiercache.daemon.tiers.dram.space import Namespace
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
     from tiercache.daemon.tiers.quotas import Quotas
+    from tiercache.daemon.tiers.shared.tier import SharedTier
 
 # Clients choose the names that they give and register; the reply has to fit into one message.
 MAX_LISTED_NAMESPACES = 1024
@@ -52,6 +53,7 @@ class Daemon(Protocol):
     gate: SessionGate
     service: Service
     nvme: NvmeTier | None
+    shared: SharedTier | None
     events: Events | None
     recorder: Recorder | None
     http: HttpProcess | None
@@ -99,7 +101,7 @@ def _figures(daemon: Daemon) -> dict[str, Any]:
                 "bytes": space.allocator.used_bytes,
                 "capacity_bytes": space.allocator.arena_bytes,
             },
-            **({cache.below.name: cache.below.stats()} if cache.below.name else {}),
+            **cache.below.stats_by_tier(),
         },
         **({} if cache.observers.what_if is None else {"what_if": cache.observers.what_if.stats()}),
         "counters": counters,
@@ -141,7 +143,7 @@ def health_of(daemon: Daemon) -> dict[str, Any]:
 
     `parts` says in how many ways each part is not well; reasons are for people and may change their wording.
     """
-    parts: dict[str, list[str]] = {"arena": [], "index": [], "nvme": [], "http": []}
+    parts: dict[str, list[str]] = {"arena": [], "index": [], "nvme": [], "shared": [], "http": []}
     if daemon.maker.shortage and daemon.cache.space.allocator.arena_bytes < daemon.config.arena_bytes:
         parts["arena"].append(daemon.maker.shortage)
     parts["arena"] += daemon.cache.writes.unfinished.reasons()
@@ -149,6 +151,8 @@ def health_of(daemon: Daemon) -> dict[str, Any]:
         parts["index"].append("the index has contradicted itself, or a client sent keys that are no chain")
     if daemon.nvme is not None:
         parts["nvme"] += daemon.nvme.reasons()
+    if daemon.shared is not None:
+        parts["shared"] += daemon.shared.reasons()
     if daemon.http is not None and daemon.http.problem:
         parts["http"].append(daemon.http.problem)
     reasons = [reason for its in parts.values() for reason in its]
@@ -252,6 +256,7 @@ def _namespace(namespace: Namespace, now_s: float, pinned: int, below: int) -> d
         "asked_blocks": use.asked_blocks,
         "hit_blocks": use.hit_blocks,
         "hit_below_blocks": use.below_blocks,
+        "hit_shared_blocks": use.shared_blocks,
         "stored_blocks": use.stored_blocks,
         "refused_blocks": use.refused_blocks,
         "idle_s": None if use.used_s is None else round(now_s - use.used_s, 1),

@@ -1,13 +1,18 @@
-"""The tiers below the GPU: DRAM (`dram/`), and below it NVMe (`nvme/`). `lower_tier` is the seam between the two.
+"""The tiers below the GPU: DRAM (`dram/`), below it NVMe (`nvme/`), then a store that hosts share (`shared/`).
 
     store:  requests ► dram/writes ► lower_tier ► nvme/moves/writebehind ► disk
+                                              └─► shared/writes          ► store
     match:  requests ► dram/reads  ► lower_tier ► promotion ► a source   ► dram ► the lease grows
 
-The tier below DRAM implements `lower_tier.TierBelow`. `server` makes, opens and closes it, and gives it to `Cache`,
-which takes one; `requests/stats` and `observe` show its queues and reasons. NVMe drops what it evicts: a third tier
-needs a new interface there.
+DRAM knows one thing below it, which implements `lower_tier.TierBelow`: NVMe, or `lower_tiers.LowerTiers` where there
+is a shared tier. `server` makes, opens and closes the tiers, and gives them to `Cache`; `requests/stats` and `observe`
+show their queues and reasons.
 
+source       what promotion asks of a directory or a store
+promotion    blocks from lower tiers into frames, in order
+lower_tiers  NVMe and the shared tier together
+forms/       the form of a block outside DRAM: compressed, encrypted
 quotas       how much of each tier a tenant may have
-store_leases leases to store, in both tiers: who may write where, and how long a frame or slot is not reused
+store_leases leases to store, in DRAM and on NVMe: who may write where, and how long a place is not reused
 unfinished   how much each client may have under such leases
 """

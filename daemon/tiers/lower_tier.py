@@ -1,4 +1,4 @@
-"""The interface between DRAM and the tier below it."""
+"""The interface between DRAM and the tiers below it."""
 
 from __future__ import annotations
 
@@ -53,18 +53,37 @@ class FlushBelow(Protocol):
     end: Callable[[], None]
     """Those were all."""
 
+    @property
+    def unconfirmed(self) -> Sequence[str]:
+        """Which tiers have not confirmed it, once `done` was told that it is not durable."""
+
 
 class _NoFlush:
+    unconfirmed: Sequence[str] = ()
+
     def __init__(self, done: Callable[[int, bool], None]) -> None:
         self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None
         self.end: Callable[[], None] = lambda: done(0, True)
 
 
-class TierBelow(Protocol):
-    """What the DRAM tier asks and tells the tier below it. Event loop only; never blocks."""
+class Claim(NamedTuple):
+    """What a shared store was found to have, a short time ago.
 
-    name: str
-    """Empty where there is no such tier."""
+    It has what is missing of blocks 0 ..< `end`, if this host still has the `starts[i]` leading ones of chain i, of the
+    namespaces in the order of the request. `stored`: of namespaces with a window, the blocks that it has.
+    """
+
+    end: int
+    starts: dict[int, int]
+    stored: dict[int, set[int]]
+    until_s: float
+
+
+class TierBelow(Protocol):
+    """What the DRAM tier asks and tells the tiers below it. Event loop only; never blocks."""
+
+    tiers: tuple[str, ...]
+    """Their names, the nearest first; empty where there are none."""
 
     @property
     def grants(self) -> GrantsBelow | None:
@@ -97,6 +116,22 @@ class TierBelow(Protocol):
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         """Indexes and tables with blocks of this prompt in this tier, for hints: of a chain the longest run."""
 
+    @property
+    def may_extend(self) -> bool:
+        """Whether there is a shared store that may extend what this host has."""
+
+    def wait(
+        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+    ) -> bool:
+        """Have `go` called when it is known how far a shared store extends what this host has of a prompt.
+
+        `lengths`: leading blocks on this host, by namespace. Not later than a time-out; never from within this call.
+        False where there is nothing to wait for.
+        """
+
+    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
+        """What a shared store was found to have of a prompt a short time ago."""
+
     def promote(self, lease: ReadLease) -> None:
         """Promote what `lease.runs` wait for; it arrives in DRAM as if a client stored it."""
 
@@ -110,11 +145,17 @@ class TierBelow(Protocol):
         """A block has become visible in DRAM. `before`: for a windowed one the key of the block before it, or empty."""
 
     def begin_flush(
-        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+        self,
+        namespaces: Sequence[Namespace],
+        key: bytes,
+        done: Callable[[int, bool], None],
+        named: bool = False,
+        tier: str = "all",
     ) -> FlushBelow:
         """Flush all these, part by part; `done(blocks, durable)` once a crash cannot bring them back, or still may.
 
-        Unless the namespaces are `named`, the flush includes those known only to a disk that is not open yet.
+        Unless the namespaces are `named`, the flush includes those known only to a disk that is not open yet. `tier` is
+        one of `tiers`, or `all`.
         """
 
     @property
@@ -136,8 +177,8 @@ class TierBelow(Protocol):
         Calls `done(findings, blocks)` at the end. False when another scan is under way.
         """
 
-    def stats(self) -> dict[str, Any]:
-        """What `stats` shows of this tier; empty without one."""
+    def stats_by_tier(self) -> dict[str, dict[str, Any]]:
+        """What `stats` shows of each tier, by its name."""
 
     def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
         """Where a block is in this tier; changes nothing, not even recency."""
@@ -152,9 +193,10 @@ class TierBelow(Protocol):
 class NoTierBelow:
     """DRAM is the last tier: evicted blocks are gone."""
 
-    name = ""
+    tiers: tuple[str, ...] = ()
     grants: GrantsBelow | None = None
     unlinking = False
+    may_extend = False
 
     def expire(self) -> None:
         return
@@ -176,6 +218,14 @@ class NoTierBelow:
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         return []
 
+    def wait(
+        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+    ) -> bool:
+        return False
+
+    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
+        return None
+
     def promote(self, lease: ReadLease) -> None:
         return
 
@@ -186,7 +236,12 @@ class NoTierBelow:
         return
 
     def begin_flush(
-        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+        self,
+        namespaces: Sequence[Namespace],
+        key: bytes,
+        done: Callable[[int, bool], None],
+        named: bool = False,
+        tier: str = "all",
     ) -> FlushBelow:
         return _NoFlush(done)
 
@@ -208,7 +263,7 @@ class NoTierBelow:
         done([], 0)
         return True
 
-    def stats(self) -> dict[str, Any]:
+    def stats_by_tier(self) -> dict[str, dict[str, Any]]:
         return {}
 
     def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:

@@ -24,7 +24,7 @@ from tiercache.daemon.tiers.dram.growing_run import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, LowerTier, Source
-from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+from tiercache.protocol.messages import INSTANCE_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
 """Per source, so that one hung disk affects one disk only."""
@@ -94,13 +94,13 @@ class _Job:
 
 
 class _Fetch(Fetch):
-    """One block of a job, block `number` of a write lease."""
+    """One block of a job, into the frame at `place` of a write lease."""
 
-    __slots__ = ("job", "number", "write_lease")
+    __slots__ = ("job", "place", "write_lease")
 
     job: _Job
+    place: int
     write_lease: int
-    number: int
 
 
 class Promotion:
@@ -177,7 +177,9 @@ class Promotion:
                 jobs += yield from self._jobs_for(lease, run)
         if lease.over or lease.lease_id not in self._growing.leases:
             return
-        jobs = [job for job in jobs if not job.source.offline]
+        for job in jobs:
+            job.asking = not job.source.offline  # those that follow a job that asks for nothing do not wait for it
+        jobs = [job for job in jobs if job.asking]
         if not jobs:  # the blocks are gone
             self._growing.stop(lease)
             return
@@ -257,8 +259,7 @@ class Promotion:
         fetches, frames = list[_Fetch](), iter(got.frames)
         for number, state in enumerate(got.states):
             if state is BlockState.FRAME:
-                key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-                fetch = self._prepare(job, got.lease_id, number, key, next(frames))
+                fetch = self._prepare(job, got.lease_id, number, numbers[number], next(frames))
                 if fetch is None:  # evicted since the match, with all that follows it
                     self._give_up(got.lease_id, range(number, count))
                     break
@@ -272,18 +273,18 @@ class Promotion:
         for number in numbers:
             self._writes.fail(self._owner, write_lease, number)
 
-    def _prepare(self, job: _Job, write_lease: int, number: int, key: bytes, frame: int) -> _Fetch | None:
-        """The fetch that fills one frame, with the block held; None when the block is not there.
+    def _prepare(self, job: _Job, write_lease: int, place: int, number: int, frame: int) -> _Fetch | None:
+        """The fetch that fills the frame at `place` of a write lease with block `number`; None if that is not there.
 
         The frame belongs to whatever writes to it until the fetch has ended.
         """
         source = job.source
-        held = source.hold(job.namespace, key)
+        held = source.hold(job.namespace, job.lease.keys, number)
         if held is None:
             return None
         address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
-        fetch = _Fetch(job.namespace, key, address, job.urgent, held, self._done)
-        fetch.job, fetch.write_lease, fetch.number = job, write_lease, number
+        fetch = _Fetch(job.namespace, job.run.key(number), address, job.urgent, held, self._done)
+        fetch.job, fetch.write_lease, fetch.place = job, write_lease, place
         job.fetching += 1
         self._fetching.setdefault(source, set()).add(job)
         self._fetches[source] = self._fetches.get(source, 0) + 1
@@ -305,9 +306,9 @@ class Promotion:
         if outcome is FetchOutcome.OK:
             source.tally.blocks += 1
             source.tally.stored_bytes += fetch.stored_bytes
-            self._writes.commit(self._owner, fetch.write_lease, [fetch.number])
+            self._writes.commit(self._owner, fetch.write_lease, [fetch.place])
         else:
-            self._writes.fail(self._owner, fetch.write_lease, fetch.number)
+            self._writes.fail(self._owner, fetch.write_lease, fetch.place)
             job.give_up()
             source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
             source.tally.failed += outcome is FetchOutcome.FAILED

@@ -88,8 +88,8 @@ class Source(Protocol):
     def retired(self) -> bool:
         """Whether it is gone for good: no fetch begins any more."""
 
-    def hold(self, namespace: Namespace, key: bytes) -> Any:
-        """Find a block and keep it in place until `let_go`; None where it is not here."""
+    def hold(self, namespace: Namespace, keys: bytes, number: int) -> Any:
+        """Find block `number` of a chain `keys` and keep it in place until `let_go`; None where it is not here."""
 
     def fetch(self, fetches: Sequence[Any]) -> bool:
         """Begin these fetches, in order; False when some were refused, which end as CANCELLED at once."""

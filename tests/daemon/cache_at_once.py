@@ -24,8 +24,9 @@ class CacheAtOnce(Cache):
         return found
 
     def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> tuple[int, int]:
-        """See `Runs.peek`."""
-        return finish(self.reads.runs.peek(namespaces, keys))
+        """See `Runs.peek`: blocks in DRAM, and below."""
+        found = finish(self.reads.runs.peek(namespaces, keys))
+        return found.dram, found.below + found.shared
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Found:
         """See `Reads.prefetch`."""

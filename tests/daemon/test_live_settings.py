@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from raw_client import Client
@@ -20,6 +21,7 @@ from waiting import wait_until
 import tiercache
 from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig, Resolved
+from tiercache.config.setting_kinds import StoreUrl
 from tiercache.daemon.ground.run_directory import RunDir
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
@@ -65,6 +67,24 @@ def running(tmp_path: Path) -> Iterator[Running]:
             yield Running(daemon, file)
     finally:
         os.environ.pop("TIERCACHE_CONFIG", None)
+
+
+def test_a_new_password_of_the_store_is_noticed_and_not_shown(running: Running) -> None:
+    said = running.reload(FILE + 'shared = "valkey://:first@127.0.0.1:1"\nshared_plain = true\n')
+    assert "that change with a restart only: shared" in said
+    assert running.settings()["shared"][3] == '"valkey://:***@127.0.0.1:1"'
+    assert "shared_key to a file" in running.reload(FILE + 'shared = "valkey://:first@127.0.0.1:1"\n')
+    assert "first" not in running.log.read_text()
+
+
+def test_two_urls_that_look_alike_differ() -> None:
+    one, other = (
+        DaemonConfig(shared=StoreUrl(f"valkey://:{password}@kv"), shared_plain=True) for password in ("first", "second")
+    )
+    live = LiveSettings(Resolved(one, {}), lambda: Resolved(other, {}), cast(Any, None))
+    [its] = [view for view in asyncio.run(live.view())[0] if view.next_start is not None]
+    assert (its.key, its.value) == ("shared", '"valkey://:***@kv"')
+    assert its.next_start == '"valkey://:***@kv" with another password'
 
 
 def test_a_hangup_has_the_file_read_again(running: Running) -> None:

@@ -57,8 +57,8 @@ def test_bytes_that_are_no_request_are_answered(client: Client) -> None:
 def test_missing_trailing_fields_have_defaults(client: Client) -> None:
     number, keys = client.namespace(), new_chain(2)
     client.store(number, keys, [block_of(0), block_of(1)])
-    assert client.ask("match", [number], keys) == ["matched", 2, 0, 0, [], False]
-    tag, dram, _, lease, frames, _ = client.ask("match", [number], keys, 1000)
+    assert client.ask("match", [number], keys) == ["matched", 2, 0, 0, [], False, 0]
+    tag, dram, _, lease, frames, _, _ = client.ask("match", [number], keys, 1000)
     assert (tag, dram, lease > 0, frames) == ("matched", 2, True, [])
     assert client.release(lease)
 
@@ -66,7 +66,7 @@ def test_missing_trailing_fields_have_defaults(client: Client) -> None:
 def test_extra_trailing_fields_are_ignored(client: Client, run_dir: Path) -> None:
     assert client.ask("ping", 0, "from", {"a": ["later", 1]}, b"release") == ["done"]
     number, keys = client.namespace(), new_chain(1)
-    assert client.ask("match", [number], keys, 0, 0, False, False, [1, 2], None) == ["matched", 0, 0, 0, [], False]
+    assert client.ask("match", [number], keys, 0, 0, False, False, [1, 2], None) == ["matched", 0, 0, 0, [], False, 0]
     session = SessionSocket(run_dir)
     welcome, _ = session.hello([*hello(os.urandom(16), map_arena=False), "more", 7])
     assert welcome[0] == "welcome"

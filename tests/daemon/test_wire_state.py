@@ -29,7 +29,7 @@ def test_pins_end_with_their_unpin(client: Client) -> None:
     assert client.ask("unpin", [number], keys) == ["pinned", 2]
     assert client.ask("unpin", [number], keys) == ["pinned", 0]
     assert client.stats()["pins"] == {"count": 0, "bytes": 0}
-    assert client.ask("prefetch", [number], keys) == ["matched", 2, 0, 0, [], False]
+    assert client.ask("prefetch", [number], keys) == ["matched", 2, 0, 0, [], False, 0]
 
 
 def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:

@@ -294,6 +294,9 @@ GARBAGE: dict[str, Callable[[bytes], list[bytes]]] = {
     "deep": lambda good: [b"\x94\xa4done\x01\x01" + DEEP],
     "another type": lambda good: [_as(good, m.StatsReply, stats={})],
     "more blocks than asked": lambda good: [_as(good, m.Matched, dram_blocks=10**6, below_blocks=0, lease=5)],
+    "more shared than below": lambda good: [
+        _as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, shared_blocks=1)
+    ],
     "fewer than none": lambda good: [_as(good, m.Matched, dram_blocks=-4, below_blocks=-1, lease=5)],
     "frames of no length": lambda good: [_as(good, m.Matched, dram_blocks=4, below_blocks=0, lease=5, frames=[b"123"])],
     "frames of no region": lambda good: [

@@ -16,11 +16,13 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from tiercache.client.client import Client, close_all_clients
-from tiercache.config.daemon_config import flag_name, session_socket_path
+from tiercache.config.daemon_config import env_name, flag_name, session_socket_path
+from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 from tiercache.ground import forks
 from tiercache.ground.isolated import python_command
@@ -43,15 +45,19 @@ class LaunchedDaemon:
         log: path of its log.
     """
 
-    def __init__(self, run_dir: Path, private: bool, log: Path, command: list[str]) -> None:
+    def __init__(
+        self, run_dir: Path, private: bool, log: Path, command: list[str], secrets: Mapping[str, str] | None = None
+    ) -> None:
+        """`secrets`: what its environment has besides ours, since every user can read a command line."""
         self.address = str(run_dir)
         self.log = log
         self._command = command
+        self._secrets = secrets or {}
         self._private = private
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        self._process, self._pipe = _spawn(command, log)
+        self._process, self._pipe = _spawn(command, self._secrets, log)
         self.pid = self._process.pid
         _running.add(self)
         forks.watch(self, "_lock")
@@ -87,7 +93,7 @@ class LaunchedDaemon:
             if self._closed or os.getpid() != self._owner_pid:
                 raise DaemonUnavailable("the daemon is closed, or another process's: launch another one")
             assert self.poll() is not None, "it runs"
-            process, pipe = _spawn(self._command, self.log)
+            process, pipe = _spawn(self._command, self._secrets, self.log)
             os.close(self._pipe)
             self._process, self._pipe, self.pid = process, pipe, process.pid
         _await_answer(self, timeout_s)
@@ -158,7 +164,9 @@ def launch(
         session_socket_path(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         log_path = Path(log) if log is not None else directory / "daemon.log"
-        daemon = LaunchedDaemon(directory, private, log_path, _command(directory, private, arena, config))
+        secrets = {env_name(key): str(value) for key, value in config.items() if _is_secret(key)}
+        plain = {key: value for key, value in config.items() if not _is_secret(key)}
+        daemon = LaunchedDaemon(directory, private, log_path, _command(directory, private, arena, plain), secrets)
     except BaseException:
         if private:
             shutil.rmtree(directory, ignore_errors=True)
@@ -186,7 +194,12 @@ def _command(directory: Path, private: bool, arena: str | int, config: dict[str,
     return [*command, "--remove-run-dir"] if private else command
 
 
-def _spawn(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+def _is_secret(key: str) -> bool:
+    """Whether a setting belongs in the environment: a command line can be read by every user of the host."""
+    return key in SETTINGS and SETTINGS[key].kind.secret
+
+
+def _spawn(command: list[str], secrets: Mapping[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that keeps it alive."""
     its, ours = os.pipe2(os.O_CLOEXEC)
     try:
@@ -197,6 +210,7 @@ def _spawn(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]
                 stdout=log_file,
                 stderr=log_file,
                 pass_fds=[its],
+                env={**os.environ, **secrets},
                 # Control-C at a terminal is for the engine; the daemon ends with it, and not before.
                 start_new_session=True,
             )

@@ -23,10 +23,12 @@ from tiercache.config.setting_kinds import (
     MAX_REGIONS,
     MAX_SOCKET_PATH_BYTES,
     NvmeDirectory,
+    StoreUrl,
     events_problem,
     http_problem,
     parse_directory,
     toml_bytes,
+    without_secrets,
 )
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
@@ -75,6 +77,16 @@ class DaemonConfig:
     nvme_key: Path | None = None
     nvme_write_budget_bytes: int = 0
     nvme_quota: tuple[tuple[str, int], ...] = ()
+    shared: StoreUrl = field(default_factory=StoreUrl)
+    shared_key: Path | None = None
+    shared_plain: bool = False
+    shared_deployment: str = "default"
+    shared_write: str = "all"
+    shared_write_budget_bytes_per_s: int = 0
+    shared_lookup_timeout_s: float = 0.02
+    shared_ttl_s: float = 86_400.0
+    shared_codec: str = "raw"
+    shared_state: Path | None = None
     grace_s: float = 20.0
     what_if: bool = True
     record: Path | None = None
@@ -103,6 +115,13 @@ class DaemonConfig:
             raise ConfigError(f"kv_events_replay = {self.kv_events_replay}: is that of kv_events: choose another one")
         if not self.kv_events and (self.kv_events_replay or self.kv_events_topic):
             raise ConfigError("kv_events_replay and kv_events_topic mean nothing without kv_events: set that too")
+        if self.shared and self.shared_key is None and not self.shared_plain:
+            text = (
+                "blocks there are encrypted: set shared_key to a file with a key that all hosts have, or shared_plain"
+            )
+            raise ConfigError(f"shared = {self.shared}: {text} = yes where nobody else reaches the store")
+        if self.shared_key is not None and self.shared_plain:
+            raise ConfigError("shared_key and shared_plain = yes: with a key blocks are encrypted: set one of them")
         if bool(self.listen) != (self.curve_keys is not None):
             text = "TCP is served with keys only: set both, and make the keys with `tiercache keygen DIR`"
             raise ConfigError(f"listen = {self.listen}, curve_keys = {self.curve_keys or ''}: {text}")
@@ -204,7 +223,7 @@ def resolve_config(
 def parse_setting(key: str, value: Any, source: str) -> Any:
     """The field's value of one setting. Raises ConfigError, which names `source`."""
     setting = SETTINGS[key]
-    where = f"{key} = {value} (from {source})"
+    where = f"{key} = {without_secrets(value)} (from {source})"
     takes = isinstance(value, (str, int, float, os.PathLike))
     if not takes or (isinstance(value, bool) and not setting.kind.takes_bool):
         raise ConfigError(f"{where}: must be a text or a number, not a {type(value).__name__}")
@@ -235,7 +254,7 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         raise ConfigError(f"config file {path} is not TOML: {error}: `tiercache config` prints one") from None
     for key in table:
         if key not in SETTINGS:
-            raise ConfigError(f"{key} = {table[key]} (from {path}): no such setting{_nearest(key)}")
+            raise ConfigError(f"{key} = {without_secrets(table[key])} (from {path}): no such setting{_nearest(key)}")
     return {key: (value, str(path)) for key, value in table.items()}
 
 
@@ -250,7 +269,7 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         if key in SETTINGS:
             found[key] = (value, name)
         elif near := _nearest(key, env=True):
-            raise ConfigError(f"{name} = {value} (from the environment): no such setting{near}")
+            raise ConfigError(f"{name} = {without_secrets(value)} (from the environment): no such setting{near}")
     return found
 
 
@@ -258,7 +277,7 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for key, value in flags.items():
         if key not in SETTINGS:
-            raise ConfigError(f"{key} = {value} (from flags): no such setting{_nearest(key)}")
+            raise ConfigError(f"{key} = {without_secrets(value)} (from flags): no such setting{_nearest(key)}")
         if value is not None:
             found[key] = (value, flag_name(key))
     return found
@@ -276,6 +295,11 @@ def _nearest(key: str, *, env: bool = False) -> str:
 def flag_name(key: str) -> str:
     """`lease_ttl_max` -> `--lease-ttl-max`."""
     return "--" + key.replace("_", "-")
+
+
+def env_name(key: str) -> str:
+    """`lease_ttl_max` -> `TIERCACHE_LEASE_TTL_MAX`."""
+    return ENV_PREFIX + key.upper()
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -365,6 +389,7 @@ __all__ = [
     "control_endpoint",
     "default_address",
     "default_run_dir",
+    "env_name",
     "flag_name",
     "flags_from_args",
     "load_config",

@@ -37,6 +37,8 @@ class SettingKind(NamedTuple):
     """The values allowed in YAML or TOML, as JSON Schema."""
     takes_bool: bool = False
     """Whether `parse` also takes true and false."""
+    secret: bool = False
+    """Whether a value may hold a password: `launch` keeps it off the command line, which every user can read."""
 
 
 class Setting(NamedTuple):
@@ -272,6 +274,52 @@ def events_problem(value: str, allow_remote: bool) -> str | None:
     )
 
 
+_CREDENTIALS = re.compile(r"://(?:([^/@:]*):)?.*@", re.DOTALL)
+HIDDEN = "***"
+
+
+def without_secrets(value: object) -> str:
+    """A value as text, without the password of a URL: all up to its last @, since a password may have others."""
+    return _CREDENTIALS.sub(lambda found: f"://{found[1] + ':' if found[1] is not None else ''}{HIDDEN}@", str(value))
+
+
+class StoreUrl:
+    """The URL of a store. As text it has no password; `full` has."""
+
+    __slots__ = ("full",)
+
+    def __init__(self, full: str = "") -> None:
+        self.full = full
+
+    def __str__(self) -> str:
+        return without_secrets(self.full)
+
+    def __repr__(self) -> str:
+        return f"StoreUrl({str(self)!r})"
+
+    def __bool__(self) -> bool:
+        return bool(self.full)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoreUrl) and other.full == self.full
+
+    def __hash__(self) -> int:
+        return hash(self.full)
+
+
+def _store_problem(value: StoreUrl) -> str | None:
+    if not value:
+        return None
+    if f"{HIDDEN}@" in value.full:
+        return (
+            "was printed without its password: write the password, or set TIERCACHE_SHARED where no other user reads it"
+        )
+    scheme, separator, rest = value.full.partition("://")
+    if not separator or not scheme or not rest:
+        return "is no URL: write for example valkey://host:6379"
+    return None
+
+
 def check_region(value: int) -> str | None:
     """What is wrong with a region size; None if it is valid."""
     if value >= HUGE_PAGE_BYTES and value % HUGE_PAGE_BYTES == 0:
@@ -307,6 +355,7 @@ QUOTA = SettingKind(
     lambda value: _toml_string(",".join(f"{tenant}={_plain_bytes(size)}" for tenant, size in value)),
 )
 LISTEN = SettingKind("ENDPOINT", str, lambda value: _listen_problem(value) if value else None, _toml_string)
+STORE = SettingKind("URL", lambda value: StoreUrl(str(value)), _store_problem, _toml_string, secret=True)
 DIRECTORIES = SettingKind("DIR[:SIZE][,..]", _parse_directories, _check_directories, _render_directories)
 BUDGET = size(lambda value: None if value >= 0 else "must be 0 (no limit) or more")
 ARENA = size(within(HUGE_PAGE_BYTES, 64 << 40, toml_bytes))
@@ -318,6 +367,16 @@ def _seconds(value: float) -> str:
 
 
 GRACE = duration(0, 3600)
+LOOKUP = duration(0, 1)
+LIFETIME = duration(60, 366 * 86_400)
+DEPLOYMENT = SettingKind(
+    "NAME",
+    str,
+    lambda value: (
+        None if TENANT_NAME.fullmatch(value) else "must be 1 to 64 letters, digits, and . _ - (not the first)"
+    ),
+    _toml_string,
+)
 TTL = duration(0.1, 600)
 SLOW = duration(0, 60)
 SHARE = SettingKind(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tiercache.config.setting_kinds import (
     ARENA,
     BUDGET,
+    DEPLOYMENT,
     DIRECTORIES,
     DIRECTORY,
     ENDPOINT,
@@ -12,7 +13,9 @@ from tiercache.config.setting_kinds import (
     GROUP,
     HOSTS,
     HTTP,
+    LIFETIME,
     LISTEN,
+    LOOKUP,
     MAX_NVME_BYTES,
     MAX_REGIONS,
     MIN_NVME_BYTES,
@@ -22,6 +25,7 @@ from tiercache.config.setting_kinds import (
     QUOTA,
     SHARE,
     SLOW,
+    STORE,
     SWITCH,
     TOPIC,
     TTL,
@@ -220,10 +224,83 @@ _TABLE = (
         "tenant at its limit evicts its own blocks there; what does not fit is not written. Empty: no quotas.",
     ),
     Setting(
+        "shared",
+        "shared",
+        STORE,
+        "URL of a store that several hosts use as a tier below NVMe, such as valkey://kv.example:6379: what one host "
+        "stores, the others find. Needs shared_key, or shared_plain. A password in it belongs in the file or in "
+        "TIERCACHE_SHARED, not on the command line, where every user of the host reads it. Empty: no shared tier.",
+    ),
+    Setting(
+        "shared_key",
+        "shared_key",
+        OPTIONAL_FILE,
+        "File with the key that all hosts of a deployment have: 64 hex digits, readable by its owner only. It encrypts "
+        "and proves every block in the store (AES-256-GCM), and hides which prompts there are. With another key a host "
+        "finds nothing. Needs the extra encryption.",
+    ),
+    Setting(
+        "shared_plain",
+        "shared_plain",
+        SWITCH,
+        "yes: blocks in the shared store are not encrypted. Checksums find damage, but a stranger who can write to the "
+        "store can give false KV to every host, and a stranger who can read it reads the KV. Only for a store that "
+        "strangers cannot reach.",
+    ),
+    Setting(
+        "shared_deployment",
+        "shared_deployment",
+        DEPLOYMENT,
+        "Name that is part of all names in the store. Hosts share blocks if it is the same; a flush of one deployment "
+        "does not touch the others.",
+    ),
+    Setting(
+        "shared_write",
+        "shared_write",
+        choice("all", "reused", "evicted"),
+        "Which blocks are sent to the shared store, in the background. all: each new block. reused: those that were "
+        "asked for again. evicted: those that leave DRAM, the last of a prompt first.",
+    ),
+    Setting(
+        "shared_write_budget",
+        "shared_write_budget_bytes_per_s",
+        BUDGET,
+        "Maximum bytes that this host sends to the shared store in a second. Blocks that DRAM evicts while they wait "
+        "are not sent. 0: no limit.",
+    ),
+    Setting(
+        "shared_lookup_timeout",
+        "shared_lookup_timeout_s",
+        LOOKUP,
+        "How long a request may wait for a look-up in the shared store before it is answered from this host alone.",
+    ),
+    Setting(
+        "shared_ttl",
+        "shared_ttl_s",
+        LIFETIME,
+        "How long the first block of a prompt stays in a shared store that has lifetimes, from when it was last stored "
+        "or fetched. Deeper blocks have less, so that a full store (volatile-ttl) drops the ends of prompts first.",
+    ),
+    Setting(
+        "shared_codec",
+        "shared_codec",
+        choice("raw", "lz4", "zstd"),
+        "Lossless compression of blocks in the shared store: saves its room and the network for CPU time. Hosts with "
+        "different codecs read each other's blocks. zstd needs the extra zstd.",
+    ),
+    Setting(
+        "shared_state",
+        "shared_state",
+        OPTIONAL_DIRECTORY,
+        "Directory for a note of flushes that the shared store could not be told of. Empty: run_dir; choose one that "
+        "survives a restart of the host.",
+    ),
+    Setting(
         "grace",
         "grace_s",
         GRACE,
-        "After SIGTERM, how long the daemon may go on writing blocks that are only in DRAM to NVMe before it ends.",
+        "After SIGTERM, how long the daemon may go on writing blocks that are only in DRAM to NVMe and to the shared "
+        "store before it ends.",
     ),
     Setting(
         "what_if",

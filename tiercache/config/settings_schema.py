@@ -24,6 +24,12 @@ OF_THE_CHART = {
     "group": "socketGroup",
     "listen": "listen.port",
     "curve_keys": "listen.serverKeySecret",
+    "shared": "shared.existingSecret, shared.url",
+    "shared_key": "shared.existingSecret",
+    "shared_plain": "shared.plain",
+    "shared_deployment": "shared.deployment",
+    "shared_lookup_timeout": "shared.lookupTimeout",
+    "shared_state": "shared.statePath",
     "http": "http.port",
     "http_allow_remote": "http.enabled",
 }
@@ -61,7 +67,12 @@ def written_into(text: str) -> str:
     """The chart's schema with its settings part generated anew."""
     schema = json.loads(text)
     schema["properties"]["settings"] = chart_settings()
-    for path, key in (("arena", "arena"), ("grace", "grace"), ("nvme.size", "nvme_size")):
+    for path, key in (
+        ("arena", "arena"),
+        ("grace", "grace"),
+        ("nvme.size", "nvme_size"),
+        ("shared.lookupTimeout", "shared_lookup_timeout"),
+    ):
         *outer, name = path.split(".")
         place = schema["properties"]
         for folder in outer:

@@ -18,7 +18,7 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.index.walks import walk
 from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
-from tiercache.daemon.tiers.lower_tier import TierBelow
+from tiercache.daemon.tiers.lower_tier import Claim, TierBelow
 from tiercache.protocol.messages import KEY_BYTES
 
 _CHAINS = 16
@@ -49,10 +49,38 @@ class Cuts:
             return cut
         return (yield from _behind_windows(windowed, lambda one: self._index.lookup(one.table), keys, cut, 0))
 
-    def with_below(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> Steps[int]:
-        """The longest cut of both tiers together, where DRAM alone has `in_dram` blocks."""
+    def with_below(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> Steps[tuple[int, int]]:
+        """The longest cut of all tiers on this host together, where DRAM alone has `in_dram` blocks; and with what a
+        shared store is known to have behind that.
+        """
+        here = yield from self._on_this_host(namespaces, keys, in_dram)
+        claim = None if here * KEY_BYTES == len(keys) else self._below.claim(namespaces, keys)
+        if claim is None or claim.end <= here or not self._still_begins(claim, namespaces, keys):
+            return here, here
+        return here, claim.end
+
+    def _still_begins(self, claim: Claim, namespaces: Sequence[Namespace], keys: bytes) -> bool:
+        """Whether this host still has what a claim was to be the end of. Blocks of windows are looked for again."""
+        for place, namespace in enumerate(namespaces):
+            if place in claim.starts:
+                start = claim.starts[place]
+                if start and self.chain_length(namespace, keys, start) < start:
+                    return False
+                continue
+            here, stored = self._lookup(namespace), claim.stored.get(place, set())
+            for number in range(first_of_window(namespace, claim.end), claim.end):
+                if number not in stored and not (here and here(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])):
+                    return False
+        return True
+
+    def chain_length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        """How many leading blocks of a chain this host has, in DRAM or below."""
+        in_dram = self._index.prefix_length(namespace.table, keys, limit)
+        return in_dram if in_dram == limit else max(in_dram, self._chain_length(namespace, keys, limit))
+
+    def _on_this_host(self, namespaces: Sequence[Namespace], keys: bytes, in_dram: int) -> Steps[int]:
         cut = len(keys) // KEY_BYTES
-        if not self._below.name or in_dram == cut:
+        if not self._below.tiers or in_dram == cut:
             return in_dram
         windowed = []
         for number, namespace in enumerate(namespaces, 1):

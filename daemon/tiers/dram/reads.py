@@ -19,14 +19,18 @@ MAX_PREFETCHES = 256
 
 
 class Found:
-    """The longest run that all requested namespaces have."""
+    """The longest run that all requested namespaces have: `dram` blocks, `below` further ones in the tiers below.
 
-    __slots__ = ("below", "dram", "lease")
+    The last `shared` of those are in a store that hosts share.
+    """
 
-    def __init__(self, dram: int, below: int, lease: ReadLease | None) -> None:
+    __slots__ = ("below", "dram", "lease", "shared")
+
+    def __init__(self, dram: int, below: int, lease: ReadLease | None, shared: int = 0) -> None:
         self.dram = dram
         self.below = below
         self.lease = lease
+        self.shared = shared
 
 
 class Reads(ReadLeases):
@@ -53,13 +57,16 @@ class Reads(ReadLeases):
         """
         asked = len(keys) // KEY_BYTES
         self._space.tails.lapse()
-        blocks, below, ends = yield from self.runs.use(namespaces, keys, asked, ttl_s > 0)
-        self._count(namespaces, asked, blocks, below)
+        (blocks, local, shared), ends = yield from self.runs.use(namespaces, keys, asked, ttl_s > 0)
+        below = local + shared
+        self._count(namespaces, asked, blocks, below, shared)
         run = keys[: (blocks + below) * KEY_BYTES]
-        held = self._below.hold(namespaces, run, blocks) if extents and below > 0 and ttl_s > 0 else None
+        held = None
+        if extents and local > 0 and not shared and ttl_s > 0:
+            held = self._below.hold(namespaces, run, blocks)
         growing = promote and below > 0 and held is None
         if ttl_s <= 0 or (blocks == 0 and not growing and held is None):
-            return Found(blocks, below, None)
+            return Found(blocks, below, None, shared)
         lease = self.grant(namespaces, keys, blocks, ends, ttl_s)
         lease.holders.add(owner)
         owner.reads[lease.lease_id] = lease
@@ -69,19 +76,22 @@ class Reads(ReadLeases):
         if growing:
             lease.keys = run
             yield from self.growing.rise(lease, blocks + below)
-        return Found(lease.blocks, lease.target - lease.blocks, lease)
+        left = lease.target - lease.blocks
+        return Found(lease.blocks, left, lease, min(shared, left))
 
-    def _count(self, namespaces: Sequence[Namespace], asked: int, blocks: int, below: int) -> None:
+    def _count(self, namespaces: Sequence[Namespace], asked: int, blocks: int, below: int, shared: int) -> None:
         counters, now_s = self._space.counters, self._clock_s()
         counters.match_requests += 1
         counters.match_blocks_asked += asked
         counters.match_blocks_hit += blocks
         counters.match_blocks_below += below
+        counters.match_blocks_shared += shared
         for namespace in namespaces:
             use = namespace.use
             use.asked_blocks += asked
             use.hit_blocks += blocks
             use.below_blocks += below
+            use.shared_blocks += shared
             use.used_s = now_s
 
     def prefetch(self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes) -> Steps[Found]:
@@ -96,7 +106,8 @@ class Reads(ReadLeases):
 
         Promotes none if there are more than `most()` of them.
         """
-        blocks, below = yield from self.runs.peek(namespaces, keys)
+        blocks, below, shared = yield from self.runs.peek(namespaces, keys)
+        below += shared
         if not 0 < below <= most():
             return 0
         yield from self._fetch(namespaces, keys, blocks, blocks + below)

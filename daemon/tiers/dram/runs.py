@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
+from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import PINS, AnswerNow, Steps, noted
 from tiercache.daemon.index.policy import NO_ENTRY, USED
@@ -23,6 +24,14 @@ _TRIES = 4
 """How often a run is searched again after others flush or evict part of it meanwhile."""
 
 
+class RunBlocks(NamedTuple):
+    """Blocks of a leading run: in DRAM, then in a tier below it on this host, then in a store that hosts share."""
+
+    dram: int
+    below: int
+    shared: int
+
+
 class Runs:
     """The longest runs that several namespaces have. Event loop only."""
 
@@ -33,31 +42,37 @@ class Runs:
         self._taken: dict[int, list[int]] = {}  # pinned entries meant for a lease, by the list's id
         self._unpinning: list[int] = []  # entries of which one pin each is to be undone
 
-    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> Steps[tuple[int, int]]:
-        """Blocks in DRAM and below that `match` would find. Changes nothing, not even recency."""
+    def peek(self, namespaces: Sequence[Namespace], keys: bytes) -> Steps[RunBlocks]:
+        """What `match` would find. Changes nothing, not even recency."""
         blocks = yield from self._cuts.in_dram(namespaces, keys, len(keys) // KEY_BYTES)
-        return blocks, (yield from self._cuts.with_below(namespaces, keys, blocks)) - blocks
+        here, total = yield from self._cuts.with_below(namespaces, keys, blocks)
+        return RunBlocks(blocks, here - blocks, total - here)
+
+    def lengths(self, namespaces: Sequence[Namespace], keys: bytes) -> list[int]:
+        """How many leading blocks of each chain this host has; 0 for a namespace with a window."""
+        limit, length = len(keys) // KEY_BYTES, self._cuts.chain_length
+        return [0 if one.table.windowed else length(one, keys, limit) for one in namespaces]
 
     def use(
         self, namespaces: Sequence[Namespace], keys: bytes, limit: int, pin: bool
-    ) -> Steps[tuple[int, int, list[int]]]:
-        """The longest run: blocks in DRAM, blocks with the tier below, and the entries that hold it, if they are to be
-        pinned (see `_hold`). The policies are told that it is used.
+    ) -> Steps[tuple[RunBlocks, list[int]]]:
+        """The longest run, and the entries that hold its part in DRAM, if they are to be pinned (see `_hold`). The
+        policies are told that it is used.
         """
         wide = len(namespaces) > MAX_TOGETHER
         for _ in range(_TRIES):
             blocks, searched_in_slices = yield from noted(self._cuts.in_dram(namespaces, keys, limit))
-            below, extended_in_slices = yield from noted(self._cuts.with_below(namespaces, keys, blocks))
+            (here, total), extended_in_slices = yield from noted(self._cuts.with_below(namespaces, keys, blocks))
             if wide:
                 with suppress(AnswerNow):  # then it takes a little longer
                     yield
-            use = self._user(namespaces, keys, blocks, below)
+            use = self._user(namespaces, keys, blocks, total)
             ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks, use, pin))
             if ends is not None:
-                return blocks, below - blocks, ends
+                return RunBlocks(blocks, here - blocks, total - here), ends
             limit = self._shortened(blocks, wide or searched_in_slices or extended_in_slices or held_in_slices)
         self._user(namespaces, keys, 0, 0)([], True)
-        return 0, 0, []
+        return RunBlocks(0, 0, 0), []
 
     def _user(
         self, namespaces: Sequence[Namespace], keys: bytes, blocks: int, found: int

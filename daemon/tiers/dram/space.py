@@ -49,6 +49,7 @@ class Use:
     asked_blocks: int = 0
     hit_blocks: int = 0
     below_blocks: int = 0
+    shared_blocks: int = 0
     stored_blocks: int = 0
     refused_blocks: int = 0
     used_s: float | None = None

@@ -47,6 +47,7 @@ class FlushUnderWay:
         self.blocks = 0
         self.waiting = 1  # answers of disks, and one until all have been asked
         self.over = False
+        self.unconfirmed: Sequence[str] = ()
         self.end_s = math.inf
         self._done = done
         self._durable = True
@@ -62,6 +63,7 @@ class FlushUnderWay:
         """Report the result, if that has not been done."""
         if not self.over:
             self.over = True
+            self.unconfirmed = () if durable else ("nvme",)
             self._done(self.blocks, durable)
 
 

@@ -34,7 +34,7 @@ from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
-from tiercache.daemon.tiers.lower_tier import FlushBelow
+from tiercache.daemon.tiers.lower_tier import Claim, FlushBelow
 from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
@@ -70,6 +70,8 @@ class NvmeTier:
     """The tier below DRAM, on directories of local disks. Made, attached to a cache, then opened."""
 
     name = "nvme"
+    tiers: tuple[str, ...] = (name,)
+    may_extend = False
 
     def __init__(
         self,
@@ -246,6 +248,16 @@ class NvmeTier:
             shelves = [] if shelf is None else [shelf]
         return [(shelf.index, shelf.table(namespace)) for shelf in shelves]
 
+    def wait(
+        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+    ) -> bool:
+        """See `TierBelow`: disks have an index here."""
+        return False
+
+    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
+        """See `TierBelow`."""
+        return None
+
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
         self.promotion.start(lease)
@@ -289,7 +301,12 @@ class NvmeTier:
         self._writes.pump_ns = cpu_ns
 
     def begin_flush(
-        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None], named: bool = False
+        self,
+        namespaces: Sequence[Namespace],
+        key: bytes,
+        done: Callable[[int, bool], None],
+        named: bool = False,
+        tier: str = "all",
     ) -> FlushBelow:
         """See `TierBelow`. Each part in memory at once; answered when every directory has all of it on disk."""
         return self._flushes.begin(namespaces, key, done, self._shelves, self._closed, named)
@@ -443,8 +460,12 @@ class NvmeTier:
 
     # --- stats -----------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
+    def stats_by_tier(self) -> dict[str, dict[str, Any]]:
         """See `TierBelow`."""
+        return {self.name: self.stats()}
+
+    def stats(self) -> dict[str, Any]:
+        """What `stats` shows of this tier."""
         shelves = self._shelves
         writes, promoted, extents = self._writes, self.promoted, self._extents
         return {

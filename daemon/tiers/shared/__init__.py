@@ -1,4 +1,19 @@
 """The shared tier: blocks in a store that several hosts use, such as Valkey, an object store or a shared folder.
 
-stores/    the kinds of stores
+    match    ► presence: what the store was found to have ◄─ lookups ─ search ─► probes
+    promote  ► fetches: store ► proved ► frame
+    publish  ► writes: frame ► value ► store, behind
+    flush    ► flushes ► notes in the store ► epochs ► other names for everything
+
+tier         puts these together; what the rest of the daemon sees
+naming       names of blocks and notes           epochs     notes as last read, and what follows from them
+value        the form of a block in the store    presence   what is believed to be there, for a short time
+lookups      how far the store extends a prompt  search     which blocks to probe for that
+fetches      blocks from the store               writes     which blocks go to the store, and when
+write_job    values on their way to the store    byte_rate  a limit on bytes in a second
+flushes      flushes that the store has yet to be told     ancestry   where a block stands in its chain
+lines        threads with a connection each      probe      asks a store that was away whether it answers
+breaker      whether to ask the store at all     memory     frames and scratch space as bytes
+settings     the daemon's settings, ready for use
+stores/      the kinds of stores
 """

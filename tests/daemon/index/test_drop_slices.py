@@ -53,7 +53,7 @@ def test_nothing_is_stored_below_what_is_being_unlinked() -> None:
 class Rising(NoTierBelow):
     """A tier below that has everything, and promotes nothing by itself."""
 
-    name = "fake"
+    tiers = ("fake",)
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         return limit

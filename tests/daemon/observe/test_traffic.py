@@ -22,7 +22,7 @@ def test_tokens_are_counted_by_tier_once_for_all_ranks(matches: int, monkeypatch
     hot: list[int] = []
     monkeypatch.setattr(traffic._hot_paths, "matched", lambda first, keys, hit: hot.append(hit))
     for _ in range(matches):
-        traffic.matched([namespace(), namespace()], bytes(8 * KEY_BYTES), 8, Found(2, 3, None))
+        traffic.matched([namespace(), namespace()], bytes(8 * KEY_BYTES), 8, Found(2, 3, None, 1))
         traffic.matched([namespace()], bytes(4 * KEY_BYTES), 4, Found(0, 0, None))
         traffic.matched([namespace(PROBE_ENGINE)], bytes(KEY_BYTES), 1, Found(1, 0, None))
     traffic.read(namespace(), 100)
@@ -32,6 +32,7 @@ def test_tokens_are_counted_by_tier_once_for_all_ranks(matches: int, monkeypatch
             "asked_tokens": matches * 12 * 16,
             "dram_hit_tokens": matches * 2 * 16,
             "below_hit_tokens": matches * 3 * 16,
+            "shared_hit_tokens": matches * 16,
             "read_bytes": 100,
         }
     assert traffic.hit_tokens.count == 2 * matches

@@ -31,7 +31,9 @@ class Namespace(Reply, tag="namespace"):
 
 
 class Matched(Reply, tag="matched"):
-    """Blocks of the leading run found, by tier: in DRAM, then further ones in the tier below.
+    """Blocks of the leading run found, by tier: in DRAM, then further ones in the tiers below.
+
+    The last `shared_blocks` of those are in a store that hosts share: they come over the network.
 
     `frames` holds one packed list per namespace for as many blocks as `resolve` asked for.
     `extents`: the lease keeps the blocks below in place, and `Extents` says where.
@@ -42,6 +44,7 @@ class Matched(Reply, tag="matched"):
     lease: int
     frames: list[bytes] = []
     extents: bool = False
+    shared_blocks: int = 0
 
 
 class Peeked(Reply, tag="peeked"):

@@ -36,7 +36,7 @@ def check_mounted(path: Path, needed: bool) -> None:
 
     `needed`: also when it is on the file system of /. Blocks; OSError.
     """
-    missing = next((place for place in _mount_points() if place in (path, *path.parents) and not _mounted(place)), None)
+    missing = unmounted_on_the_way(path)
     if missing is not None:
         text = f"nothing is mounted at {missing}, as /etc/fstab says: mount it"
         raise DirectoryUnavailable(f"nvme directory {path} cannot be used: {text}")
@@ -45,6 +45,12 @@ def check_mounted(path: Path, needed: bool) -> None:
         if mount_point_of(nearest) == Path("/"):
             text = "it is on the file system of /, and nvme_require_mount is set: mount its disk"
             raise DirectoryUnavailable(f"nvme directory {path} cannot be used: {text}")
+
+
+def unmounted_on_the_way(path: Path | str) -> Path | None:
+    """The first mount point of /etc/fstab at or above `path` that is not mounted; None if all are. Blocks."""
+    path = Path(path)
+    return next((place for place in _mount_points() if place in (path, *path.parents) and not _mounted(place)), None)
 
 
 def _mount_points() -> list[Path]:

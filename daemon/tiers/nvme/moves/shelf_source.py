@@ -10,6 +10,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
+from tiercache.protocol.messages import KEY_BYTES
 
 MAX_UNREADABLE = 4096
 """Unreadable blocks that are remembered, until they fail again."""
@@ -64,10 +65,10 @@ class ShelfSource:
         """See `Source`."""
         return self._shelf.retired
 
-    def hold(self, namespace: Namespace, key: bytes) -> StoredBlock | None:
+    def hold(self, namespace: Namespace, keys: bytes, number: int) -> StoredBlock | None:
         """See `Source`."""
         shelf = self._shelf
-        stored = shelf.find(namespace, key)
+        stored = shelf.find(namespace, keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
         if stored is not None:
             shelf.index.touch(stored.entry)
             shelf.index.pin(stored.entry)

@@ -1,0 +1,83 @@
+"""Where a block stands in its chain: its first block and its number, for names, lifetimes and packs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tiercache.daemon.index.index import Index
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.space import Namespace
+
+MAX_PLACES = 65_536
+"""Blocks remembered; the oldest are forgotten. Those of chains are found again by a walk."""
+MAX_WALK = 16_384
+"""Steps of such a walk: about three milliseconds. The end of a longer chain has none until it is asked for."""
+NOTED_EVERY = 32
+"""Of the blocks passed by a walk one in so many is noted: the next walk from nearby ends there."""
+
+
+class ChainPlace(NamedTuple):
+    """The key of a chain's first block, and the number of a block in it."""
+
+    root: bytes
+    number: int
+
+
+_UNPLACED = ChainPlace(b"", -1)
+"""Of blocks that a walk in vain has passed: the next one, from a neighbour, ends at once."""
+
+
+class Ancestry:
+    """Places by tenant and key: a key stands for all blocks before it, in every namespace.
+
+    A client may say of the blocks of a window what it likes, so what one tenant says is not believed of another.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._places: dict[tuple[str, bytes], ChainPlace] = {}
+
+    def note(self, namespace: Namespace, key: bytes, before: bytes) -> ChainPlace | None:
+        """The place of a block that follows `before` (empty: it is the first); None where that is not known."""
+        tenant = namespace.spec.tenant
+        place = self._places.get((tenant, key), _UNPLACED)
+        if place is _UNPLACED:
+            place = self._after(self._places.get((tenant, before), _UNPLACED), key, before)
+            if place is not _UNPLACED:
+                self._put(tenant, key, place)
+        return None if place is _UNPLACED else place
+
+    def _after(self, above: ChainPlace, key: bytes, before: bytes) -> ChainPlace:
+        if not before:
+            return ChainPlace(key, 0)
+        return _UNPLACED if above is _UNPLACED else ChainPlace(above.root, above.number + 1)
+
+    def place(self, namespace: Namespace, key: bytes) -> ChainPlace | None:
+        """The place of a block in DRAM: as remembered, or for a chain by walking up to its root."""
+        tenant = namespace.spec.tenant
+        found = self._places.get((tenant, key))
+        if found is not None or namespace.table.windowed:
+            return None if found is _UNPLACED else found
+        index, walked, entry, above = self._index, list[bytes](), namespace.table.get(key), None
+        while entry not in (NO_ENTRY, namespace.table.root) and len(walked) < MAX_WALK:
+            above = self._places.get((tenant, index.key[entry]))
+            if above is not None:
+                break
+            walked.append(index.key[entry])
+            entry = index.parent[entry]
+        if not walked:
+            return None
+        if above is _UNPLACED or (above is None and entry != namespace.table.root):
+            for one in walked[::NOTED_EVERY]:
+                self._put(tenant, one, _UNPLACED)
+            return None
+        root, number = (walked[-1], -1) if above is None else above
+        number += len(walked)  # of `key`
+        for steps in range(0, len(walked), NOTED_EVERY):
+            self._put(tenant, walked[steps], ChainPlace(root, number - steps))
+        return self._places[tenant, key]
+
+    def _put(self, tenant: str, key: bytes, place: ChainPlace) -> None:
+        if len(self._places) >= MAX_PLACES:
+            del self._places[next(iter(self._places))]
+        self._places[tenant, key] = place

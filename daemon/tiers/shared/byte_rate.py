@@ -1,0 +1,27 @@
+"""A limit on bytes in a second."""
+
+from __future__ import annotations
+
+import time
+
+
+class ByteRate:
+    """A token bucket of one second's bytes; 0 is no limit."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._rate = bytes_per_s
+        self._level = float(bytes_per_s)
+        self._seen_s = time.monotonic()
+
+    def has_room(self) -> bool:
+        """Whether more may be sent; what is sent is charged afterwards, so a large value leaves it in debt."""
+        if not self._rate:
+            return True
+        now_s = time.monotonic()
+        self._level = min(float(self._rate), self._level + (now_s - self._seen_s) * self._rate)
+        self._seen_s = now_s
+        return self._level > 0
+
+    def charge(self, size_bytes: int) -> None:
+        """So many bytes are sent."""
+        self._level -= size_bytes

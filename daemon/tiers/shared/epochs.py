@@ -1,0 +1,123 @@
+"""What this host knows of the notes, and so of the epochs. Any thread may read; the event loop alone writes."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+
+from tiercache.daemon.tiers.shared.naming import NOTE_BYTES, Naming, Scope
+from tiercache.daemon.tiers.shared.stores.store import Connection
+
+MAX_NOTES = 65_536
+"""Notes that are remembered; beyond that all are forgotten and read again."""
+
+
+EPOCH_TRIES = 3
+"""How often a job begins again because another host flushed meanwhile."""
+
+
+class StaleEpoch(Exception):
+    """Another host has replaced a note since the names in use were made."""
+
+
+class Epochs:
+    """Notes as last read from the store."""
+
+    def __init__(self, naming: Naming) -> None:
+        self.naming = naming
+        self.changes = 0
+        """How often a note turned out to have been replaced."""
+        self.flushes = 0
+        """Flushes that this host has begun."""
+        self.pending: frozenset[bytes] = frozenset()
+        """Notes that this host wants replaced, and the store has yet to be told: nothing below them has a name now."""
+        self._notes: dict[bytes, bytes] = {}
+
+    def of(self, scope: Scope) -> bytes | None:
+        """The epoch of a scope; None while a note of it has not been read, or is to be replaced."""
+        names = self.naming.notes(scope)
+        if not self.pending.isdisjoint(names):
+            return None
+        found = [self._notes.get(name) for name in names]
+        known = [note for note in found if note is not None]
+        return self.naming.epoch(known) if len(known) == len(found) else None
+
+    def learn(self, notes: dict[bytes, bytes]) -> list[bytes]:
+        """Note what the store has; returns the names of notes that we knew otherwise."""
+        notes = {name: note for name, note in notes.items() if name not in self.pending}
+        changed = [name for name, note in notes.items() if self._notes.get(name, note) != note]
+        if len(self._notes) + len(notes) > MAX_NOTES:
+            self._notes = {}
+        self._notes.update(notes)
+        self.changes += bool(changed)
+        return changed
+
+    def await_replacement(self, names: Iterable[bytes]) -> None:
+        """These notes, and no others, are to be replaced: see `pending`."""
+        self.pending = frozenset(names)
+        for name in self.pending:
+            self._notes.pop(name, None)
+
+
+class EpochReader:
+    """Epochs of some scopes during one job of a thread: read with its first call, made where they are missing.
+
+    A note that is missing is never taken for an old one: the store may have evicted it, and then what was stored before
+    the last flush would be found again. A new one is made in its place, which makes all of that unreachable.
+    """
+
+    def __init__(self, epochs: Epochs, scopes: Sequence[Scope]) -> None:
+        self.names = list(dict.fromkeys(name for scope in scopes for name in epochs.naming.notes(scope)))
+        self.learned: dict[bytes, bytes] = {}
+        self._naming = epochs.naming
+        self._epochs = epochs
+        self._known = {scope: epochs.of(scope) for scope in scopes}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all epochs are known."""
+        return None not in self._known.values()
+
+    def of(self, scope: Scope) -> bytes:
+        """The epoch of a scope, once `complete`."""
+        epoch = self._known[scope]
+        assert epoch is not None
+        return epoch
+
+    def check(self, notes: Sequence[bytes | None]) -> bool:
+        """Take in the notes that came with an answer; whether the names that were asked for are the present ones."""
+        if not self._epochs.pending.isdisjoint(self.names):
+            return False
+        self.learned.update((name, note) for name, note in zip(self.names, notes, strict=True) if note)
+        before, self._known = self._known, {scope: self._present(scope, notes) for scope in self._known}
+        return self.complete and before == self._known
+
+    def _present(self, scope: Scope, notes: Sequence[bytes | None]) -> bytes | None:
+        here = dict(zip(self.names, notes, strict=True))
+        found = [here[name] for name in self._naming.notes(scope)]
+        known = [note for note in found if note]
+        return self._naming.epoch(known) if len(known) == len(found) else None
+
+    def read(self, connection: Connection, deadline_s: float) -> None:
+        """Read all notes, and make those that are missing. Raises StoreError; StaleEpoch for notes to be replaced."""
+        if not self._epochs.pending.isdisjoint(self.names):
+            raise StaleEpoch
+        notes = connection.exists((), self.names, deadline_s).notes
+        made = [
+            note or connection.set_note(name, new_note(), deadline_s, only_if_missing=True)
+            for name, note in zip(self.names, notes, strict=True)
+        ]
+        self.check(made)
+        if not self.complete:
+            raise StaleEpoch
+
+
+def new_note() -> bytes:
+    """A note that no host has ever made."""
+    return secrets.token_bytes(NOTE_BYTES)
+
+
+def deadline(seconds: float) -> float:
+    """A point in time for calls to a store."""
+    return time.monotonic() + seconds

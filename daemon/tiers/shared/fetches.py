@@ -1,0 +1,265 @@
+"""Fetches from the store into frames: the shared tier as a source of promotions.
+
+    promotion ─► SharedSource.fetch ─► jobs of a few blocks ─► a line: get ─► prove ─► frame ─► done, block by block
+
+Sealed values arrive in scratch space of their thread and are decrypted into the frame. A plain value arrives in the
+frame, and is proved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.shared.epochs import EpochReader, Epochs, deadline
+from tiercache.daemon.tiers.shared.lines import SharedJob
+from tiercache.daemon.tiers.shared.memory import frame_view, thread_scratch
+from tiercache.daemon.tiers.shared.naming import Scope, lifetime_s
+from tiercache.daemon.tiers.shared.presence import Presence
+from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES, BlockIdentity, ValueForm, announced_bytes
+from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
+from tiercache.protocol.messages import KEY_BYTES
+
+FETCH_S = 2.0
+SLOWEST_BYTES_PER_S = 10 << 20
+"""Deadline of a job, for all of its blocks: so long, and the time for their bytes at this rate."""
+BLOCKS_EACH = 8
+BYTES_EACH = 8 << 20
+"""Blocks in one job, and their bytes, unless one block is larger."""
+PACK_BYTES = 32 << 20
+"""The same of packs, which are read whole where that is possible: each request costs."""
+
+
+class HeldBlock(NamedTuple):
+    """Block `number` of a chain: at a place in the value of `pack` blocks named by `name_key`, the last one.
+
+    `generation`: see `Presence`.
+    """
+
+    scope: Scope
+    name_key: bytes
+    place: int
+    pack: int
+    number: int
+    generation: int
+
+
+_OUTCOMES = {Fate.MISSING: FetchOutcome.MISSING, Fate.MISFIT: FetchOutcome.CORRUPT}
+
+
+class _Reading:
+    """One value, or a range of a pack, and the blocks that are in it."""
+
+    __slots__ = ("_record_bytes", "fetches", "get")
+
+    def __init__(self, get: Get, fetch: Fetch) -> None:
+        self.get = get
+        self.fetches = [fetch]
+        self._record_bytes = len(get.body)
+
+    def goes_on_with(self, fetch: Fetch) -> bool:
+        """Whether a block follows the last one in the same value."""
+        last: HeldBlock = self.fetches[-1].held
+        return bool((last.name_key, last.place + 1) == (fetch.held.name_key, fetch.held.place))
+
+    def records(self) -> Iterator[tuple[Fetch, bytes, memoryview]]:
+        """Each block with its header and the body that the header announces."""
+        get = self.get
+        if not get.ranged:
+            yield self.fetches[0], bytes(get.head), get.body[: get.body_bytes]
+            return
+        for number, fetch in enumerate(self.fetches):
+            start = number * self._record_bytes
+            record = get.body[start : min(start + self._record_bytes, get.body_bytes)]
+            header = bytes(record[:HEADER_BYTES])
+            yield fetch, header, record[HEADER_BYTES : HEADER_BYTES + announced_bytes(header)]
+
+
+def _nothing() -> memoryview:
+    return memoryview(bytearray())
+
+
+class FetchJob(SharedJob):
+    """Reads a few blocks. `ended_with(job)` is called when all of them are done."""
+
+    def __init__(
+        self, form: ValueForm, epochs: Epochs, fetches: Sequence[Fetch], ttl_s: float, ended: Callable[[FetchJob], None]
+    ) -> None:
+        super().__init__()
+        self.fetches = fetches
+        self.stale = False
+        """Another host has flushed: nothing that was claimed is true."""
+        self.learned: dict[bytes, bytes] = {}
+        self._form = form
+        self._epochs = epochs
+        self._ttl_s = ttl_s
+        self._ended = ended
+
+    def run(self, connection: Connection) -> None:
+        """See `SharedJob`."""
+        reader = EpochReader(self._epochs, [fetch.held.scope for fetch in self.fetches])
+        try:
+            if not reader.complete:
+                self.stale = True
+                return
+            readings = {id(one.get): one for one in self._readings(reader)}
+
+            def noted(notes: list[bytes | None]) -> None:
+                self.stale = not reader.check(notes)
+
+            def arrived(get: Get) -> None:
+                self._arrived(readings[id(get)], epochs)
+
+            epochs = {fetch.held.scope: reader.of(fetch.held.scope) for fetch in self.fetches}
+            gets = [one.get for one in readings.values()]
+            seconds = FETCH_S + sum(len(get.body) for get in gets) / SLOWEST_BYTES_PER_S
+            connection.get(gets, reader.names, deadline(seconds), arrived, noted)
+        finally:
+            self.learned = reader.learned
+            self._settle_rest()
+
+    def _readings(self, reader: EpochReader) -> list[_Reading]:
+        """One value for each block; of a pack, one range for all neighbours."""
+        lengths = [self._form.body_bytes(fetch.namespace.spec.block_bytes) for fetch in self.fetches]
+        scratch_bytes = sum(HEADER_BYTES + length for length in lengths)
+        in_scratch = self._form.sealed or self.fetches[0].held.pack > 1
+        scratch, at, found = thread_scratch().get(scratch_bytes if in_scratch else 0), 0, list[_Reading]()
+        for fetch, length in zip(self.fetches, lengths, strict=True):
+            held: HeldBlock = fetch.held
+            last_number = held.number - held.place + held.pack - 1
+            name, ttl_s = self._name(held, reader), lifetime_s(self._ttl_s, last_number)
+            if held.pack > 1:
+                record_bytes = HEADER_BYTES + length
+                begins, at = at, at + record_bytes
+                if found and found[-1].goes_on_with(fetch):
+                    last = found[-1]
+                    last.fetches.append(fetch)
+                    last.get.body = scratch[at - len(last.fetches) * record_bytes : at]
+                    continue
+                get = Get(name, _nothing(), scratch[begins:at], held.place * record_bytes, ranged=True, ttl_s=ttl_s)
+            else:
+                body = scratch[at : at + length] if in_scratch else frame_view(fetch.address, length)
+                at += length
+                get = Get(name, memoryview(bytearray(HEADER_BYTES)), body, ttl_s=ttl_s)
+            found.append(_Reading(get, fetch))
+        return found
+
+    def _name(self, held: HeldBlock, reader: EpochReader) -> bytes:
+        scope, naming = held.scope, self._epochs.naming
+        epoch = reader.of(scope)
+        return naming.block(scope.fingerprint, epoch, naming.mark(scope.fingerprint, epoch, held.name_key))
+
+    def _arrived(self, reading: _Reading, epochs: dict[Scope, bytes]) -> None:
+        get = reading.get
+        if self.stale or get.fate is not Fate.DONE:
+            outcome = FetchOutcome.MISSING if self.stale else _OUTCOMES.get(get.fate, FetchOutcome.FAILED)
+            for fetch in reading.fetches:
+                self._settle(fetch, outcome, 0)
+            return
+        for fetch, header, body in reading.records():
+            scope = fetch.held.scope
+            epoch, length = epochs[scope], fetch.namespace.spec.block_bytes
+            mark = self._epochs.naming.mark(scope.fingerprint, epoch, fetch.key)
+            whose = BlockIdentity(fetch.key, scope.fingerprint, epoch, mark, length)
+            outcome = FetchOutcome.CORRUPT
+            if len(header) == HEADER_BYTES:
+                outcome = self._form.unpack(whose, header, body, frame_view(fetch.address, length))
+            self._settle(fetch, outcome, len(header) + len(body))
+
+    def _settle(self, fetch: Fetch, outcome: FetchOutcome, stored_bytes: int) -> None:
+        fetch.outcome, fetch.stored_bytes = outcome, stored_bytes
+        self.post(partial(fetch.done, fetch))
+
+    def _settle_rest(self) -> None:
+        for fetch in self.fetches:
+            if fetch.outcome is FetchOutcome.PENDING:
+                self._settle(fetch, FetchOutcome.MISSING if self.stale else FetchOutcome.FAILED, 0)
+
+    def ended(self) -> None:
+        """See `SharedJob`."""
+        self._ended(self)
+
+
+class SharedSource:
+    """Implements `Source`. Event loop only.
+
+    `submit(fetches)` makes a job of them and gives it to a line; `away()`: whether the store is; `soon()` asks for a
+    slice of work before the next tick.
+    """
+
+    retired = False
+
+    def __init__(
+        self,
+        submit: Callable[[list[Fetch]], None],
+        scope_of: Callable[[Namespace, bytes], Scope],
+        pack_of: Callable[[Namespace], int],
+        away: Callable[[], bool],
+        presence: Presence,
+        soon: Callable[[], None],
+    ) -> None:
+        self.tally = FetchTally()
+        self._submit = submit
+        self._scope_of = scope_of
+        self._pack_of = pack_of
+        self._away = away
+        self._presence = presence
+        self._soon = soon
+
+    @property
+    def offline(self) -> bool:
+        """See `Source`."""
+        return self._away()
+
+    def hold(self, namespace: Namespace, keys: bytes, number: int) -> HeldBlock | None:
+        """See `Source`. The store keeps what it likes: nothing is held there."""
+        if self._away():
+            return None
+        pack = self._pack_of(namespace)
+        last = (number // pack + 1) * pack - 1
+        name_key = keys[last * KEY_BYTES : (last + 1) * KEY_BYTES]
+        if len(name_key) < KEY_BYTES:
+            return None
+        return HeldBlock(
+            self._scope_of(namespace, keys[:KEY_BYTES]),
+            name_key,
+            number % pack,
+            pack,
+            number,
+            self._presence.generation(namespace),
+        )
+
+    def fetch(self, fetches: Sequence[Fetch]) -> bool:
+        """See `Source`."""
+        some, size_bytes = list[Fetch](), 0
+        for fetch in fetches:
+            block_bytes = fetch.namespace.spec.block_bytes
+            pack: int = fetch.held.pack
+            full = len(some) >= max(BLOCKS_EACH, pack) or size_bytes + block_bytes > (
+                BYTES_EACH if pack == 1 else PACK_BYTES
+            )
+            if some and full:
+                self._submit(some)
+                some, size_bytes = [], 0
+            some.append(fetch)
+            size_bytes += block_bytes
+        if some:
+            self._submit(some)
+        return True
+
+    def let_go(self, fetch: Fetch) -> None:
+        """See `Source`."""
+        self._soon()  # leases grow before the next tick
+        if fetch.outcome is FetchOutcome.OK:
+            self._presence.note(fetch.namespace, fetch.key, fetch.held.generation)
+
+    def failed(self, fetch: Fetch) -> None:
+        """See `Source`."""
+        if fetch.outcome is not FetchOutcome.CANCELLED:
+            self._presence.could_not_fetch(fetch.namespace, fetch.key, fetch.held.generation)
+
+    def cancel(self) -> None:
+        """See `Source`. Its jobs have deadlines: they end by themselves."""

@@ -1,0 +1,196 @@
+"""Flushes of the shared tier: the notes that the store has yet to replace, kept until it has, across restarts.
+
+    begin ─► notes to replace ─► a job ─► the store has new ones ─► done(durable)
+                  │                 └ away: kept in memory and in a file, and told when the store is back
+                  └ until then this host reads and writes nothing that they are about
+
+Other hosts go on reading what was flushed until the store has been told: no host can reach them any other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tiercache.daemon.tiers.shared.epochs import Epochs, deadline, new_note
+from tiercache.daemon.tiers.shared.lines import SharedJob
+from tiercache.daemon.tiers.shared.stores.store import Connection
+
+log = logging.getLogger("tiercache.daemon")
+
+TOLD_S = 5.0
+"""Deadline of a job, and how long a flush waits for it before it is answered as not durable."""
+AGAIN_S = 0.5
+"""When a job failed and the store still counts as there."""
+MAX_KEPT = 4096
+"""Notes that are kept; with more, the whole deployment is flushed instead."""
+
+
+class FlushJob(SharedJob):
+    """Replaces notes."""
+
+    def __init__(self, names: Iterable[bytes], ended: Callable[[FlushJob], None]) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.learned: dict[bytes, bytes] = {}
+        self._ended = ended
+
+    def run(self, connection: Connection) -> None:
+        """See `SharedJob`."""
+        until_s = deadline(TOLD_S)
+        for name in self.names:
+            self.learned[name] = connection.set_note(name, new_note(), until_s)
+
+    def ended(self) -> None:
+        """See `SharedJob`."""
+        self._ended(self)
+
+
+class SharedFlushes:
+    """Event loop only, but for the file, which a thread writes."""
+
+    def __init__(
+        self, epochs: Epochs, state: Path, submit: Callable[[FlushJob], None], job_ended: Callable[[FlushJob], None]
+    ) -> None:
+        self._epochs = epochs
+        self._state = state
+        self._submit = submit
+        self._job_ended = job_ended
+        self._again: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._notes: dict[bytes, int] = {}  # to be replaced, and by which flush they were last wanted
+        self._flushes = 0
+        self._job: FlushJob | None = None
+        self._job_flushes = 0
+        self._waiting: list[tuple[int, Callable[[bool], None]]] = []
+        self._saving: asyncio.Future[None] | None = None
+        self._save_again = False
+        self._saved = False
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the store has yet to be told of a flush."""
+        return bool(self._notes)
+
+    def open(self) -> None:
+        """Tell the store what an earlier life of this daemon could not."""
+        try:
+            kept = self._state.read_text().split()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.error("%s cannot be read (%s): the whole shared tier is flushed instead", self._state, error)
+            kept = [self._epochs.naming.deployment_note.hex()]
+        try:
+            names = [bytes.fromhex(name) for name in kept]
+        except ValueError:
+            log.error("%s is damaged: the whole shared tier is flushed instead", self._state)
+            names = [self._epochs.naming.deployment_note]
+        self._saved = True
+        self.begin(names or [self._epochs.naming.deployment_note], lambda durable: None)
+
+    def begin(self, names: Iterable[bytes], done: Callable[[bool], None]) -> None:
+        """Replace these notes; `done(durable)` once the store has, or after `TOLD_S`."""
+        self._flushes += 1
+        self._epochs.flushes += 1
+        self._notes.update(dict.fromkeys(names, self._flushes))
+        if len(self._notes) > MAX_KEPT:
+            self._notes = {self._epochs.naming.deployment_note: self._flushes}
+        self._epochs.await_replacement(self._notes)
+        number, loop = self._flushes, asyncio.get_running_loop()
+        self._waiting.append((number, done))
+        loop.call_later(TOLD_S, self._time_is_up, number)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        if self._job is None and self._notes:
+            self._job, self._job_flushes = FlushJob(self._notes, self._ended), self._flushes
+            self._submit(self._job)
+
+    def _ended(self, job: FlushJob) -> None:
+        self._job = None
+        never = self._job_flushes + 1
+        told = {name: note for name, note in job.learned.items() if self._notes.get(name, never) < never}
+        for name in told:
+            del self._notes[name]  # the others were wanted again meanwhile
+        if told:
+            self._epochs.await_replacement(self._notes)
+            self._epochs.learn(told)
+        self._job_ended(job)
+        if job.problem is not None:
+            self._save()
+            if not self._closed and self._again is None:
+                self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._tell)
+            return
+        self._answer(self._job_flushes, True)
+        if self._notes:
+            self._tell()
+        elif self._saved:
+            self._save()
+
+    def _time_is_up(self, number: int) -> None:
+        if any(waiting <= number for waiting, _ in self._waiting):
+            self._save()
+            self._answer(number, False)
+
+    def _answer(self, number: int, durable: bool) -> None:
+        answered = [done for waiting, done in self._waiting if waiting <= number]
+        self._waiting = [one for one in self._waiting if one[0] > number]
+        for done in answered:
+            done(durable)
+
+    # --- the file --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Write what is kept to the file, on a thread; a later call while that runs writes again."""
+        if self._closed:
+            return  # `close` has written it
+        if self._saving is not None:
+            self._save_again = True
+            return
+        names = list(self._notes)
+        self._saved = bool(names)
+        self._saving = asyncio.get_running_loop().run_in_executor(None, _write, self._state, names)
+        self._saving.add_done_callback(self._was_saved)
+
+    def _was_saved(self, saving: asyncio.Future[None]) -> None:
+        self._saving = None
+        if not saving.cancelled() and (error := saving.exception()) is not None:
+            log.error("flushes of the shared store cannot be kept in %s: %s", self._state, error)
+        if self._save_again:
+            self._save_again = False
+            self._save()
+
+    def close(self) -> None:
+        """The daemon ends: keep what the store was not told."""
+        self._closed = True
+        if self._again is not None:
+            self._again.cancel()
+        if not self._notes and not self._saved:
+            return
+        try:
+            _write(self._state, list(self._notes))
+        except OSError as error:
+            log.error("flushes of the shared store cannot be kept in %s: %s", self._state, error)
+
+
+def _write(path: Path, names: list[bytes]) -> None:
+    if not names:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    with fresh.open("w") as file:
+        file.write("\n".join(name.hex() for name in names))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)

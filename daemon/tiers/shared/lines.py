@@ -1,0 +1,169 @@
+"""Lines to the store: threads, each with a connection of its own, that do jobs one after another.
+
+    loop ─ submit ─► queues by kind ─► thread: job.run(connection) ─► back on the loop: job.ended()
+
+A thread never touches the daemon's state. A job holds what it needs, and what its `post` gives to the loop arrives in
+order and before its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+
+from tiercache.daemon.tiers.shared.stores.store import Connection, SharedStore, StoreError, StoreProblem
+
+log = logging.getLogger("tiercache.daemon")
+
+
+DELIVER_S = 0.001
+"""How long one go of the event loop takes in what the threads have posted; the call in progress is finished."""
+
+
+class LineUse(IntEnum):
+    """What a line is for, the most urgent first. A line does only jobs of the uses that it was made for."""
+
+    LOOKUP = 0
+    FETCH = 1
+    WRITE = 2
+
+
+class SharedJob:
+    """Work for a thread with a connection. Subclasses implement `run`, which may raise StoreError, and `ended`."""
+
+    problem: StoreError | None = None
+    """Why it failed, for `ended`."""
+
+    def __init__(self) -> None:
+        self.post: Callable[[Callable[[], None]], None] = lambda call: None
+        """In `run`: have something called on the event loop."""
+
+    def run(self, connection: Connection) -> None:
+        """Do it; on a thread."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """It has ended; on the event loop."""
+        raise NotImplementedError
+
+
+class Lines:
+    """`uses`: one thread for each. `call_soon_threadsafe` is the event loop's."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        uses: list[tuple[LineUse, ...]],
+        call_soon_threadsafe: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._store = store
+        self._call_soon_threadsafe = call_soon_threadsafe
+        self._queues: dict[LineUse, deque[SharedJob]] = {use: deque() for use in LineUse}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._scheduled = False
+        self._lock = threading.Lock()
+        self._running: dict[int, Connection] = {}
+        self._threads = [
+            threading.Thread(target=self._work, args=(number, its), name=f"shared {number}", daemon=True)
+            for number, its in enumerate(uses)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def queued(self, use: LineUse) -> int:
+        """Jobs that no thread has begun."""
+        return len(self._queues[use])
+
+    @property
+    def waiting(self) -> int:
+        """Calls that the threads have posted and the loop has not made yet."""
+        return len(self._calls)
+
+    def submit(self, job: SharedJob, use: LineUse) -> None:
+        """Queue a job. Event loop only."""
+        job.post = self._post
+        with self._changed:
+            self._queues[use].append(job)
+            self._changed.notify_all()
+
+    def _work(self, number: int, uses: tuple[LineUse, ...]) -> None:
+        connection = self._store.connect()
+        self._running[number] = connection
+        while (job := self._take(uses)) is not None:
+            try:
+                job.run(connection)
+            except StoreError as error:
+                job.problem = error.with_traceback(None)  # that would keep frames of the arena in use
+            except BaseException:  # a panic of a native library is no Exception, and the job has to end
+                log.exception("a job for the shared store failed")
+                with contextlib.suppress(Exception):
+                    connection.close()
+                connection = self._running[number] = self._store.connect()
+                job.problem = StoreError(StoreProblem.PROTOCOL, "a bug of ours: the daemon's log says where")
+            self._post(job.ended)
+            del job
+        connection.close()
+
+    def _take(self, uses: tuple[LineUse, ...]) -> SharedJob | None:
+        with self._changed:
+            while not self._stopping:
+                for use in uses:
+                    if self._queues[use]:
+                        return self._queues[use].popleft()
+                self._changed.wait()
+        return None
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            self._calls.append(call)
+            scheduled, self._scheduled = self._scheduled, True
+        if not scheduled:
+            try:
+                self._call_soon_threadsafe(self.deliver)
+            except RuntimeError:  # the loop is closed: the daemon has ended
+                return
+
+    def deliver(self) -> None:
+        """Call what the threads have posted. Event loop only.
+
+        A slice of it: much may have come while the loop was busy. The rest is called in the loop's next rounds.
+        """
+        until_s = time.monotonic() + DELIVER_S
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._scheduled = False
+                    return
+                call = self._calls.popleft()
+            try:
+                call()
+            except Exception:
+                log.exception("what a job for the shared store had found could not be taken in")
+            if time.monotonic() >= until_s:
+                break
+        try:
+            self._call_soon_threadsafe(self.deliver)
+        except RuntimeError:
+            return
+
+    def stop(self, deadline_s: float) -> bool:
+        """End the threads; calls under way are cut off. Whether all have ended by `deadline_s` (time.monotonic).
+
+        Blocks until then; what was posted meanwhile is left for `deliver`. If not all have ended, something
+        may still write to the frames of their fetches.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for connection in list(self._running.values()):
+            connection.close()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,46 @@
+"""The shared tier's settings, ready for use: the store, the names, the form of values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.daemon.tiers.forms.cipher import load_cipher
+from tiercache.daemon.tiers.forms.codecs import codec_number
+from tiercache.daemon.tiers.shared.naming import Naming
+from tiercache.daemon.tiers.shared.stores import open_store
+from tiercache.daemon.tiers.shared.stores.store import SharedStore
+from tiercache.daemon.tiers.shared.value import ValueForm
+
+_PERSON_OF_NAMES = b"shared-names"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSettings:
+    """See `settings.py` of the configuration for each; `state`: the file of flushes that the store was not told of."""
+
+    store: SharedStore
+    naming: Naming
+    form: ValueForm
+    state: Path
+    write: str = "all"
+    write_budget_bytes_per_s: int = 0
+    lookup_timeout_s: float = 0.02
+    ttl_s: float = 86_400.0
+
+
+def shared_settings(config: DaemonConfig) -> SharedSettings:
+    """Those of a daemon. Raises ConfigError for what can never work: a bad URL, a missing library or key."""
+    cipher = None if config.shared_key is None else load_cipher(config.shared_key, "shared_key")
+    secret = b"" if cipher is None else cipher.derived_key(_PERSON_OF_NAMES)
+    return SharedSettings(
+        store=open_store(config.shared.full),
+        naming=Naming(config.shared_deployment, secret),
+        form=ValueForm(cipher, codec_number(config.shared_codec)),
+        state=(config.shared_state or config.run_dir) / f"shared-flushes-{config.shared_deployment}",
+        write=config.shared_write,
+        write_budget_bytes_per_s=config.shared_write_budget_bytes_per_s,
+        lookup_timeout_s=config.shared_lookup_timeout_s,
+        ttl_s=config.shared_ttl_s,
+    )

@@ -1,0 +1,354 @@
+"""The shared tier: what the daemon has in a store that other hosts use too.
+
+    SharedLookups      how far the store extends what this host has       ──► Presence: claims, for a short time
+    SharedSource store → DRAM, a source of promotions
+    SharedWrites DRAM → store, behind
+    Epochs       flushes by any host
+    Breaker      whether to ask the store at all
+    Lines        threads, each with a connection
+
+All on the event loop, except what the lines do. No request waits for the store longer than the time-out of a look-up,
+and nothing waits for one that is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiercache.copies.arena import Region
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.lower_tier import Claim
+from tiercache.daemon.tiers.shared.ancestry import Ancestry
+from tiercache.daemon.tiers.shared.breaker import Breaker, BreakerState
+from tiercache.daemon.tiers.shared.epochs import Epochs
+from tiercache.daemon.tiers.shared.fetches import FetchJob, SharedSource
+from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
+from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob
+from tiercache.daemon.tiers.shared.lookups import MAX_NAMESPACES, LookupJob, SharedLookups
+from tiercache.daemon.tiers.shared.naming import Scope
+from tiercache.daemon.tiers.shared.presence import Presence
+from tiercache.daemon.tiers.shared.probe import ProbeJob
+from tiercache.daemon.tiers.shared.search import ChainAsk, WindowAsk
+from tiercache.daemon.tiers.shared.settings import SharedSettings
+from tiercache.daemon.tiers.shared.stores.store import StoreError
+from tiercache.daemon.tiers.shared.write_job import WriteJob
+from tiercache.daemon.tiers.shared.writes import SharedWrites
+from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
+from tiercache.protocol.messages import KEY_BYTES
+
+log = logging.getLogger("tiercache.daemon")
+
+LOOKUP_LINES = 2
+MAX_WINDOW_LOOKUPS = 8192
+"""Blocks of windows that are looked up on this host for one look-up in the store; with more there is none."""
+CLOSE_S = 5.0
+_POLL_S = 0.01
+
+
+class SharedTier:
+    """Made, attached, opened, closed. `landed`-like callbacks and clocks are parameters; see `LowerTiers`."""
+
+    name = "shared"
+
+    def __init__(
+        self,
+        settings: SharedSettings,
+        regions: dict[int, Region],
+        soon: Callable[[], None],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.store = settings.store
+        self.breaker = Breaker(clock_s)
+        self.presence = Presence(clock_s)
+        self.epochs = Epochs(settings.naming)
+        self.flushes = SharedFlushes(self.epochs, settings.state, self._submit_flush, self._flush_ended)
+        self.source = SharedSource(self._fetch, self.scope_of, self.pack_of, lambda: self.away, self.presence, soon)
+        self._regions = regions
+        self._soon = soon
+        self._lines: Lines | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lookups = SharedLookups(settings.lookup_timeout_s, self._later)
+        self._closing = False
+
+    def attach(self, space: Space) -> None:
+        """Attach it below DRAM."""
+        self._space = space
+        settings = self.settings
+        self._ancestry = Ancestry(space.index)
+        self._writes = SharedWrites(
+            space,
+            self._regions,
+            settings.form,
+            self.epochs,
+            self.presence,
+            self._ancestry,
+            when=settings.write,
+            budget_bytes_per_s=settings.write_budget_bytes_per_s,
+            ttl_s=settings.ttl_s,
+            pack_of=self.pack_of,
+            scope_of=self.scope_of,
+            may_write=lambda: self.breaker.may_write,
+            submit=lambda job: self._submit(job, LineUse.WRITE),
+            share=lambda: self.breaker.share,
+            ended=self._job_ended,
+            soon=self._soon,
+        )
+        if settings.write == "evicted":
+            space.index.on_evicted = self._writes.evicted
+
+    def open(self) -> None:
+        """Start the lines. The store need not be there."""
+        self._loop = asyncio.get_running_loop()
+        transfers = max(1, self.store.connections)
+        uses: list[tuple[LineUse, ...]] = [(LineUse.LOOKUP,)] * LOOKUP_LINES
+        writers = max(1, transfers // 2)
+        both, fetch = (LineUse.FETCH, LineUse.WRITE), (LineUse.FETCH,)
+        uses += [both if number < writers else fetch for number in range(transfers)]
+        self._lines = Lines(self.store, uses, self._loop.call_soon_threadsafe)
+        self.flushes.open()
+        self._probe()
+        log.info("shared store %s: %s", self.store.address, "sealed" if self.settings.form.sealed else "plain")
+
+    # --- names -----------------------------------------------------------------------------------
+
+    def scope_of(self, namespace: Namespace, root: bytes) -> Scope:
+        """The scope of a chain that begins with `root`."""
+        return Scope(namespace.fingerprint, self.epochs.naming.bucket(root))
+
+    def pack_of(self, namespace: Namespace) -> int:
+        """How many blocks of this namespace are one value."""
+        return 1 if namespace.table.windowed else self.store.pack_blocks
+
+    # --- jobs ------------------------------------------------------------------------------------
+
+    @property
+    def away(self) -> bool:
+        """Whether nothing should be asked of the store now."""
+        return self._lines is None or self._closing or not self.breaker.closed
+
+    def _submit(self, job: SharedJob, use: LineUse) -> None:
+        assert self._lines is not None
+        self._lines.submit(job, use)
+
+    def _submit_flush(self, job: SharedJob) -> None:
+        self._submit(job, LineUse.LOOKUP)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.call_later(seconds, call)
+
+    def _job_ended(self, job: LookupJob | FetchJob | WriteJob | ProbeJob) -> None:
+        """What every job teaches: the notes, and whether the store is well."""
+        self._names_changed(self.epochs.learn(job.learned))
+        if job.problem is None:
+            was = self.breaker.state
+            self.breaker.worked(type(job))
+            if was is BreakerState.HALF_OPEN and self.breaker.closed:
+                log.warning("the shared store %s answers again", self.store.address)
+                self.presence.drop_claims()
+        elif not self._closing:
+            self._failed(job.problem, type(job))
+
+    def _flush_ended(self, job: FlushJob) -> None:
+        if job.problem is None:
+            self.breaker.worked(FlushJob)
+        elif not self._closing:
+            self._failed(job.problem, FlushJob)
+
+    def _names_changed(self, notes: Sequence[bytes]) -> None:
+        """Another host has flushed, or the store has lost notes."""
+        if not notes:
+            return
+        about = {self.epochs.naming.fingerprint_of(note) for note in notes}
+        self.presence.forget(None if "" in about else self._space.numbers(about).values())
+
+    def _failed(self, error: StoreError, kind: object = None) -> None:
+        if self.breaker.failed(error, kind):
+            log.error("the shared store %s is away: %s", self.store.address, error.text)
+            self.presence.drop_claims()
+
+    def _probe(self) -> None:
+        self._submit(ProbeJob(self.epochs.naming.deployment_note, self._job_ended), LineUse.LOOKUP)
+
+    # --- look-ups --------------------------------------------------------------------------------
+
+    def wait(
+        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+    ) -> bool:
+        """Have `go` called when it is known how far the store extends `lengths`, what this host has of each namespace.
+
+        False where there is nothing to wait for; then `go` is not called.
+        """
+        if self.away or len(namespaces) > MAX_NAMESPACES or self._is_claimed(namespaces, keys, lengths):
+            return False
+        if any(namespace.spec.dram_only for namespace in namespaces) or not self.breaker.admits():
+            return False
+        if sum(namespace.table.windowed for namespace in namespaces) * (len(keys) // KEY_BYTES) > MAX_WINDOW_LOOKUPS:
+            return False
+        return self._lookups.wait(namespaces, keys, go, lambda: self._look_up(namespaces, keys, lengths))
+
+    def _is_claimed(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> bool:
+        """Whether the last look-up still says all: it does not where this host has lost blocks since."""
+        claim = self.presence.claim(namespaces, keys)
+        return claim is not None and all(lengths[place] >= start for place, start in claim.starts.items())
+
+    def _look_up(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> None:
+        asks: list[ChainAsk | WindowAsk] = []
+        for namespace, length in zip(namespaces, lengths, strict=True):
+            if namespace.table.windowed:
+                asks.append(WindowAsk(namespace.spec.window_blocks, self._here(namespace, keys)))
+            else:
+                asks.append(ChainAsk(length))
+        pack = max(self.pack_of(namespace) for namespace in namespaces)
+        job = LookupJob(self.epochs, namespaces, keys, asks, pack, self._looked_up)
+        self._submit(job, LineUse.LOOKUP)
+
+    def _here(self, namespace: Namespace, keys: bytes) -> bytes:
+        get = namespace.table.get
+        starts = range(0, len(keys), KEY_BYTES)
+        return bytes(get(keys[start : start + KEY_BYTES]) != NO_ENTRY for start in starts)
+
+    def _looked_up(self, job: LookupJob) -> None:
+        self._job_ended(job)
+        still = all(self.epochs.of(scope) == epoch for scope, epoch in job.epochs.items())
+        if job.found and still and not self.away:
+            starts = {place: ask.start for place, ask in enumerate(job.asks) if isinstance(ask, ChainAsk)}
+            self.presence.claimed(job.namespaces, job.keys, job.end, starts, job.stored)
+        self._lookups.ended(job.namespaces, job.keys)
+
+    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
+        """What a look-up found a short time ago."""
+        return None if self.away else self.presence.claim(namespaces, keys)
+
+    # --- promotion -------------------------------------------------------------------------------
+
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
+        """See `LowerTier`: the lease's target is what was claimed, so the store has all that the tiers above lack."""
+        yield from ()
+        if self.away or namespace.spec.dram_only:
+            return TierParts([], wanted)
+        return TierParts([SourcePart(self.source, wanted)], ())
+
+    def _fetch(self, fetches: list[Fetch]) -> None:
+        ttl_s = self.settings.ttl_s
+        self._submit(FetchJob(self.settings.form, self.epochs, fetches, ttl_s, self._job_ended), LineUse.FETCH)
+
+    # --- what DRAM tells -------------------------------------------------------------------------
+
+    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+        """See `TierBelow`."""
+        self._writes.published(namespace, key, before)
+
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
+        """See `TierBelow`."""
+        self._writes.matched(namespaces, keys, dram_blocks)
+
+    def work(self) -> bool:
+        """A slice of deferred work; True while there is more."""
+        if self._lines is None or self._closing:
+            return False
+        if self.breaker.wants_probe():
+            self._probe()
+        return self._writes.pump()
+
+    def flush(
+        self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[bool], None], named: bool = False
+    ) -> None:
+        """Make all blocks of these namespaces unreachable, for every host; with a `key`, those of its chain's bucket.
+
+        Where no block of that chain is in DRAM, its bucket is not known: then all of the namespace. Unless the
+        namespaces are `named`, a flush of everything includes those that only other hosts know. `done(durable)` once
+        the store has been told, or a few seconds later if it is away; it is told when it is back.
+        """
+        self.presence.forget(namespace.number for namespace in namespaces)
+        names = self._flushed_notes([one for one in namespaces if not one.spec.dram_only], key, named)
+        if not names or self._lines is None:
+            done(True)
+            return
+        if self.epochs.naming.deployment_note in names:
+            self.presence.forget()
+        self.flushes.begin(names, done)
+
+    def _flushed_notes(self, namespaces: Sequence[Namespace], key: bytes, named: bool) -> list[bytes]:
+        naming = self.epochs.naming
+        if not key:
+            every = [naming.namespace_note(one.fingerprint) for one in namespaces]
+            return every if named else [naming.deployment_note]
+        # A key stands for all blocks before it, so its first block is the same in every namespace of a tenant.
+        roots = dict[str, bytes]()
+        for one in namespaces:
+            if one.spec.tenant not in roots and (place := self._ancestry.place(one, key)) is not None:
+                roots[one.spec.tenant] = place.root
+        return [
+            naming.bucket_note(self.scope_of(one, roots[one.spec.tenant]))
+            if one.spec.tenant in roots
+            else naming.namespace_note(one.fingerprint)
+            for one in namespaces
+        ]
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    async def close(self, grace_s: float) -> int:
+        """Send what waits for at most `grace_s`; returns how many blocks were left."""
+        if self._lines is None:
+            return 0
+        deadline_s = time.monotonic() + grace_s
+        self._writes.close()
+        while not self._writes.idle and self.breaker.may_write and time.monotonic() < deadline_s:
+            if not self._writes.pump():
+                await asyncio.sleep(_POLL_S)
+        left, self._closing = self._writes.queued, True
+        await asyncio.get_running_loop().run_in_executor(None, self._lines.stop, time.monotonic() + CLOSE_S)
+        while self._lines.waiting:
+            self._lines.deliver()
+        self.store.close()
+        self.flushes.close()
+        return left
+
+    # --- stats -----------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """See `TierBelow`."""
+        tally, writes, lookups = self.source.tally, self._writes, self._lookups
+        return {
+            "store": self.store.address,
+            "sealed": self.settings.form.sealed,
+            "breaker": self.breaker.stats(),
+            "lookups": lookups.asked,
+            "lookups_shared": lookups.shared,
+            "lookups_late": lookups.late,
+            "lookups_under_way": len(lookups),
+            "fetched_blocks": tally.blocks,
+            "fetched_bytes": tally.stored_bytes,
+            "bad_blocks": tally.bad_blocks,
+            "failed_fetches": tally.failed,
+            "written_blocks": writes.written_blocks,
+            "written_bytes": writes.written_bytes,
+            "there_blocks": writes.there_blocks,
+            "write_failed_blocks": writes.failed_blocks,
+            "write_queue_blocks": writes.queued,
+            "write_in_flight_bytes": writes.in_flight_bytes,
+            "skipped_queue_full": writes.skipped_queue_full,
+            "skipped_evicted": writes.skipped_evicted,
+            "skipped_unplaced": writes.skipped_unplaced,
+            "epoch_changes": self.epochs.changes,
+            "flushes_waiting": len(self.flushes),
+        }
+
+    def reasons(self) -> list[str]:
+        """What is not well, for `health`."""
+        found = []
+        if not self.breaker.closed:
+            found.append(f"the shared store {self.store.address} is away: {self.breaker.problem}")
+        elif self.breaker.problem:
+            found.append(f"the shared store {self.store.address} takes no writes: {self.breaker.problem}")
+        if self.flushes.waiting:
+            found.append(f"the shared store {self.store.address} has not been told of a flush yet")
+        return found

@@ -1,0 +1,304 @@
+"""Write-behind, DRAM to the store: new blocks are sent later, parents first; nothing waits for them.
+
+    published ─ all ──┐
+    matched ─ reused ─┼─► queue ─► frames held, a job of a few values ─► a line: what is missing? put
+    evicted ─ evicted ┘     └ full: dropped and counted
+
+A block is in the queue by its name only: what DRAM evicts before its turn is not sent. An evicted block keeps its frame
+until it is sent, so there may be only a few of those.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tiercache.copies.arena import Region
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.shared.ancestry import Ancestry
+from tiercache.daemon.tiers.shared.byte_rate import ByteRate
+from tiercache.daemon.tiers.shared.epochs import Epochs
+from tiercache.daemon.tiers.shared.naming import Scope, lifetime_s
+from tiercache.daemon.tiers.shared.presence import Presence
+from tiercache.daemon.tiers.shared.stores.store import Fate
+from tiercache.daemon.tiers.shared.value import ValueForm
+from tiercache.daemon.tiers.shared.write_job import SharedWrite, ValueWrite, WriteJob
+from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT
+
+MAX_QUEUED = 65_536
+MAX_IN_FLIGHT_BYTES = 64 << 20
+MAX_EVICTED_BYTES = 32 << 20
+"""Frames of evicted blocks that wait to be sent, or are on their way."""
+EVICTED_SHARE = 1 / 8
+"""The same, as a part of the arena."""
+BLOCKS_EACH = 16
+BYTES_EACH = 8 << 20
+"""Blocks of one job, and their bytes, unless one value is larger."""
+CONSIDERED_AT_ONCE = 64
+MATCHED_AT_ONCE = 256
+"""Blocks of a chain that are offered again after one match."""
+
+
+class _Queued(NamedTuple):
+    namespace: Namespace
+    key: bytes
+    evicted: tuple[int, int] | None  # the frame of an evicted block, held, and its bytes
+
+
+class SharedWrites:
+    """Event loop only. `submit(job)` gives a job to a line; `may_write()`: whether the store takes writes now.
+
+    `share()`: the part of the usual load that it should get after it was away.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        regions: dict[int, Region],
+        form: ValueForm,
+        epochs: Epochs,
+        presence: Presence,
+        ancestry: Ancestry,
+        *,
+        when: str,
+        budget_bytes_per_s: int,
+        ttl_s: float,
+        pack_of: Callable[[Namespace], int],
+        scope_of: Callable[[Namespace, bytes], Scope],
+        may_write: Callable[[], bool],
+        share: Callable[[], float],
+        submit: Callable[[WriteJob], None],
+        ended: Callable[[WriteJob], None],
+        soon: Callable[[], None],
+    ) -> None:
+        self.when = when
+        self.written_blocks = self.written_bytes = 0
+        self.there_blocks = 0
+        """Blocks that the store had already."""
+        self.failed_blocks = 0
+        self.skipped_queue_full = self.skipped_evicted = self.skipped_unplaced = 0
+        self._space, self._regions = space, regions
+        self._form, self._epochs = form, epochs
+        self._presence, self._ancestry = presence, ancestry
+        self._ttl_s = ttl_s
+        self._pack_of, self._scope_of = pack_of, scope_of
+        self._may_write, self._share = may_write, share
+        self._submit, self._tell_ended, self._soon = submit, ended, soon
+        self._queue: deque[_Queued] = deque()
+        self._queued: set[tuple[int, bytes]] = set()
+        self._chains: deque[tuple[Namespace, bytes, int]] = deque()  # keys of matched runs, and the next to offer
+        self._in_flight: set[tuple[int, bytes]] = set()
+        self._evicted_bytes = 0
+        self.in_flight_bytes = 0
+        self._budget = ByteRate(budget_bytes_per_s)
+        self._closing = False
+
+    # --- what is to be sent ----------------------------------------------------------------------
+
+    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+        """A block has become visible in DRAM."""
+        if not namespace.table.windowed:
+            index = self._space.index
+            entry = namespace.table.get(key)
+            before = b"" if entry == NO_ENTRY else index.key[index.parent[entry]]
+        self._ancestry.note(namespace, key, before)
+        if self.when == "all":
+            self._add(namespace, key)
+
+    def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
+        """A client asked for these: blocks in DRAM that the store lacks are worth sending (again)."""
+        if self.when == "evicted" or not dram_blocks or not self._may_write():
+            return
+        run = keys[: dram_blocks * KEY_BYTES]
+        for namespace in namespaces[:CONSIDERED_AT_ONCE]:
+            pack = self._pack_of(namespace)
+            end = dram_blocks // pack * pack * KEY_BYTES
+            last = run[end - KEY_BYTES : end]  # of what can be in the store
+            if namespace.spec.dram_only or not last or self._presence.has(namespace, last):
+                continue
+            if len(self._chains) < CONSIDERED_AT_ONCE:
+                self._chains.append((namespace, run, 0))
+                self._soon()
+
+    def evicted(self, entry: int) -> None:
+        """DRAM is about to evict a block; its frame may be held until it is sent."""
+        index = self._space.index
+        namespace = self._space.namespaces[index.table[entry]]
+        key, frame, size = index.key[entry], index.frame[entry], namespace.size_class.frame_bytes
+        if namespace.spec.dram_only or self._presence.has(namespace, key) or not self._may_write():
+            return
+        if self._ancestry.place(namespace, key) is None or self._pack_of(namespace) > 1:
+            self.skipped_unplaced += 1
+        elif self._evicted_bytes + self.in_flight_bytes + size > self._most_evicted_bytes:
+            self.skipped_queue_full += 1
+        elif (namespace.number, key) not in self._queued:
+            self._evicted_bytes += size
+            self._space.allocator.hold(frame)
+            self._put(_Queued(namespace, key, (frame, size)))
+
+    @property
+    def _most_evicted_bytes(self) -> int:
+        """In a small arena less: what is evicted to make room must make room."""
+        return min(MAX_EVICTED_BYTES, int(self._space.allocator.arena_bytes * EVICTED_SHARE))
+
+    def _add(self, namespace: Namespace, key: bytes) -> None:
+        name = namespace.number, key
+        if namespace.spec.dram_only or name in self._queued or name in self._in_flight:
+            return
+        if self._presence.has(namespace, key):
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self.skipped_queue_full += 1
+            return
+        self._put(_Queued(namespace, key, None))
+
+    def _put(self, wanted: _Queued) -> None:
+        self._queued.add((wanted.namespace.number, wanted.key))
+        self._queue.append(wanted)
+        self._soon()
+
+    @property
+    def queued(self) -> int:
+        """Blocks that wait."""
+        return len(self._queue)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not (self._queue or self._in_flight or self._chains)
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def pump(self) -> bool:
+        """Give jobs to the lines, as many as there is room for; True when it stopped to let others run."""
+        self._offer_chains()
+        considered, values, size_bytes = 0, list[ValueWrite](), 0
+        may_write, most_bytes = self._may_write(), MAX_IN_FLIGHT_BYTES * self._share()
+        if not may_write:
+            self._let_evicted_go()
+        while may_write and self._queue and considered < CONSIDERED_AT_ONCE:
+            if self.in_flight_bytes >= most_bytes or not (self._closing or self._budget.has_room()):
+                break
+            considered += 1
+            value = self._take(self._queue.popleft())
+            if value is None:
+                continue
+            its_bytes = sum(block.namespace.size_class.frame_bytes for block in value.blocks)
+            if values and (len(values) >= BLOCKS_EACH or size_bytes + its_bytes > BYTES_EACH):
+                self._begin(values)
+                values, size_bytes = [], 0
+            values.append(value)
+            size_bytes += its_bytes
+            self.in_flight_bytes += its_bytes
+            self._budget.charge(its_bytes)
+        if values:
+            self._begin(values)
+        return considered == CONSIDERED_AT_ONCE or bool(self._chains)
+
+    def _begin(self, values: list[ValueWrite]) -> None:
+        generations = [self._presence.generation(value.blocks[0].namespace) for value in values]
+        self._submit(WriteJob(self._form, self._epochs, values, generations, self._ended))
+
+    def _take(self, wanted: _Queued) -> ValueWrite | None:
+        """The value that a queued block completes, its frames held; None if there is none to send."""
+        namespace, key = wanted.namespace, wanted.key
+        self._queued.discard((namespace.number, key))
+        if wanted.evicted is not None:
+            frame, size = wanted.evicted
+            self._evicted_bytes -= size
+            blocks: list[SharedWrite] | None = [self._block(namespace, key, frame)]
+        else:
+            blocks = self._blocks(namespace, key)
+        place = self._ancestry.place(namespace, key)
+        if blocks is None or place is None:
+            self.skipped_unplaced += place is None
+            for block in blocks or ():
+                self._space.allocator.unhold(block.frame)
+            return None
+        self._in_flight.update((namespace.number, block.key) for block in blocks)
+        overwrite = any(self._presence.is_unfetchable(namespace, block.key) for block in blocks)
+        ttl_s = lifetime_s(self._ttl_s, place.number)
+        return ValueWrite(self._scope_of(namespace, place.root), blocks, ttl_s, overwrite)
+
+    def _blocks(self, namespace: Namespace, key: bytes) -> list[SharedWrite] | None:
+        """The blocks of a value that ends with this one, held; None where it ends none, or not all are in DRAM."""
+        index, pack, found = self._space.index, self._pack_of(namespace), list[tuple[bytes, int]]()
+        place = self._ancestry.place(namespace, key) if pack > 1 else None
+        if pack > 1 and (place is None or (place.number + 1) % pack):
+            return None
+        entry = namespace.table.get(key)
+        while len(found) < pack:
+            if entry in (NO_ENTRY, namespace.table.root) or not index.attached(entry):
+                self.skipped_evicted += 1
+                return None
+            found.append((index.key[entry], index.frame[entry]))
+            entry = index.parent[entry]
+        for _, frame in found:
+            self._space.allocator.hold(frame)
+        return [self._block(namespace, its, frame) for its, frame in reversed(found)]
+
+    def _block(self, namespace: Namespace, key: bytes, frame: int) -> SharedWrite:
+        address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
+        return SharedWrite(namespace, key, frame, address)
+
+    def _ended(self, job: WriteJob) -> None:
+        told = zip(job.values, job.fates, job.sent_bytes, job.generations, job.outdated, strict=True)
+        for value, fate, sent, generation, outdated in told:
+            for block in value.blocks:
+                self._space.allocator.unhold(block.frame)
+                self._in_flight.discard((block.namespace.number, block.key))
+                self.in_flight_bytes -= block.namespace.size_class.frame_bytes
+                if fate is Fate.DONE:
+                    self._presence.note(block.namespace, block.key, generation)
+            count = len(value.blocks)
+            if outdated:
+                self._add(value.blocks[-1].namespace, value.blocks[-1].key)  # sent if it is still in DRAM
+            elif fate is not Fate.DONE:
+                self.failed_blocks += count
+            elif sent:
+                self.written_blocks += count
+                self.written_bytes += sent
+            else:
+                self.there_blocks += count
+        self._tell_ended(job)
+        if self._queue:
+            self._soon()
+
+    def _offer_chains(self) -> None:
+        """Offer a slice of what was matched in DRAM and is not known to be in the store."""
+        if not self._chains or not self._may_write():
+            self._chains.clear()
+            return
+        namespace, keys, first = self._chains.popleft()
+        end = min(first + MATCHED_AT_ONCE, len(keys) // KEY_BYTES)
+        before = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
+        for number in range(first, end):
+            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+            self._ancestry.note(namespace, key, before)
+            if namespace.table.get(key) != NO_ENTRY:
+                self._add(namespace, key)
+            before = key
+        if end < len(keys) // KEY_BYTES:
+            self._chains.append((namespace, keys, end))
+
+    def _let_evicted_go(self) -> None:
+        """The store takes nothing now: evicted blocks must not keep their frames for it."""
+        if not self._evicted_bytes:
+            return
+        kept = deque[_Queued]()
+        for wanted in self._queue:
+            if wanted.evicted is None:
+                kept.append(wanted)
+                continue
+            frame, size = wanted.evicted
+            self._evicted_bytes -= size
+            self._queued.discard((wanted.namespace.number, wanted.key))
+            self._space.allocator.unhold(frame)
+            self.skipped_evicted += 1
+        self._queue = kept
+
+    def close(self) -> None:
+        """The daemon ends: send what waits, whatever the budget says."""
+        self._closing = True

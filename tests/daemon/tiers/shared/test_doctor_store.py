@@ -1,0 +1,135 @@
+"""`tiercache doctor` on a shared store: a good one, one that is away, one that lies, and what it says of a hit."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from valkey_rig import ValkeyServer
+
+from tiercache.cli.doctor import store as doctor_store
+from tiercache.cli.doctor.findings import Finding, State
+from tiercache.cli.doctor.store import Prefill, examine, prefill_of, verdict
+from tiercache.cli.main import main
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import StoreUrl
+from tiercache.errors import ConfigError
+
+PREFILL = Prefill("a model", 1.0, 1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_store, "PART_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+def config_of(url: str, **fields: Any) -> DaemonConfig:
+    return DaemonConfig(
+        shared=StoreUrl(url), **({"shared_plain": True} if "shared_key" not in fields else {}), **fields
+    )
+
+
+def look(config: DaemonConfig, measure: bool = True) -> dict[str, Finding]:
+    return {one.name: one for one in examine(config, {}, "", PREFILL, measure)}
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_good_store_is_tried_and_left_as_it_was(valkey: ValkeyServer, sealed: bool, tmp_path: Path) -> None:
+    config = config_of(valkey.url)
+    if sealed:
+        pytest.importorskip("cryptography")
+        key = tmp_path / "key"
+        key.write_text(secrets.token_hex(32))
+        key.chmod(0o600)
+        config = config_of(valkey.url, shared_key=key)
+    found = look(config)
+    assert [one.state for one in found.values() if one.name not in ("a hit pays", "no hit pays")] == [State.OK] * 3
+    assert ("encrypted" if sealed else "in plain") in found[valkey.url].figure
+    assert "fetched on 4 connections" in found["speed"].figure
+    assert valkey.ask("DBSIZE") == b":0"
+    assert look(config, measure=False)["speed"].state is State.NOT_APPLICABLE
+
+
+def only(found: dict[str, Finding]) -> Finding:
+    [one] = found.values()
+    assert one.state is State.FAILURE
+    assert one.remedy
+    assert "\n" not in one.figure + one.remedy
+    return one
+
+
+def test_one_that_is_away_or_refuses_us_is_one_line(valkey: ValkeyServer) -> None:
+    with ValkeyServer() as other:
+        gone = other.url
+    assert "Connection refused" in only(look(config_of(gone))).figure
+    refused = only(look(config_of(valkey.url.replace("://", "://:open-sesame@"))))
+    assert "open-sesame" not in refused.figure + refused.remedy
+    assert "no kind of store is called 'tape'" in only(look(config_of("tape://robot"))).figure
+    missing = only(look(config_of(valkey.url, shared_key=Path("/nonexistent/key"))))
+    assert "shared_key" in missing.figure
+
+
+def test_one_that_is_full_says_so() -> None:
+    with ValkeyServer("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
+        found = only(look(config_of(full.url)))
+    assert found.figure.startswith("sending a block: ")
+    assert "volatile-ttl" in found.remedy
+
+
+def test_one_that_gives_other_bytes_is_found_out(valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor_store._Trial._put
+
+    def put_and_spoil(trial: Any) -> None:
+        real(trial)
+        valkey.ask("SETRANGE", trial._name, 5000, "spoilt")
+
+    monkeypatch.setattr(doctor_store._Trial, "_put", put_and_spoil)
+    assert only(look(config_of(valkey.url))).figure == "fetching a block: other bytes came back than were sent"
+    assert valkey.ask("DBSIZE") == b":0"
+
+
+def test_whether_a_hit_pays() -> None:
+    assert verdict(PREFILL, 2 << 30).state is State.OK
+    slow = verdict(PREFILL, 1 << 29)
+    assert slow.state is State.WARNING
+    assert slow.figure == "8,192 tokens of a model: 2.00 s to fetch 1.0 GiB, 1.00 s to compute"
+    known = prefill_of("Llama-3.1-8B", None)
+    assert known.kv_bytes == 1 << 30, "128 KiB for each of 8,192 tokens"
+    assert 0.1 < known.compute_s < 1
+    assert prefill_of("Llama-3.1-8B", 4096.0).compute_s == 2.0
+    for model, rate in (("Lama", None), ("Llama-3.1-8B", 0.0)):
+        with pytest.raises(ConfigError):
+            prefill_of(model, rate)
+
+
+def test_what_the_daemon_uses_is_compared(valkey: ValkeyServer) -> None:
+    tree = {"tiers": {"shared": {"store": "valkey://other:6379"}}}
+    [skipped] = examine(DaemonConfig(), tree, "", PREFILL, True)
+    assert skipped.state is State.NOT_APPLICABLE
+    assert "TIERCACHE_SHARED" in skipped.figure
+    found = examine(config_of(valkey.url), tree, "", PREFILL, False)
+    assert (found[-1].state, found[-1].figure) == (State.WARNING, "uses another store: valkey://other:6379")
+    assert examine(replace(DaemonConfig()), {}, "", PREFILL, True)[0].figure == "none is configured: --shared"
+
+
+def test_the_command(
+    valkey: ValkeyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCACHE_ARENA", "16MiB")
+    command = ["doctor", "--quick", "--json", "--shared", valkey.url, "--address", str(tmp_path / "none")]
+    assert main(command) == 0
+    found = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["topic"] == "shared store"]
+    assert [one["state"] for one in found] == ["ok", "ok", "not applicable"]
+    assert main([*command, "--prefill", "-1"]) == 2
+    assert "--prefill -1: is a number of tokens per second" in capsys.readouterr().err
