@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kubernetes_objects import validate
+from kubernetes_objects import objects_of, validate
 
 from tiercache.cli.commands import COMMANDS
 from tiercache.config.settings import SETTINGS
@@ -58,27 +58,59 @@ def test_settings_in_manifests_and_chart_exist() -> None:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_memory_counts_the_arena(path: Path) -> None:
     yaml = pytest.importorskip("yaml")
-    [document] = yaml.safe_load_all(path.read_text())
-    spec = document["spec"]["template"]["spec"]
-    [container] = [one for one in [*spec["initContainers"], *spec["containers"]] if one["name"] == "tiercache"]
-    env = {one["name"]: one["value"] for one in container["env"]}
+    documents = [one for one in yaml.safe_load_all(path.read_text()) if one["kind"] in ("Deployment", "DaemonSet")]
+    specs = [one["spec"]["template"]["spec"] for one in documents]
+    found = [
+        (spec, one)
+        for spec in specs
+        for one in [*spec.get("initContainers", []), *spec["containers"]]
+        if one["name"] == "tiercache"
+    ]
+    [(spec, container)] = found
+    env = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     arena_gib = int(env["TIERCACHE_ARENA"].removesuffix("GiB"))
     assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > arena_gib
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-    for name, default in (("RUN_DIR", "/run/tiercache"), ("NVME", "")):
+    for name, default in (("RUN_DIR", "/run/tiercache"), ("NVME", ""), ("SHARED_STATE", "")):
         path = env.get(f"TIERCACHE_{name}", default)
+        if not path:
+            continue
         [mount] = [mount for mount in mounts if path == mount or path.startswith(f"{mount}/")]
         # The kubelet makes them as root's, and open to all users: the daemon uses only a folder of its own.
         assert "emptyDir" not in mounts[mount] or path != mount, f"{name} is the emptyDir itself"
+
+
+def test_only_pods_with_a_daemon_reach_the_shared_store() -> None:
+    objects = objects_of((DEPLOY / "kubernetes" / "shared.yaml").read_text())
+    by_name = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in objects}
+    store, engines = by_name["Deployment", "tiercache-kv"], by_name["Deployment", "vllm"]
+    policy, service = by_name["NetworkPolicy", "tiercache-kv"], by_name["Service", "tiercache-kv"]
+    labels, whose = (one["template"]["metadata"]["labels"] for one in (store, engines))
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert service["selector"].items() <= labels.items()
+    [rule] = policy["ingress"]
+    [allowed] = rule["from"]
+    assert allowed["podSelector"]["matchLabels"].items() <= whose.items()
+    assert not allowed["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["egress"] == []
+    assert engines["replicas"] == 2
+    [valkey] = store["template"]["spec"]["containers"]
+    script = valkey["args"][0]
+    assert "--maxmemory-policy volatile-ttl" in script
+    room_gib = int(str(re.findall(r"--maxmemory (\d+)gb", script)[0]))
+    assert room_gib < int(valkey["resources"]["limits"]["memory"].removesuffix("Gi"))
+    [daemon] = [one for one in engines["template"]["spec"]["initContainers"] if one["name"] == "tiercache"]
+    [url] = [one for one in daemon["env"] if one["name"] == "TIERCACHE_SHARED"]
+    assert "valueFrom" in url, "it has a password"
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_every_container_has_tiercache(path: Path) -> None:
     images = set(re.findall(r"^ +image: (\S+)", path.read_text(), re.MULTILINE))
     assert images
-    assert all(re.match(r"(vllm-)?tiercache:", image) for image in images), images
+    assert all(re.match(r"(vllm-)?tiercache:|valkey/valkey:", image) for image in images), images
     stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert stages[-1] == "daemon", "the image that is built without --target"
     assert "engine" in stages, "what makes vllm-tiercache"
@@ -179,4 +211,6 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
     assert str(unit.name) not in done.stderr, done.stderr
     families = next(line for line in text.splitlines() if line.startswith("RestrictAddressFamilies="))
+    assert "\nEnvironment=TIERCACHE_SHARED_STATE=/var/lib/tiercache/" in text, "it is in the StateDirectory"
+    assert "\nStateDirectory=tiercache\n" in text
     assert "AF_NETLINK" in families, "ZeroMQ asks for the interfaces when it binds to TCP, and aborts where it may not"

@@ -19,6 +19,9 @@ from tiercache.protocol.curve import load_allowed, load_server, make_client, mak
 
 CHART = Path(__file__).parents[1] / "daemon" / "deploy" / "helm" / "tiercache"
 GIB = 1 << 30
+SECRET_URL = "valkey://:open-sesame@kv:6379"
+"""What a Secret holds."""
+SHARED = {"shared": {"enabled": True, "existingSecret": "shared-kv"}}
 
 
 def daemon_set(values: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def container(values: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(values: dict[str, Any]) -> DaemonConfig:
     """The configuration that the daemon in the pod reads from its environment."""
-    env = {one["name"]: one["value"] for one in container(values)["env"]}
+    env = {one["name"]: one.get("value", SECRET_URL) for one in container(values)["env"]}
     return load_config(None, env)
 
 
@@ -54,6 +57,8 @@ def memory_bytes(values: dict[str, Any]) -> int:
         {"http": {"enabled": False}},
         {"nvme": {"enabled": False}, "settings": {"lock_memory": "require"}},
         {"nvme": {"paths": ["/mnt/a", "/mnt/b"]}, "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
+        SHARED,
+        {"shared": {"enabled": True, "url": "s3://kv/prefix", "plain": True}},
         {"grafanaDashboard": {"enabled": True, "labels": {"team": "serving"}}},
         {
             "extraEnv": [{"name": "A", "value": "b"}],
@@ -143,6 +148,12 @@ def test_memory_may_be_said() -> None:
         ({"settings": {"slow_request": "soon"}}, "slow_request"),
         ({"listen": {"enabled": True}}, "listen.serverKeySecret"),
         ({"image": {"digest": "latest"}}, "digest"),
+        ({"shared": {"enabled": True}}, "shared.enabled needs the URL of a store"),
+        ({"shared": {"enabled": True, "url": "valkey://kv"}}, "needs the key that encrypts blocks"),
+        ({"shared": {"enabled": True, "url": "valkey://:pw@kv", "plain": True}}, "put it into the Secret"),
+        ({"shared": {"url": "kv:6379"}}, "url"),
+        ({"shared": {"lookupTimeout": "soon"}}, "lookupTimeout"),
+        ({"settings": {"shared": "valkey://kv"}}, "shared"),
         ({"grace": "1min"}, "terminationGracePeriodSeconds 60 is too short for grace 1min"),
     ],
     ids=str,
@@ -188,6 +199,32 @@ def test_keys_are_handed_over_as_the_daemon_wants_them(tmp_path: Path) -> None:
     load_server(tmp_path / "keys/curve")
     allowed, problems = load_allowed(tmp_path / "keys/curve")
     assert (list(allowed.values()), problems, client.exists()) == (["team-a"], [], True)
+
+
+def test_a_shared_store_is_reached_by_a_secret(tmp_path: Path) -> None:
+    values = {"shared": {**SHARED["shared"], "lookupTimeout": "35ms", "deployment": "prod"}, "nvme": {"enabled": False}}
+    spec, config = daemon_set(values), config_of(values)
+    assert (config.shared.full, str(config.shared_key), config.shared_plain) == (SECRET_URL, "/keys/shared.key", False)
+    assert (config.shared_lookup_timeout_s, config.shared_deployment) == (0.035, "prod")
+    [its] = spec["containers"]
+    [url] = [one for one in its["env"] if one["name"] == "TIERCACHE_SHARED"]
+    assert url["valueFrom"] == {"secretKeyRef": {"name": "shared-kv", "key": "url"}}
+    volumes = {one["name"]: one for one in spec["volumes"]}
+    own, keys = spec["initContainers"]
+    mounted = {one["name"] for each in (its, own, keys) for one in each["volumeMounts"]}
+    assert mounted <= set(volumes)
+    assert "/shared-state" in own["command"]
+    assert str(config.shared_state) in {one["mountPath"] for one in its["volumeMounts"]}
+    assert volumes["tiercache-shared-state"]["hostPath"]["path"] == "/var/lib/tiercache-shared"
+    (tmp_path / "secrets/shared").mkdir(parents=True)
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "secrets/shared/shared.key").write_text(secrets.token_hex(32))
+    script = keys["command"][2].replace("/keys", f"{tmp_path}/keys").replace("/secrets", f"{tmp_path}/secrets")
+    subprocess.run(["sh", "-euc", script], check=True, timeout=30)
+    load_cipher(tmp_path / "keys/shared.key", "shared_key")
+    plain = {"shared": {"enabled": True, "url": "valkey://kv:6379", "plain": True}}
+    assert (config_of(plain).shared.full, config_of(plain).shared_plain) == ("valkey://kv:6379", True)
+    assert len(daemon_set(plain)["initContainers"]) == 1, "there are no keys to copy"
 
 
 def test_labels_reach_what_is_to_be_found_by_them() -> None:
@@ -242,10 +279,12 @@ def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
     (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")
     (tmp_path / "templates" / "pod.yaml").write_text(ENGINES_CHART)
     own = {"daemonSet": {"enabled": False}, "arena": "8GiB", "nvme": {"type": "emptyDir", "keySecret": {"name": "k"}}}
+    own |= SHARED
     [pod] = validate(render(tmp_path, {"tiercache": own}))
     keys, sidecar = pod["spec"]["initContainers"]
     assert (keys["name"], sidecar["name"], sidecar["restartPolicy"]) == ("tiercache-keys", "tiercache", "Always")
-    config = load_config(None, {one["name"]: one["value"] for one in sidecar["env"]})
+    config = load_config(None, {one["name"]: one.get("value", SECRET_URL) for one in sidecar["env"]})
+    assert (str(config.shared_key), config.shared_state) == ("/keys/shared.key", None)
     assert (config.arena_bytes, str(config.run_dir), str(config.nvme_key)) == (
         8 * GIB,
         "/run/tiercache/daemon",

@@ -70,7 +70,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["stats", "0"], ["0", "SECONDS"]),
         (["stats", "--watch", "arena", "5"], ["SECONDS", "no sections"]),
         (["ping", "--count", "0"], ["--count"]),
-        (["flush", "--tier", "nvme"], ["--tier", "nvme", "all, dram"]),
+        (["flush", "--tier", "nvme"], ["--tier", "nvme", "all, dram, shared"]),
         (["flush", "--yes", "--prefix", "xyz"], ["--prefix", "xyz", "32 hex digits"]),
         (["flush", "--yes", "--prefix", "00ff"], ["--prefix", "00ff", "32 hex digits"]),
         (["config", "--config", "/nowhere.toml"], ["/nowhere.toml", "--config"]),
@@ -294,6 +294,9 @@ def test_a_narrow_terminal_gets_the_columns_that_matter_most() -> None:
 def test_the_hit_rate_is_of_all_tiers() -> None:
     counters = {"match_blocks_asked": 100, "match_blocks_hit": 40, "match_blocks_below": 20}
     assert ("hit rate", "60.0% of 100 blocks asked for, 20.0% from NVMe") in stats.summary({"counters": counters}).rows
+    counters["match_blocks_shared"] = 15
+    told = "60.0% of 100 blocks asked for, 5.0% from NVMe, 15.0% from the shared store"
+    assert ("hit rate", told) in stats.summary({"counters": counters}).rows
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
@@ -471,6 +474,29 @@ def test_flush(run: Run, daemon: Path) -> None:
     status, _, err = run("flush", "--yes", "--namespace", "9f", "--address", daemon)
     assert status == 2
     assert_one_line(err, "--namespace = 9f", "no such namespace")
+
+
+def test_a_flush_says_whom_it_concerns() -> None:
+    alone = {"tiers": {"dram": {"blocks": 3}, "nvme": {"blocks": 4}}}
+    shared = {"tiers": {**alone["tiers"], "shared": {"store": "valkey://kv:6379"}}}
+    for tree in (alone, shared):
+        asked = flush.question(tree, "dram", None, None)
+        assert asked == "Forget all blocks of every namespace in dram (7 blocks are held now)?"
+    assert "host" not in flush.question(alone, "all", None, None)
+    every = "The shared store forgets them for EVERY host of the deployment. Forget"
+    assert flush.question(shared, "all", None, None).startswith(every)
+    assert flush.question(shared, "shared", "9f3a", None) == f"{every} all blocks of namespace 9f3a in shared?"
+    one = flush.question(shared, "shared", None, "00112233" * 4)
+    assert "makes the 64th part of its namespace unreachable" in one
+    assert "block 00112233... and all that follow it" in one
+    assert flush.outcome(3, "all", False) == "3 blocks flushed"
+    assert flush.outcome(0, "shared", True) == "flushed: no host finds these blocks in the shared store any more"
+
+
+def test_there_is_no_shared_tier_to_flush(run: Run, daemon: Path) -> None:
+    status, _, err = run("flush", "--yes", "--tier", "shared", "--address", daemon)
+    assert status == 2
+    assert_one_line(err, "--tier = shared", "no shared tier")
 
 
 @pytest.mark.parametrize(("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")])

@@ -290,6 +290,17 @@ def test_two_engines_that_pass_each_other_by_are_told_in_what_they_differ() -> N
     assert "under other keys" not in told
 
 
+def test_what_the_shared_store_had_for_nobody() -> None:
+    figures = {"lookups": 1000, "lookups_late": 300, "bad_blocks": 2}
+    tree = {"namespaces": [space(1, asked=9, hit=1)], "tiers": {"shared": figures}}
+    found = {one.name: one for one in doctor_hits.examine(tree, {})}
+    assert found["look-ups"].figure == "300 requests did not wait for the end of theirs, of 1,000 in the shared store"
+    assert "--shared-lookup-timeout" in found["look-ups"].remedy
+    assert found["bad blocks"].figure.startswith("2 in the shared store")
+    figures |= {"lookups_late": 100, "bad_blocks": 0}
+    assert {one.name for one in doctor_hits.examine(tree, {})} & {"look-ups", "bad blocks"} == set()
+
+
 def test_what_is_evicted_too_soon() -> None:
     counters = {"stored_blocks": 4000, "evicted_blocks": 3000, "stored_bytes": 100 * GIB}
     told = hits([space(1, asked=9, hit=1)], **counters)

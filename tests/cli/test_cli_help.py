@@ -144,7 +144,7 @@ def test_every_completion_has_every_command_and_option(commands: list[completion
     [
         (["ins"], ["inspect"]),
         (["flush", "--ti"], ["--tier"]),
-        (["flush", "--tier", ""], ["all", "dram"]),
+        (["flush", "--tier", ""], ["all", "dram", "shared"]),
         (["stats", "--watch", "--j"], ["--json"]),
         (["bench", ""], ["codec"]),
         (["bench", "codec", "--bl"], ["--block-bytes"]),

@@ -217,7 +217,8 @@ def test_hits_are_kept_by_tier_and_interval() -> None:
     for second, (asked, dram, below) in enumerate([(0, 0, 0), (100, 50, 0), (100, 50, 0), (200, 75, 75)]):
         history.take(Reading(float(second), tree(1, asked, dram, below)))
     assert [point.share("dram") for point in history.points] == [0.5, None, 0.25]
-    assert [point.share("below") for point in history.points] == [0.0, None, 0.75]
+    assert [point.share("nvme") for point in history.points] == [0.0, None, 0.75]
+    assert [point.share("shared") for point in history.points] == [0.0, None, 0.0], "a daemon of an earlier release"
     assert sparkline([0.0, None, 0.5, 1.0], 6) == "  ▁·▅█"
     assert sparkline([0.0, None, 0.5, 1.0], 2) == "▅█"
     assert sparkline([0.1], 0) == ""

@@ -234,12 +234,44 @@ def test_load_or_compute(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["break_even_bytes_per_s"] * one["compute_s"] == pytest.approx(1 << 30)
 
 
+def test_a_shared_store(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["Llama-3.1-8B", "--tflops", "100", "--length", "8192", "--shared", "2TiB", "--tokens-per-s", "1000"]
+    arguments += ["--shared-bandwidth", "8Gbit/s", "--shared-round-trip", "250ms"]
+    found = tree(capsys, *arguments)
+    tier = found["tiers"][-1]
+    assert (tier["tier"], tier["blocks"], tier["tokens"], tier["holds_s"]) == ("shared", 1 << 20, 1 << 24, 16777.216)
+    assert found["sequences"][0]["in_shared"] == 2048
+    [one] = found["loads"]
+    assert one["shared_s"] == pytest.approx((1 << 30) / 1e9 + 2 * 0.25)
+    assert (found["shared"]["bytes_per_s"], found["shared"]["round_trip_s"]) == (10**9, 0.25)
+    pays = found["shared"]["pays_from_tokens"]
+    lengths = ["--length", str(pays - 16), "--length", str(pays)]
+    short, enough = tree(capsys, *arguments[:3], *arguments[5:], *lengths)["loads"]
+    assert short["shared_s"] >= short["compute_s"]
+    assert enough["shared_s"] < enough["compute_s"]
+    nearer = tree(capsys, *arguments[:-1], "0.5ms")["shared"]["pays_from_tokens"]
+    assert 0 < nearer < pays
+
+
+def test_a_network_that_is_slower_than_computing_never_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["Llama-3.1-8B", "--gpu", "H100", "--shared", "2TiB"]
+    assert tree(capsys, *arguments, "--shared-bandwidth", "100MB")["shared"]["pays_from_tokens"] is None
+    assert main(["plan", *arguments, "--shared-bandwidth", "100MB"]) == 0
+    assert "no hit in the shared store pays" in capsys.readouterr().out
+    assert main(["plan", *arguments, "--shared-bandwidth", "100Gbit"]) == 0
+    out = capsys.readouterr().out
+    for words in ("from shared", "1,048,576", "a hit in the shared store pays from"):
+        assert words in out
+    assert tree(capsys, "Llama-3.1-8B")["shared"] is None
+
+
 def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mistralai/mistral_7b_v0.1", "--kv-cache-dtype", "int8", "--nvme", "0"]) == 0
     out = capsys.readouterr().out
     for words in ("Mistral-7B-v0.1: 7.2B parameters", "68.5 KiB in int8", "look back 4,096 tokens", "from DRAM"):
         assert words in out
     assert "NVMe" not in out
+    assert "shared" not in out
 
 
 @pytest.mark.parametrize(
@@ -262,6 +294,9 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["Qwen3-8B", "--tokens-per-s", "0"], ["more than 0"]),
         (["Qwen3-8B", "--length", "0"], ["--length"]),
         (["Qwen3-8B", "--bus", "0"], ["--bus 0", "more than 0"]),
+        (["Qwen3-8B", "--shared", "20x"], ["--shared", "16GiB"]),
+        (["Qwen3-8B", "--shared-bandwidth", "0Gbit/s"], ["--shared-bandwidth 0Gbit/s", "more than 0"]),
+        (["Qwen3-8B", "--shared-round-trip", "soon"], ["--shared-round-trip", "250ms"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(

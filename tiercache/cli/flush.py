@@ -14,7 +14,7 @@ from tiercache.cli.report import print_json
 from tiercache.errors import ConfigError, ProtocolError
 from tiercache.protocol.messages import KEY_BYTES, Flush, Flushed
 
-TIERS = ("all", "dram")
+TIERS = ("all", "dram", "shared")
 FLUSH_DEADLINE_S = 60.0
 """Deadline: the daemon forgets millions of blocks in slices, and serves other clients in between."""
 
@@ -27,10 +27,11 @@ FLUSH_DEADLINE_S = 60.0
                                       forget the blocks of one namespace (see `tiercache stats`)
   tiercache flush --yes --prefix 00112233445566778899aabbccddeeff
                                       forget one block and all that follow it
+  tiercache flush --tier shared       forget what hosts share, for every host of the deployment
 """,
 )
 def flush(
-    tier: Annotated[str, typer.Option("--tier", metavar="all|dram", help="Tiers to forget them in.")] = "all",
+    tier: Annotated[str, typer.Option("--tier", metavar="all|dram|shared", help="Tiers to forget them in.")] = "all",
     namespace: Annotated[
         str | None,
         typer.Option("--namespace", metavar="ID", help="Number of a namespace, or the start of its fingerprint."),
@@ -50,6 +51,9 @@ def flush(
         raise ConfigError("flush asks before it forgets, and there is no terminal to ask on: give --yes")
     with connected(address) as client:
         stats = client.stats()
+        has_shared = "shared" in stats.get("tiers", {})
+        if tier == "shared" and not has_shared:
+            raise ConfigError("--tier = shared: this daemon has no shared tier (its setting shared is empty)")
         namespaces = [] if namespace is None else [find_namespace(stats, namespace)]
         if not yes:
             typer.confirm(question(stats, tier, namespace, prefix), abort=True, err=True)
@@ -60,8 +64,17 @@ def flush(
     if as_json:
         print_json({"flushed_blocks": blocks, "tier": tier, "namespaces": namespaces, "prefix": key.hex()})
     else:
-        print(f"{blocks:,} blocks flushed")
+        print(outcome(blocks, tier, has_shared))
     return EXIT_OK
+
+
+def outcome(blocks: int, tier: str, has_shared: bool) -> str:
+    """What was flushed. How many blocks a shared store had, no host knows."""
+    if tier == "shared":
+        return "flushed: no host finds these blocks in the shared store any more"
+    if tier == "all" and has_shared:
+        return f"{blocks:,} blocks flushed here, and no host finds them in the shared store any more"
+    return f"{blocks:,} blocks flushed"
 
 
 def parse_key(prefix: str | None) -> bytes:
@@ -96,5 +109,16 @@ def question(stats: dict[str, Any], tier: str, namespace: str | None, prefix: st
     what = "all blocks" if prefix is None else f"block {prefix[:8]}... and all that follow it"
     whose = "every namespace" if namespace is None else f"namespace {namespace}"
     where = "all tiers" if tier == "all" else tier
-    held = sum(int(figures.get("blocks", 0)) for figures in stats.get("tiers", {}).values())
-    return f"Forget {what} of {whose} in {where} ({held:,} blocks are held now)?"
+    tiers = stats.get("tiers", {})
+    held = sum(int(figures.get("blocks", 0)) for figures in tiers.values())
+    warning = ""
+    if "shared" in tiers and tier in ("all", "shared"):
+        warning = "The shared store forgets them for EVERY host of the deployment. "
+        if prefix is not None:
+            warning += (
+                "Flushing one prefix makes the 64th part of its namespace unreachable there, or all of it if this "
+                "daemon does not have the block in DRAM. "
+            )
+    if tier == "shared":
+        return f"{warning}Forget {what} of {whose} in {where}?"
+    return f"{warning}Forget {what} of {whose} in {where} ({held:,} blocks are held now)?"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tiercache.errors import ConfigError
-from tiercache.ground.units import parse_bytes
+from tiercache.ground.units import parse_bytes, parse_duration_s
 from tiercache.plan.known import GPUS, Gpu, find, unknown
 
 DEFAULT_TFLOPS = 312.0
@@ -31,7 +31,18 @@ DramBandwidth = Annotated[
 NvmeBandwidth = Annotated[
     str, typer.Option("--nvme-bandwidth", metavar="SIZE", help="Bytes per second of all disks together.")
 ]
+SharedBandwidth = Annotated[
+    str,
+    typer.Option(
+        "--shared-bandwidth", metavar="SIZE", help="Bytes (1GB) or bits (10Gbit) per second from the shared store."
+    ),
+]
+SharedRoundTrip = Annotated[
+    str, typer.Option("--shared-round-trip", metavar="TIME", help="Time until the shared store has answered.")
+]
 """Options with the same meaning in both commands."""
+
+_BITS = {"kbit": "kB", "mbit": "MB", "gbit": "GB", "tbit": "TB"}
 
 
 def find_gpu(name: str, tflops: float | None, bus: str | None) -> Gpu:
@@ -54,6 +65,28 @@ def check_mfu(mfu: float) -> None:
     """Raises ConfigError for an invalid share of a GPU's arithmetic."""
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu {mfu:g}: must be above 0, at most 1; 0.5 is common for prefill")
+
+
+def as_rate(flag: str, text: str) -> int:
+    """Bytes per second, written as bytes or, as networks are sold, as bits. Raises ConfigError."""
+    amount = text.strip().lower().removesuffix("/s")
+    for bits, unit in _BITS.items():
+        if amount.endswith(bits):
+            rate = as_bytes(flag, amount.removesuffix(bits) + unit) // 8
+            break
+    else:
+        rate = as_bytes(flag, text)
+    if not rate:
+        raise ConfigError(f"{flag} {text}: must be more than 0")
+    return rate
+
+
+def as_seconds(flag: str, text: str) -> float:
+    """A duration. Raises ConfigError."""
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def as_bytes(flag: str, text: str, least: int = 0) -> int:

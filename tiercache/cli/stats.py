@@ -114,10 +114,13 @@ def summary(tree: dict[str, Any]) -> Section:
     """The few most important figures."""
     arena, counters = tree.get("arena", {}), tree.get("counters", {})
     asked, below = counters.get("match_blocks_asked", 0), counters.get("match_blocks_below", 0)
-    hit = counters.get("match_blocks_hit", 0) + below
+    shared, hit = counters.get("match_blocks_shared", 0), counters.get("match_blocks_hit", 0) + below
     used, size = arena.get("used_bytes", 0), arena.get("bytes", 0)
-    from_nvme = f", {below / asked:.1%} from NVMe" if below else ""
-    hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for{from_nvme}" if asked else "nothing asked for yet"
+    hit_rate = "nothing asked for yet"
+    if asked:
+        parts = {"NVMe": below - shared, "the shared store": shared}
+        each = "".join(f", {part / asked:.1%} from {name}" for name, part in parts.items() if part)
+        hit_rate = f"{hit / asked:.1%} of {asked:,} blocks asked for{each}"
     share = f" ({used / size:.0%})" if size else ""
     health = tree.get("health", {})
     rows = [

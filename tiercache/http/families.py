@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tiercache.http.measured import clients, counters, state, tiers, traffic
+from tiercache.http.measured import clients, counters, shared, state, tiers, traffic
 from tiercache.http.measured.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -13,6 +13,7 @@ FAMILIES: tuple[Family, ...] = (
     *traffic.TRAFFIC,
     *tiers.TIERS,
     *tiers.DISKS,
+    *shared.SHARED,
     *clients.NAMESPACES,
     *clients.HINTS,
     *state.PROCESS,

@@ -95,15 +95,19 @@ def _figures(step: _Step) -> dict[str, Value]:
     read_p50, read_p99 = step.percentiles_s("promotion_ns")
     _, write_p99 = step.percentiles_s("demotion_ns")
     disks = now["tiers"].get(nvme, {}).get("directories", ())
+    below, shared = step.share("traffic", "below_hit_tokens"), step.share("traffic", "shared_hit_tokens")
     return {
         "asked_tokens": step.rate("traffic", "asked_tokens"),
         "requests": step.rate("counters", "requests"),
         "hit_dram": step.share("traffic", "dram_hit_tokens"),
-        "hit_nvme": step.share("traffic", "below_hit_tokens"),
+        "hit_nvme": None if below is None else below - (shared or 0.0),
+        "hit_shared": shared,
         "dram_in_bytes": step.rate("counters", "stored_bytes"),
         "dram_out_bytes": step.rate("traffic", "read_bytes"),
         "nvme_in_bytes": step.rate("tiers", nvme, "written_bytes") + step.rate("tiers", nvme, "direct_stored_bytes"),
         "nvme_out_bytes": step.rate("tiers", nvme, "promoted_bytes") + step.rate("tiers", nvme, "direct_bytes"),
+        "shared_in_bytes": step.rate("tiers", "shared", "written_bytes"),
+        "shared_out_bytes": step.rate("tiers", "shared", "fetched_bytes"),
         "match_p50_s": match_p50,
         "match_p99_s": match_p99,
         "reserve_p99_s": reserve_p99,
@@ -117,6 +121,7 @@ def _figures(step: _Step) -> dict[str, Value]:
         "dram_evicted": step.rate("counters", "evicted_blocks"),
         "nvme_evicted": step.rate("tiers", nvme, "evicted_blocks"),
         "queue_write": _number(now, ("tiers", nvme, "write_queue_blocks")),
+        "queue_shared": _number(now, ("tiers", "shared", "write_queue_blocks")),
         "queue_disk": sum(disk["in_flight"] for disk in disks),
         "queue_requests": _number(now, ("leases", "parked_requests")),
     }
@@ -127,10 +132,13 @@ COLUMNS = (
     "requests",
     "hit_dram",
     "hit_nvme",
+    "hit_shared",
     "dram_in_bytes",
     "dram_out_bytes",
     "nvme_in_bytes",
     "nvme_out_bytes",
+    "shared_in_bytes",
+    "shared_out_bytes",
     "match_p50_s",
     "match_p99_s",
     "reserve_p99_s",
@@ -144,6 +152,7 @@ COLUMNS = (
     "dram_evicted",
     "nvme_evicted",
     "queue_write",
+    "queue_shared",
     "queue_disk",
     "queue_requests",
 )

@@ -14,6 +14,8 @@ from tiercache.daemon.observe.traffic import PROBE_ENGINE
 MAX_NAMESPACES = 32
 """Namespaces with their own metrics: those with the most blocks asked for and stored."""
 MAX_QUOTAS = 64
+SHARED = "shared"
+"""The tier that other hosts use too."""
 OWN_CLIENTS = ("http", "tiercache-cli")
 """Names of the sessions of this process and of the commands."""
 MAX_REASONS = 16
@@ -69,8 +71,8 @@ def hints(*names: str) -> Callable[[Tree], Samples]:
 
 
 def each_tier(name: str) -> Callable[[Tree], Samples]:
-    """A number of each tier that has it, by tier."""
-    return lambda tree: (((tier,), its[name]) for tier, its in tree["tiers"].items() if name in its)
+    """A number of each tier of this host that has it, by tier. The shared store has metrics of its own."""
+    return lambda tree: (((tier,), its[name]) for tier, its in tree["tiers"].items() if tier != SHARED and name in its)
 
 
 def each_directory(name: str) -> Callable[[Tree], Samples]:
@@ -97,6 +99,37 @@ def _nvme(tree: Tree) -> Mapping[str, Any]:
     return dict(tree["tiers"].get("nvme", {}))
 
 
+def _shared(tree: Tree) -> Mapping[str, Any]:
+    return dict(tree["tiers"].get(SHARED, {}))
+
+
+def shared(name: str) -> Callable[[Tree], Samples]:
+    """A number of the shared tier, if there is one."""
+    return at("tiers", SHARED, name)
+
+
+def shared_skipped(tree: Tree) -> Samples:
+    """Blocks not sent to the shared store, by reason."""
+    return _skipped(_shared(tree))
+
+
+def shared_states(states: Iterable[str]) -> Callable[[Tree], Samples]:
+    """1 for the state that the breaker of the shared store is in, 0 for the others."""
+
+    def samples(tree: Tree) -> Samples:
+        if its := _shared(tree):
+            for state in states:
+                yield (state,), int(its["breaker"]["state"] == state)
+
+    return samples
+
+
+def _skipped(tier: Mapping[str, Any]) -> Samples:
+    for name, value in tier.items():
+        if name.startswith("skipped_"):
+            yield (name.removeprefix("skipped_"),), value
+
+
 def _directories(tree: Tree) -> list[Any]:
     return list(_nvme(tree).get("directories", []))
 
@@ -108,16 +141,24 @@ def reasons(tree: Tree) -> Samples:
         yield (reason[:MAX_REASON_CHARS],), 1
 
 
+def _below(below: int, shared: int) -> Samples:
+    """What was found below DRAM, by tier. `shared` is a part of `below`; a daemon of an earlier release has none."""
+    yield ("nvme",), below - shared
+    yield (SHARED,), shared
+
+
 def hit_blocks(tree: Tree) -> Samples:
     """By tier."""
-    yield ("dram",), tree["counters"]["match_blocks_hit"]
-    yield ("nvme",), tree["counters"]["match_blocks_below"]
+    counters = tree["counters"]
+    yield ("dram",), counters["match_blocks_hit"]
+    yield from _below(counters["match_blocks_below"], counters.get("match_blocks_shared", 0))
 
 
 def hit_tokens(tree: Tree) -> Samples:
     """By tier."""
-    yield ("dram",), tree["traffic"]["dram_hit_tokens"]
-    yield ("nvme",), tree["traffic"]["below_hit_tokens"]
+    traffic = tree["traffic"]
+    yield ("dram",), traffic["dram_hit_tokens"]
+    yield from _below(traffic["below_hit_tokens"], traffic.get("shared_hit_tokens", 0))
 
 
 def moved(tree: Tree) -> Samples:
@@ -127,6 +168,9 @@ def moved(tree: Tree) -> Samples:
     if nvme := _nvme(tree):
         yield ("nvme", "in"), nvme["written_bytes"] + nvme.get("direct_stored_bytes", 0)
         yield ("nvme", "out"), nvme["promoted_bytes"] + nvme["direct_bytes"]
+    if shared := _shared(tree):
+        yield (SHARED, "in"), shared["written_bytes"]
+        yield (SHARED, "out"), shared["fetched_bytes"]
 
 
 def evicted(tree: Tree) -> Samples:
@@ -149,10 +193,8 @@ def queues(tree: Tree) -> Samples:
 
 
 def skipped(tree: Tree) -> Samples:
-    """Blocks not written, by reason."""
-    for name, value in _nvme(tree).items():
-        if name.startswith("skipped_"):
-            yield (name.removeprefix("skipped_"),), value
+    """Blocks not written to NVMe, by reason."""
+    return _skipped(_nvme(tree))
 
 
 def failures(tree: Tree) -> Samples:
@@ -217,4 +259,4 @@ def asked_blocks(one: Any) -> Samples:
 def hits_by_tier(one: Any) -> Samples:
     """Blocks found, by tier."""
     yield ("dram",), one["hit_blocks"]
-    yield ("nvme",), one["hit_below_blocks"]
+    yield from _below(one["hit_below_blocks"], one.get("hit_shared_blocks", 0))

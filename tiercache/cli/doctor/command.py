@@ -30,6 +30,8 @@ _COLOURS = {State.OK: "green", State.WARNING: "yellow", State.FAILURE: "bold red
   tiercache doctor --quick --json | jq '.findings[] | select(.state != "ok")'
   tiercache doctor --dir /mnt/nvme0/kv
                                       a disk before it is given to a daemon
+  tiercache doctor --shared valkey://kv.example:6379 --model Qwen3-32B --prefill 9000
+                                      whether a shared store works, and pays
   tiercache doctor --gds /mnt/nvme0/tiercache
                                       also whether GPUDirect works there, and is faster
 """,
@@ -48,7 +50,22 @@ def doctor(
         list[Path] | None,
         typer.Option("--dir", metavar="DIR", help="A directory for --nvme (repeatable; default: those in use)."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not measure disks or test the GPU.")] = False,
+    shared: Annotated[
+        str,
+        typer.Option(
+            "--shared",
+            metavar="URL",
+            help="A store for --shared (default: that of the settings). Every user of the host reads a password here.",
+        ),
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Whose KV the shared store is judged by, as for `plan`.")
+    ] = "Llama-3.1-8B",
+    prefill: Annotated[
+        float | None,
+        typer.Option("--prefill", metavar="N", help="Tokens per second that an engine computes (default: on an H100)."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure disks or stores, or test the GPU.")] = False,
     path: ConfigFile = None,
     as_json: Json = False,
     address: Address = None,
@@ -56,16 +73,19 @@ def doctor(
     """Examine the host, its disks and the daemon, and name a remedy for each problem.
 
     Works with and without a daemon. Takes 1 s, up to 15 s for each nvme directory (64 MiB are written there and
-    removed), up to 20 s for a GPU, and 2 minutes with --gds.
+    removed), 2 s for a shared store (a block of 2 MiB is written there and removed), up to 20 s for a GPU, and 2
+    minutes with --gds.
     """
-    from tiercache.cli.doctor import cuda, daemon, disk, gpudirect, hits, host
+    from tiercache.cli.doctor import cuda, daemon, disk, gpudirect, hits, host, store
 
+    rival = store.prefill_of(model, prefill)
     config, _ = resolve_config(path)
     run_dir = Path(address) if address else config.run_dir
     tree, specs, problem = _ask(run_dir)
     needs = _needs(config, tree)
     found = host.examine(Host(), needs)
     found += disk.examine(needs, tuple(directories or needs.nvme_dirs), measure=not quick)
+    found += store.examine(config, tree, shared, rival, measure=not quick)
     found += [] if quick else cuda.examine()
     found += daemon.examine(run_dir, tree, problem) + hits.examine(tree, specs)
     probe = None if gds is None else gpudirect.probe_gds(gds)

@@ -131,9 +131,21 @@ def _losses(tree: Tree) -> Iterator[Finding]:
     if skipped_blocks:
         remedy = "raise --nvme-write-budget, if the disk's endurance allows it"
         yield warning(TOPIC, "write budget", f"{int(skipped_blocks):,} blocks were not written to NVMe", remedy)
+    yield from _shared(tree)
     revoked, good = at(tree, "counters.loads_revoked"), at(tree, "counters.loads_good")
     if revoked > max(ENOUGH_BLOCKS, good / 10):
         remedy = "loads take longer than their leases (--lease-ttl-max), or prefixes are flushed: see the engine's log"
         yield warning(
             TOPIC, "loads", f"{int(revoked):,} were revoked before their end, {int(good):,} were good", remedy
         )
+
+
+def _shared(tree: Tree) -> Iterator[Finding]:
+    """Findings for hits that a shared store had, and that no request got."""
+    late, lookups = at(tree, "tiers.shared.lookups_late"), at(tree, "tiers.shared.lookups")
+    if late > max(ENOUGH_BLOCKS, lookups / 10):
+        figure = f"{int(late):,} requests did not wait for the end of theirs, of {int(lookups):,} in the shared store"
+        yield warning(TOPIC, "look-ups", figure, "raise --shared-lookup-timeout, or use a store that is nearer")
+    if bad := int(at(tree, "tiers.shared.bad_blocks")):
+        remedy = "check that all hosts have the same --shared-key, and who else writes to the store"
+        yield warning(TOPIC, "bad blocks", f"{bad:,} in the shared store were not what a host has stored", remedy)

@@ -16,14 +16,15 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class IntervalHits(NamedTuple):
-    """Tokens asked for in an interval, and those found in DRAM and below it."""
+    """Tokens asked for in an interval, and those found in each tier."""
 
     asked: float
     dram: float
-    below: float
+    nvme: float
+    shared: float = 0.0
 
     def share(self, tier: str) -> float | None:
-        """Share of the tokens asked for that were found in `dram` or `below`; None if none were asked for."""
+        """Share of the tokens asked for that were found in a tier, by its name; None if none were asked for."""
         return float(getattr(self, tier)) / self.asked if self.asked else None
 
 
@@ -50,12 +51,10 @@ class RecentReadings:
         if self.last is not None:
             self.change = Change(self.last, reading)
             self.restarts += self.change.restarted
-            grown = self.change.grown
-            self.points.append(
-                IntervalHits(
-                    grown("traffic.asked_tokens"), grown("traffic.dram_hit_tokens"), grown("traffic.below_hit_tokens")
-                )
+            asked, dram, below, shared = (
+                self.change.grown(f"traffic.{name}_tokens") for name in ("asked", "dram_hit", "below_hit", "shared_hit")
             )
+            self.points.append(IntervalHits(asked, dram, below - shared, shared))
             self._readings.append(self.last)
         self.last = reading
 

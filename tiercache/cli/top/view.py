@@ -11,11 +11,14 @@ from rich.text import Text
 
 from tiercache.cli.readings import at
 from tiercache.cli.report import printable
-from tiercache.cli.top.history import RecentReadings, sparkline
+from tiercache.cli.top.history import IntervalHits, RecentReadings, sparkline
 from tiercache.ground.units import format_bytes, format_duration
 
 SORTS = ("asked", "hits", "blocks", "idle")
 HEAD, GOOD, BAD, DIM, BAR = "bold cyan", "green", "bold red", "dim", "blue"
+SHARED = "shared"
+STORE_STATES = {"closed": "in use", "open": "away", "half_open": "away, being tried"}
+"""Words for the states of the shared store's breaker."""
 _MAX_REASONS = 3
 REPORT_S = 5.0
 """How often clients report their counters (`tiercache.client.session`): rates over less time would jump."""
@@ -124,23 +127,36 @@ def _tiers(history: RecentReadings, width: int) -> list[Text]:
     moved: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         "dram": (("counters.stored_bytes",), ("traffic.read_bytes",)),
         "nvme": (("tiers.nvme.written_bytes",), ("tiers.nvme.promoted_bytes", "tiers.nvme.direct_bytes")),
+        SHARED: (("tiers.shared.written_bytes",), ("tiers.shared.fetched_bytes",)),
     }
     bar = max(0, min(24, width - 66))
-    lines = [Text(f"{'TIER':<5}{'BLOCKS':>11}{'USED':>11}{'OF':>11}{'IN/S':>11}{'OUT/S':>11}  FULL", style=HEAD)]
+    lines = [Text(f"{'TIER':<7}{'BLOCKS':>9}{'USED':>11}{'OF':>11}{'IN/S':>11}{'OUT/S':>11}  FULL", style=HEAD)]
     for name, tier in tree.get("tiers", {}).items():
         used, capacity = at(tier, "bytes"), at(tier, "capacity_bytes")
         if name == "dram":
             capacity = at(tree, "arena.bytes") or capacity
         into, out = moved.get(name, ((), ()))
         rates = [format_bytes(change.rate(*paths)) if change else "-" for paths in (into, out)]
+        if name == SHARED:
+            lines.append(_store(tier, rates))
+            continue
         share = used / capacity if capacity else 0.0
-        line = Text(f"{name:<5}{int(at(tier, 'blocks')):>11,}{format_bytes(used):>11}{format_bytes(capacity):>11}")
+        line = Text(f"{name:<7}{int(at(tier, 'blocks')):>9,}{format_bytes(used):>11}{format_bytes(capacity):>11}")
         line.append(f"{rates[0]:>11}{rates[1]:>11}  {share:>4.0%} ")
         line.append("█" * round(share * bar), style=BAR)
         line.append("░" * (bar - round(share * bar)), style=DIM)
         lines.append(line)
         lines += [_directory(one) for one in tier.get("directories", []) if _is_unwell(one)]
     return lines
+
+
+def _store(tier: dict[str, Any], rates: list[str]) -> Text:
+    """The shared tier. The store does not say how much it has; it says whether it is there."""
+    state = str(tier.get("breaker", {}).get("state"))
+    line = Text(f"{SHARED:<7}{'-':>9}{'-':>11}{'-':>11}{rates[0]:>11}{rates[1]:>11}  ")
+    line.append(STORE_STATES.get(state, state), style=GOOD if state == "closed" else BAD)
+    line.append(f" {printable(str(tier.get('store')))}", style=DIM)
+    return line
 
 
 def _is_unwell(directory: dict[str, Any]) -> bool:
@@ -155,11 +171,12 @@ def _hits(history: RecentReadings, width: int) -> list[Text]:
     points = list(history.points)
     lines = [Text(f"{'HITS':<9}{'NOW':>6}{'ALL':>7}   BY TOKENS, ONE BAR FOR EACH INTERVAL", style=HEAD)]
     asked = sum(point.asked for point in points)
-    tiers = ("dram", "below") if history.last and len(history.last.tree.get("tiers", {})) > 1 else ("dram",)
+    tree = history.last.tree if history.last else {}
+    tiers = [tier for tier in IntervalHits._fields if tier == "dram" or tier in tree.get("tiers", {})]
     for tier in tiers:
         now = points[-1].share(tier) if points else None
         share = sum(getattr(point, tier) for point in points) / asked if asked else None
-        line = Text(f"{'dram' if tier == 'dram' else 'nvme':<9}{_share(now):>6}{_share(share):>7}   ")
+        line = Text(f"{tier:<9}{_share(now):>6}{_share(share):>7}   ")
         line.append(sparkline([point.share(tier) for point in points], width - 25), style=GOOD)
         lines.append(line)
     return lines
@@ -197,6 +214,13 @@ def _counts(history: RecentReadings) -> list[Text]:
             f"queues: {_short(at(nvme, 'write_queue_blocks'))} blocks to write, "
             f"{format_bytes(at(nvme, 'write_in_flight_bytes'))} going down, "
             f"{format_bytes(at(nvme, 'promotion_in_flight_bytes'))} coming up, {_short(waiting)} disk requests"
+        )
+    if shared := tree.get("tiers", {}).get(SHARED):
+        rows.append(
+            f"shared store: look-ups per second {speed('tiers.shared.lookups')}, late "
+            f"{speed('tiers.shared.lookups_late')}; {_short(at(shared, 'write_queue_blocks'))} blocks to send, "
+            f"{format_bytes(at(shared, 'write_in_flight_bytes'))} going out; "
+            f"bad blocks {_short(at(shared, 'bad_blocks'))}, flushes waiting {_short(at(shared, 'flushes_waiting'))}"
         )
     return [Text(row) for row in rows]
 

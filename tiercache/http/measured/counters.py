@@ -9,7 +9,10 @@ COUNTERS = {
     "match_requests": "Requests that looked up a prompt's blocks, including prefetches.",
     "match_blocks_asked": "Blocks that clients looked up, including prefetches.",
     "match_blocks_hit": "Blocks that were looked up and found in DRAM.",
-    "match_blocks_below": "Blocks that were looked up and found on NVMe, beyond those found in DRAM.",
+    "match_blocks_below": "Blocks that were looked up and found below DRAM (on NVMe or in the shared store), beyond "
+    "those found in DRAM.",
+    "match_blocks_shared": "Blocks that were looked up and found in the shared store alone; part of "
+    "match_blocks_below. They were claimed: what could not be fetched is computed.",
     "loads_good": "Loads that the daemon confirmed after the client had copied the blocks.",
     "loads_revoked": "Loads that the daemon revoked before the client had copied the blocks; the client computes "
     "them instead.",

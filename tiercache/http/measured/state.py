@@ -27,30 +27,6 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("arena", "quarantined_bytes"),
     ),
     ("arena_regions", "Regions that the arena is made of.", ("arena", "regions")),
-    ("pinned_bytes", "Bytes of the arena that `tiercache pin` keeps from eviction.", ("pins", "bytes")),
-    (
-        "nvme_write_budget_bytes_per_day",
-        "Bytes that may be written to NVMe in a day (nvme_write_budget); 0 means no limit.",
-        ("tiers", "nvme", "write_budget_bytes_per_day"),
-    ),
-    (
-        "nvme_write_budget_left_ratio",
-        "Part of the write budget of two hours that is left, 0 to 1; near 0 only blocks that were asked for twice are "
-        "written.",
-        ("tiers", "nvme", "write_budget_left"),
-    ),
-    (
-        "nvme_write_amplification_ratio",
-        "Bytes written to disks, the index included, for each byte of a block kept there; missing until 64 MiB of "
-        "blocks are written.",
-        ("tiers", "nvme", "write_amplification"),
-    ),
-    (
-        "nvme_promotion_in_flight_bytes",
-        "Bytes being read from NVMe into DRAM now.",
-        ("tiers", "nvme", "promotion_in_flight_bytes"),
-    ),
-    ("nvme_write_in_flight_bytes", "Bytes being written to NVMe now.", ("tiers", "nvme", "write_in_flight_bytes")),
 )
 
 STATE = (

@@ -78,9 +78,9 @@ TRAFFIC = (
         "gauge",
         "queue_depth",
         ("queue", "directory"),
-        "What waits now: requests for blocks that come up from NVMe (parked_requests), blocks being stored "
-        "(pending_blocks), blocks to be written to NVMe (write_behind), and for each disk operations that wait "
-        "(disk_...) and run (disk_running).",
+        "What waits now: requests for blocks that come up, or for a look-up in the shared store (parked_requests), "
+        "blocks being stored (pending_blocks), blocks to be written to NVMe (write_behind), and for each disk "
+        "operations that wait (disk_...) and run (disk_running).",
         read.queues,
     ),
 )

@@ -122,19 +122,27 @@ class Plot {
   }
 }
 
-// Lines over time, or areas one on the other. A series is { name, color, column, dashed }.
+// Lines over time, or areas one on the other. A series is { name, color, column, dashed, optional }.
 export class TimeChart extends Plot {
   constructor(figure, { title, note, series, format, base = 10, max, stacked = false, floor = 0, empty }) {
     super(figure, title);
-    Object.assign(this, { series, format, base, max, stacked, floor, empty });
+    Object.assign(this, { all: series, format, base, max, stacked, floor, empty });
     this.rows = [];
     this.places = [];
     this.from = this.to = 0;
     this.latest = new Map(series.map(({ name }) => [name, element("b", {}, "")]));
-    const legend = series.map(({ name, color, dashed }) =>
+    this.legend = series.map(({ name, color, dashed }) =>
       element("li", { "data-color": color, "data-dashed": dashed }, `${name} `, this.latest.get(name)));
     figure.prepend(element("figcaption", {}, element("h3", {}, title), note && element("p", { class: "note" }, note),
-      element("ul", { class: "legend" }, ...legend)));
+      element("ul", { class: "legend" }, ...this.legend)));
+    this.choose(new Set());
+  }
+
+  // Optional series appear only if their colour is among these.
+  choose(colors) {
+    const chosen = ({ optional, color }) => !optional || colors.has(color);
+    this.series = this.all.filter(chosen);
+    this.legend.forEach((place, number) => { place.hidden = !chosen(this.all[number]); });
   }
 
   update(rows, from, to) {

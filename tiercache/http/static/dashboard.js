@@ -9,19 +9,24 @@ const SHORTEST_S = 60;
 const { MISSING } = format;
 const DRAM = "dram";
 const NVME = "nvme";
+const SHARED = "shared";
+const STORE_STATES = { closed: "in use", open: "away", half_open: "away, being tried" };
 
 const CHARTS = [
   { title: "Hit rate", note: "Of the tokens looked up, by the tier that had them", wide: true, stacked: true, max: 1,
     format: format.percent, empty: "Nothing has been looked up",
-    series: [{ name: "DRAM", color: DRAM, column: "hit_dram" }, { name: "NVMe", color: NVME, column: "hit_nvme" }] },
+    series: [{ name: "DRAM", color: DRAM, column: "hit_dram" }, { name: "NVMe", color: NVME, column: "hit_nvme" },
+      { name: "Shared", color: SHARED, column: "hit_shared", optional: true }] },
   { title: "Fullness", note: "Of each tier’s capacity", max: 1, format: format.percent, empty: "No tier yet",
     series: [{ name: "DRAM", color: DRAM, column: "dram_full" }, { name: "NVMe", color: NVME, column: "nvme_full" }] },
-  { title: "Into the tiers", note: "Stored by engines; written to NVMe", format: format.bytesPerSecond, base: 1024,
+  { title: "Into the tiers", note: "Stored by engines; written to NVMe and the shared store", format: format.bytesPerSecond, base: 1024,
     floor: 1024, empty: "Nothing has been stored",
-    series: [{ name: "DRAM", color: DRAM, column: "dram_in_bytes" }, { name: "NVMe", color: NVME, column: "nvme_in_bytes" }] },
-  { title: "Out of the tiers", note: "Loaded by engines; brought up from NVMe", format: format.bytesPerSecond,
+    series: [{ name: "DRAM", color: DRAM, column: "dram_in_bytes" }, { name: "NVMe", color: NVME, column: "nvme_in_bytes" },
+      { name: "Shared", color: SHARED, column: "shared_in_bytes", optional: true }] },
+  { title: "Out of the tiers", note: "Loaded by engines; brought up from NVMe and the shared store", format: format.bytesPerSecond,
     base: 1024, floor: 1024, empty: "Nothing has been loaded",
-    series: [{ name: "DRAM", color: DRAM, column: "dram_out_bytes" }, { name: "NVMe", color: NVME, column: "nvme_out_bytes" }] },
+    series: [{ name: "DRAM", color: DRAM, column: "dram_out_bytes" }, { name: "NVMe", color: NVME, column: "nvme_out_bytes" },
+      { name: "Shared", color: SHARED, column: "shared_out_bytes", optional: true }] },
   { title: "Lookups", note: "Time of a match in the daemon", format: format.seconds, floor: 1e-6,
     empty: "Nothing has been looked up",
     series: [{ name: "p50", color: "median", column: "match_p50_s" }, { name: "p99", color: "tail", column: "match_p99_s" }] },
@@ -35,6 +40,7 @@ const CHARTS = [
     series: [{ name: "DRAM", color: DRAM, column: "dram_evicted" }, { name: "NVMe", color: NVME, column: "nvme_evicted" }] },
   { title: "Queues", note: "What waits", format: format.count, floor: 4, empty: "Nothing has been seen yet",
     series: [{ name: "blocks to write", color: NVME, column: "queue_write" },
+      { name: "blocks to send", color: SHARED, column: "queue_shared", optional: true },
       { name: "on disks", color: "tail", column: "queue_disk" },
       { name: "requests", color: DRAM, column: "queue_requests" }] },
 ];
@@ -48,14 +54,15 @@ const charts = CHARTS.map((options) => {
 });
 const whatIf = new SizeChart(find("whatif"), { title: "Hit rate at other sizes", formatSize: format.bytes,
   format: format.percent, color: "tail", empty: "Not enough data yet" });
-const tiles = new Map(["Hit rate", "Tokens reused", "DRAM", "NVMe", "Lookup p99", "Evicted"].map((name) => {
+const tiles = new Map(["Hit rate", "Tokens reused", "DRAM", "NVMe", "Shared", "Lookup p99", "Evicted"].map((name) => {
   const value = element("dd", {}, "–");
   const note = element("dd", { class: "note" }, "\u00a0");
   const meter = name === "DRAM" || name === "NVMe" ? element("meter", { min: 0, max: 1, value: 0, "data-color":
     name.toLowerCase(), "aria-label": `${name} used` }) : null;
-  find("tiles").append(element("div", { class: "card tile" }, element("dt", {}, name), value, note,
-    meter && element("dd", { class: "meter" }, meter)));
-  return [name, { value, note, meter }];
+  const card = element("div", { class: "card tile", hidden: name === "Shared" }, element("dt", {}, name), value, note,
+    meter && element("dd", { class: "meter" }, meter));
+  find("tiles").append(card);
+  return [name, { card, value, note, meter }];
 }));
 
 // --- what the page knows -----------------------------------------------------------------------
@@ -95,9 +102,9 @@ function drawOverTime() {
   for (const chart of charts) chart.update(page.rows, Math.max(first, page.now - page.range), page.now);
   const span = page.range === 300 ? "last 5 min" : "last 30 min";
   const dram = mean("hit_dram", "asked_tokens");
-  const nvme = mean("hit_nvme", "asked_tokens");
+  const below = mean("hit_nvme", "asked_tokens") + (mean("hit_shared", "asked_tokens") ?? 0);
   const asked = mean("asked_tokens");
-  const hit = dram == null ? null : dram + nvme;
+  const hit = dram == null ? null : dram + below;
   show("Hit rate", format.percent(hit), hit == null ? "nothing looked up" : `of tokens, ${span}`);
   show("Tokens reused", hit == null ? "–" : format.perSecond(asked * hit), `of ${format.perSecond(asked)} asked for`);
   const [p99, worst] = lastAndWorst("match_p99_s");
@@ -125,16 +132,27 @@ function drawState(stats) {
     meter.value = tier && tier.capacity_bytes ? tier.bytes / tier.capacity_bytes : 0;
     meter.hidden = !tier;
   }
+  drawStore(stats.tiers.shared);
   drawWhatIf(stats);
   drawPrefixes(stats);
   drawNamespaces(stats);
   drawSessions(stats);
 }
 
+// The store does not say how much it has: whether it is there, and what this host got of it.
+function drawStore(shared) {
+  tiles.get("Shared").card.hidden = !shared;
+  for (const chart of charts) chart.choose(new Set(shared ? [SHARED] : []));
+  if (!shared) return;
+  const bad = shared.bad_blocks ? `, ${format.count(shared.bad_blocks)} bad` : "";
+  show("Shared", STORE_STATES[shared.breaker.state] ?? shared.breaker.state,
+    `${format.bytes(shared.fetched_bytes)} fetched, ${format.bytes(shared.written_bytes)} sent${bad}`);
+}
+
 function drawWhatIf(stats) {
   const { curve = [], sample_rate: rate, window_s: windowS } = stats.what_if ?? {};
   whatIf.update(curve.map((point) => ({ size: point.capacity_bytes, value: point.hit_rate })),
-    Object.values(stats.tiers).reduce((sum, tier) => sum + tier.capacity_bytes, 0));
+    Object.values(stats.tiers).reduce((sum, tier) => sum + (tier.capacity_bytes ?? 0), 0));
   find("whatif-note").textContent = curve.length < 2 ? "What a cache of another size would have found"
     : `Estimated from ${format.percent(rate)} of blocks over ${format.age(windowS)}`;
 }

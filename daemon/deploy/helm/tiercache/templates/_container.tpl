@@ -109,7 +109,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- if and .Values.listen.enabled (not (and .Values.listen.serverKeySecret .Values.listen.clientKeysConfigMap)) }}
 {{- fail "listen.enabled needs listen.serverKeySecret and listen.clientKeysConfigMap: other hosts connect with keys or not at all (tiercache keygen)" }}
 {{- end }}
-{{- if or .Values.listen.enabled (and .Values.nvme.enabled .Values.nvme.keySecret.name) }}yes{{ end }}
+{{- if or .Values.listen.enabled (and .Values.nvme.enabled .Values.nvme.keySecret.name) (include "tiercache.hasSharedKey" .) }}yes{{ end }}
+{{- end }}
+
+{{/* Whether blocks in the shared store are encrypted: not empty if so. */}}
+{{- define "tiercache.hasSharedKey" -}}
+{{- if .Values.shared.enabled }}
+{{- if not (or .Values.shared.existingSecret .Values.shared.url) }}
+{{- fail "shared.enabled needs the URL of a store: shared.existingSecret, or shared.url if there is no password in it" }}
+{{- end }}
+{{- if and .Values.shared.url (regexMatch "://.*@" .Values.shared.url) }}
+{{- fail "shared.url has a password or a user: put it into the Secret that shared.existingSecret names" }}
+{{- end }}
+{{- if not (or .Values.shared.existingSecret .Values.shared.plain) }}
+{{- fail "shared.enabled needs the key that encrypts blocks: shared.existingSecret with shared.key (openssl rand -hex 32), or shared.plain: true for a store that strangers cannot reach" }}
+{{- end }}
+{{- if not .Values.shared.plain }}yes{{ end }}
+{{- end }}
 {{- end }}
 
 {{- define "tiercache.container" -}}
@@ -128,6 +144,25 @@ env:
   - {name: TIERCACHE_NVME_SIZE, value: {{ include "tiercache.text" .Values.nvme.size | quote }}}
   {{- if .Values.nvme.keySecret.name }}
   - {name: TIERCACHE_NVME_KEY, value: /keys/nvme.key}
+  {{- end }}
+  {{- end }}
+  {{- if .Values.shared.enabled }}
+  {{- if .Values.shared.url }}
+  - {name: TIERCACHE_SHARED, value: {{ .Values.shared.url | quote }}}
+  {{- else }}
+  - name: TIERCACHE_SHARED
+    valueFrom:
+      secretKeyRef: {name: {{ .Values.shared.existingSecret | quote }}, key: {{ .Values.shared.urlKey | quote }}}
+  {{- end }}
+  {{- if include "tiercache.hasSharedKey" . }}
+  - {name: TIERCACHE_SHARED_KEY, value: /keys/shared.key}
+  {{- else }}
+  - {name: TIERCACHE_SHARED_PLAIN, value: "yes"}
+  {{- end }}
+  - {name: TIERCACHE_SHARED_DEPLOYMENT, value: {{ .Values.shared.deployment | quote }}}
+  - {name: TIERCACHE_SHARED_LOOKUP_TIMEOUT, value: {{ include "tiercache.text" .Values.shared.lookupTimeout | quote }}}
+  {{- if not .runDir }}
+  - {name: TIERCACHE_SHARED_STATE, value: /shared-state}
   {{- end }}
   {{- end }}
   {{- if .Values.listen.enabled }}
@@ -181,6 +216,9 @@ securityContext:
   {{- include "tiercache.securityContext" . | nindent 2 }}
 volumeMounts:
 {{ include "tiercache.mounts" . }}
+{{- if and .Values.shared.enabled (not .runDir) }}
+- {name: tiercache-shared-state, mountPath: /shared-state}
+{{- end }}
 {{- if include "tiercache.hasKeys" . }}
 - {name: tiercache-keys, mountPath: /keys}
 {{- end }}
@@ -235,6 +273,12 @@ capabilities: {drop: [ALL]}
     secretName: {{ .Values.nvme.keySecret.name | quote }}
     items: [{key: {{ .Values.nvme.keySecret.key | quote }}, path: nvme.key}]
 {{- end }}
+{{- if include "tiercache.hasSharedKey" . }}
+- name: tiercache-shared-key
+  secret:
+    secretName: {{ .Values.shared.existingSecret | quote }}
+    items: [{key: {{ .Values.shared.keyKey | quote }}, path: shared.key}]
+{{- end }}
 {{- if .Values.listen.enabled }}
 - name: tiercache-server-key
   secret:
@@ -262,6 +306,9 @@ command:
     {{- if and .Values.nvme.enabled .Values.nvme.keySecret.name }}
     cp /secrets/nvme/nvme.key /keys/nvme.key
     {{- end }}
+    {{- if include "tiercache.hasSharedKey" . }}
+    cp /secrets/shared/shared.key /keys/shared.key
+    {{- end }}
     {{- if .Values.listen.enabled }}
     mkdir -p /keys/curve/clients
     cp /secrets/server/server.toml /keys/curve/server.toml
@@ -275,6 +322,9 @@ volumeMounts:
 - {name: tiercache-keys, mountPath: /keys}
 {{- if and .Values.nvme.enabled .Values.nvme.keySecret.name }}
 - {name: tiercache-nvme-key, mountPath: /secrets/nvme, readOnly: true}
+{{- end }}
+{{- if include "tiercache.hasSharedKey" . }}
+- {name: tiercache-shared-key, mountPath: /secrets/shared, readOnly: true}
 {{- end }}
 {{- if .Values.listen.enabled }}
 - {name: tiercache-server-key, mountPath: /secrets/server, readOnly: true}
@@ -298,6 +348,9 @@ command:
   - {{ . }}
   {{- end }}
   {{- end }}
+  {{- if .Values.shared.enabled }}
+  - /shared-state
+  {{- end }}
 securityContext:
   runAsUser: 0
   allowPrivilegeEscalation: false
@@ -307,4 +360,7 @@ resources:
   limits: {memory: 64Mi}
 volumeMounts:
 {{ include "tiercache.mounts" . }}
+{{- if .Values.shared.enabled }}
+- {name: tiercache-shared-state, mountPath: /shared-state}
+{{- end }}
 {{- end }}

@@ -2,7 +2,7 @@
 For charts of engines, with this one as a dependency (and `tiercache.daemonSet.enabled: false` in their values):
 
     initContainers:
-      # Only with nvme.keySecret or listen:
+      # Only with nvme.keySecret, listen or shared:
       - {{- include "tiercache.keys" .Subcharts.tiercache | nindent 8 }}
       - {{- include "tiercache.sidecar" .Subcharts.tiercache | nindent 8 }}
     containers:
