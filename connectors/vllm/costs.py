@@ -1,8 +1,8 @@
 """Decides whether a load is worth it, from the recent cost of loads and prefill in this engine.
 
-Where computing is faster than a disk, or than the trip for a block or two, loading a hit makes its request later, and
-with many of them the engine slower, than without a cache (vLLM's issue 44294). Nothing needs to be configured for that:
-both speeds are measured while the engine works. Until they are measured, hits are loaded.
+Where computing is faster than a disk or the network, or than the trip for a block or two, loading a hit makes its
+request later, and with many of them the engine slower, than without a cache (vLLM's issue 44294). Nothing needs to be
+configured for that: both speeds are measured while the engine works. Until they are measured, hits are loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
+from typing import NamedTuple
 
 MEASURED_TOKENS = 128
 """Steps of fewer tokens say little about prefill."""
@@ -22,6 +23,17 @@ ASK_AGAIN = 8
 """One in so many loads that would not be worth it is done all the same: the tier may have become fast."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+class TierBlocks(NamedTuple):
+    """Blocks of a match in their order: in DRAM, then on NVMe, then in a store that hosts share."""
+
+    dram: int
+    nvme: int = 0
+    shared: int = 0
+
+
+TIER_NAMES = "DRAM", "NVMe", "the shared store"
 
 
 class _Price:
@@ -61,7 +73,7 @@ class EngineCosts:
         self._last_s = 0.0
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)  # seconds per block
         self._block_s: float | None = None
-        self._prices: dict[tuple[str, int], _Price] = {}  # by tier, and length to a power of two
+        self._prices: dict[tuple[int, int], _Price] = {}  # by tier, and length to a power of two
 
     # --- what is measured
 
@@ -81,52 +93,54 @@ class EngineCosts:
         self._witness = next(iter(running), None)
         self._last_s = now_s
 
-    def loaded(self, in_dram: int, below: int, seconds: float) -> None:
-        """A load of so many blocks in DRAM, and then on NVMe, took so long. DRAM's share is known from others."""
-        if below:
-            seconds -= min(seconds, self._price("DRAM", in_dram).of(in_dram) or 0.0)
-        price = self._price(*(("NVMe", below) if below else ("DRAM", in_dram)))
-        price.samples.append(seconds / (below or in_dram))
+    def loaded(self, blocks: TierBlocks, seconds: float) -> None:
+        """A load of these blocks took so long. The shares of the nearer tiers are known from others."""
+        farthest = max(tier for tier, count in enumerate(blocks) if count)
+        for tier, count in enumerate(blocks[:farthest]):
+            if count:
+                seconds -= min(seconds, self._price(tier, count).of(count) or 0.0)
+        price = self._price(farthest, blocks[farthest])
+        price.samples.append(seconds / blocks[farthest])
         price.declined = 0
 
-    def _price(self, tier: str, blocks: int) -> _Price:
+    def _price(self, tier: int, blocks: int) -> _Price:
         return self._prices.setdefault((tier, blocks.bit_length()), _Price())
 
     # --- what follows
 
-    def choose(self, in_dram: int, below: int) -> int:
-        """How many leading blocks to load of a match of `in_dram` and then, on NVMe, `below`.
+    def choose(self, blocks: TierBlocks) -> int:
+        """How many leading blocks of a match to load.
 
-        All, those in DRAM or none: whichever saves the most time. Counts as a decision: call once per request.
+        None, or those up to the end of one of the tiers: whichever saves the most time; what is not known yet is
+        taken to cost nothing. Counts as a decision: call once per request.
         """
-        whole, block_s = in_dram + below, self._block_s
+        whole, block_s = sum(blocks), self._block_s
         if block_s is None:
             return whole
-        head_s = in_dram * block_s - (self._price("DRAM", in_dram).of(in_dram) or 0.0)
-        below_s = self._price("NVMe", below).of(below) if below else 0.0
-        if below_s is None:
+        saved_s = [
+            count * block_s - (self._price(tier, count).of(count) or 0.0) if count else 0.0
+            for tier, count in enumerate(blocks)
+        ]
+        ends = range(len(blocks) + 1) if self._partial else (0, len(blocks))
+        best = max(ends, key=lambda end: (sum(saved_s[:end]), end))
+        loaded = sum(blocks[:best])
+        if loaded == whole:
             return whole
-        tail_s = below * block_s - below_s
-        if not self._partial:
-            head_s, tail_s = 0.0, head_s + tail_s
-        if tail_s >= 0 and head_s + tail_s >= 0:
-            return whole
-        if head_s > 0:
-            return self._decline("NVMe", below, in_dram, whole)
-        return self._decline(*(("NVMe", below) if below else ("DRAM", in_dram)), 0, whole)
+        slowest = min(range(best, len(blocks)), key=saved_s.__getitem__)
+        return self._decline(slowest, blocks, loaded)
 
-    def _decline(self, tier: str, blocks: int, best: int, whole: int) -> int:
-        """Load only `best` blocks of `whole`, because of the price of `blocks` of a tier; but now and then load all."""
-        price = self._price(tier, blocks)
+    def _decline(self, tier: int, blocks: TierBlocks, best: int) -> int:
+        """Load only `best` blocks, because of the price of a tier; but now and then all up to the end of that tier."""
+        price, count, whole = self._price(tier, blocks[tier]), blocks[tier], sum(blocks)
         price.declined += 1
         if price.declined % ASK_AGAIN == 0:
-            return whole
-        if price.declined == 1:
-            load_ms, compute_ms = (price.of(blocks) or 0.0) * 1e3, (self._block_s or 0.0) * blocks * 1e3
+            best = sum(blocks[: tier + 1]) if self._partial else whole
+        elif price.declined == 1:
+            load_ms, compute_ms = (price.of(count) or 0.0) * 1e3, (self._block_s or 0.0) * count * 1e3
             logger.info(
                 "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
-                blocks,
-                tier,
+                count,
+                TIER_NAMES[tier],
                 load_ms,
                 compute_ms,
             )

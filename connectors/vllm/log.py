@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from tiercache.connector.connector import Connector
+from tiercache.connectors.vllm.costs import TIER_NAMES, TierBlocks
 from tiercache.errors import TierCacheError
 from tiercache.ground.units import format_bytes, format_duration
 
@@ -35,13 +36,15 @@ def introduce(connector: Connector, ranks: int) -> bool:
     except TierCacheError:
         return False
     daemon, tiers = stats["daemon"], stats["tiers"]
-    capacity = {name: tier["capacity_bytes"] for name, tier in tiers.items()}
+    capacity = {name: tier["capacity_bytes"] for name, tier in tiers.items() if name != "shared"}
     if not stats["health"].get("parts", {}).get("arena"):  # a daemon that has just started has less as yet
         capacity["dram"] = stats["arena"]["bytes"]
     sizes = [f"{name.upper()} {format_bytes(size)}" for name, size in capacity.items()]
     if directories := tiers.get("nvme", {}).get("directories"):
         sizes[-1] += f" in {len(directories)} director{'y' if len(directories) == 1 else 'ies'}"
-    stored, spec = sum(tier["bytes"] for tier in tiers.values()), connector.namespace
+    if shared := tiers.get("shared"):
+        sizes.append(f"the shared store {shared['store']}")
+    stored, spec = sum(tiers[name]["bytes"] for name in capacity), connector.namespace
     logger.info(
         "connected to the cache at %s (daemon %s, pid %s): %s, of which %s hold blocks; "
         "%d tokens and %s of each of %d rank(s) in a block",
@@ -72,12 +75,11 @@ class RequestLog:
         self._last_s = clock()
         self._left_out = self._left_out_tokens = 0
 
-    def served(
-        self, request_id: str, tokens: int, of_tokens: int, local_tokens: int, disk_tokens: int, seconds: float
-    ) -> None:
-        """A request had so many tokens loaded, some of them from NVMe, after those that vLLM had itself."""
+    def served(self, request_id: str, loaded: TierBlocks, of_tokens: int, local_tokens: int, seconds: float) -> None:
+        """A request had so many tokens loaded from each tier, after those that vLLM had itself."""
         if self._how == "off":
             return
+        tokens = sum(loaded)
         if not self._may():
             self._left_out += 1
             self._left_out_tokens += tokens
@@ -87,12 +89,11 @@ class RequestLog:
             others = f"; {self._left_out} requests before it got {self._left_out_tokens:,} tokens"
             self._left_out = self._left_out_tokens = 0
         logger.info(
-            "%s: %s of %s prompt tokens from the cache (DRAM %s, NVMe %s) in %s, %s from vLLM's own%s",
+            "%s: %s of %s prompt tokens from the cache (%s) in %s, %s from vLLM's own%s",
             request_id,
             f"{tokens:,}",
             f"{of_tokens:,}",
-            f"{tokens - disk_tokens:,}",
-            f"{disk_tokens:,}",
+            ", ".join(f"{TIER_NAMES[tier]} {count:,}" for tier, count in enumerate(loaded) if count or tier < 2),
             format_duration(seconds),
             f"{local_tokens:,}",
             others,

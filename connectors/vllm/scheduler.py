@@ -21,7 +21,7 @@ from tiercache.connector.connector import Connector
 from tiercache.connector.loads import Match
 from tiercache.connectors.vllm.apart import Apart
 from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
-from tiercache.connectors.vllm.costs import EngineCosts
+from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks
 from tiercache.connectors.vllm.hints import hint_of
 from tiercache.connectors.vllm.log import RequestLog
 from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
@@ -51,10 +51,12 @@ class _Request:
     preemptions: int = 0  # as many as there were before the lookup
 
 
-def _tiers(match: Match, first: int, end: int) -> tuple[int, int]:
-    """How many of blocks `first ..< end` of a match are in DRAM, and how many below it."""
-    in_dram = min(max(0, match.blocks - match.below_blocks - first), end - first)
-    return in_dram, end - first - in_dram
+def _tiers(match: Match, first: int, end: int) -> TierBlocks:
+    """Where blocks `first ..< end` of a match are."""
+    dram_end, local_end = match.blocks - match.below_blocks, match.blocks - match.shared_blocks
+    in_dram = min(max(0, dram_end - first), end - first)
+    local = min(max(0, local_end - first), end - first)
+    return TierBlocks(in_dram, local - in_dram, end - first - local)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +65,7 @@ class _Loading:
 
     lookup: Lookup
     first_key: bytes
-    in_dram: int
-    below: int  # blocks on NVMe, after those in DRAM
+    blocks: TierBlocks
     local: int  # blocks before it
     prompt_tokens: int
     block_ids: set[int]  # vLLM's, that it fills
@@ -216,7 +217,7 @@ class RequestPlanner:
         """The end of the blocks of a match that are worth a load after the first `local`."""
         if self.costs is None:
             return match.blocks
-        return local + self.costs.choose(*_tiers(match, local, match.blocks))
+        return local + self.costs.choose(_tiers(match, local, match.blocks))
 
     def _first_key(self, state: _Request) -> bytes:
         """The key of the first block that vLLM does not have itself."""
@@ -249,7 +250,7 @@ class RequestPlanner:
         self._loads[request.request_id] = _Loading(
             lookup,
             self._first_key(state),
-            *_tiers(lookup.match, state.local, end),
+            _tiers(lookup.match, state.local, end),
             state.local,
             request.num_prompt_tokens,
             {block for run in runs for block in run.block_ids},
@@ -262,8 +263,12 @@ class RequestPlanner:
         if state is None or state.lookup is None:
             return {}
         end = state.local + tokens // self._block_size
-        disk = _tiers(state.lookup.match, state.local, end)[1] * self._block_size
-        sources = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
+        _, disk, shared = (count * self._block_size for count in _tiers(state.lookup.match, state.local, end))
+        sources = {
+            CacheHitSource.HOST: tokens - disk - shared,
+            CacheHitSource.DISK: disk,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: shared,
+        }
         return {source: count for source, count in sources.items() if count}
 
     def loads_ended(self, request_ids: set[str], failed: bool) -> None:
@@ -273,17 +278,11 @@ class RequestPlanner:
             if ended is not None:
                 self._lookups.drop(ended.lookup)
                 if self.costs is not None and ended.seconds:
-                    self.costs.loaded(ended.in_dram, ended.below, ended.seconds)
+                    self.costs.loaded(ended.blocks, ended.seconds)
                 if not failed:
-                    size, blocks = self._block_size, ended.in_dram + ended.below
-                    self._log.served(
-                        request_id,
-                        blocks * size,
-                        ended.prompt_tokens,
-                        ended.local * size,
-                        ended.below * size,
-                        ended.seconds,
-                    )
+                    size = self._block_size
+                    tokens = TierBlocks(*(count * size for count in ended.blocks))
+                    self._log.served(request_id, tokens, ended.prompt_tokens, ended.local * size, ended.seconds)
             if failed:
                 self.stores.begin_again(request_id)
         if failed:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.connectors.vllm.costs import ASK_AGAIN, LAST_LOADS, LEAST_SAMPLES, MEASURED_TOKENS, EngineCosts
+from tiercache.connectors.vllm.costs import (
+    ASK_AGAIN,
+    LAST_LOADS,
+    LEAST_SAMPLES,
+    MEASURED_TOKENS,
+    EngineCosts,
+    TierBlocks,
+)
 
 SIZE = 16
 STEP_TOKENS = 1600
@@ -24,40 +31,44 @@ def costs() -> EngineCosts:
     return measured(EngineCosts(SIZE))
 
 
-def load(costs: EngineCosts, in_dram: int, below: int, seconds: float, times: int = LEAST_SAMPLES) -> None:
+def load(costs: EngineCosts, dram: int, nvme: int, seconds: float, times: int = LEAST_SAMPLES, shared: int = 0) -> None:
     for _ in range(times):
-        costs.loaded(in_dram, below, seconds)
+        costs.loaded(TierBlocks(dram, nvme, shared), seconds)
+
+
+def choose(costs: EngineCosts, dram: int, nvme: int = 0, shared: int = 0) -> int:
+    return costs.choose(TierBlocks(dram, nvme, shared))
 
 
 def test_all_is_loaded_while_nothing_is_known_of_prefill() -> None:
     costs = EngineCosts(SIZE)
     load(costs, 4, 4, 1000.0)
-    assert costs.choose(4, 4) == 8
+    assert choose(costs, 4, 4) == 8
 
 
 def test_all_is_loaded_while_too_little_is_known_of_loads(costs: EngineCosts) -> None:
     load(costs, 0, 8, 1000.0, LEAST_SAMPLES - 1)
-    assert costs.choose(0, 8) == 8
+    assert choose(costs, 0, 8) == 8
     load(costs, 0, 8, 1000.0, 1)
-    assert costs.choose(0, 8) == 0
+    assert choose(costs, 0, 8) == 0
 
 
 def test_a_load_that_is_faster_than_prefill_is_done(costs: EngineCosts) -> None:
     load(costs, 8, 0, 7.9 * BLOCK_S)
-    assert costs.choose(8, 0) == 8
+    assert choose(costs, 8, 0) == 8
     assert costs.declined_blocks == 0
 
 
 def test_a_load_that_is_slower_is_not(costs: EngineCosts) -> None:
     load(costs, 8, 0, 8.1 * BLOCK_S)
-    assert costs.choose(8, 0) == 0
+    assert choose(costs, 8, 0) == 0
     assert costs.declined_blocks == 8
 
 
 def test_what_is_in_dram_is_loaded_without_the_rest_from_a_slow_disk(costs: EngineCosts) -> None:
     load(costs, 8, 0, 1 * BLOCK_S)
     load(costs, 8, 4, 6 * BLOCK_S)  # five for the four on the disk
-    assert costs.choose(8, 4) == 8
+    assert choose(costs, 8, 4) == 8
     assert costs.declined_blocks == 4
 
 
@@ -65,38 +76,64 @@ def test_a_fast_start_does_not_pay_for_a_slow_end(costs: EngineCosts) -> None:
     """The whole is faster than computing it, but computing its end is faster still."""
     load(costs, 100, 0, 1 * BLOCK_S)
     load(costs, 100, 4, 6 * BLOCK_S)
-    assert costs.choose(100, 4) == 100
+    assert choose(costs, 100, 4) == 100
 
 
 def test_a_match_with_holes_is_loaded_whole_or_not_at_all() -> None:
     costs = measured(EngineCosts(SIZE, partial=False))
     load(costs, 8, 0, 1 * BLOCK_S)
     load(costs, 8, 4, 6 * BLOCK_S)
-    assert costs.choose(8, 4) == 12
+    assert choose(costs, 8, 4) == 12
     load(costs, 8, 4, 30 * BLOCK_S, LAST_LOADS)
-    assert costs.choose(8, 4) == 0
+    assert choose(costs, 8, 4) == 0
+
+
+def test_the_network_has_a_price_of_its_own(costs: EngineCosts) -> None:
+    """What a slow store has is computed; what this host has, on its disk too, is loaded."""
+    load(costs, 8, 0, 1 * BLOCK_S)
+    load(costs, 8, 4, 2 * BLOCK_S)
+    load(costs, 8, 4, 8 * BLOCK_S, shared=4)  # six for the four in the store
+    assert choose(costs, 8, 4, 4) == 12
+    assert costs.declined_blocks == 4
+    assert [choose(costs, 8, 4), choose(costs, 0, 4), choose(costs, 0, 0, 4)] == [12, 4, 0]
+
+
+def test_a_fast_store_behind_a_slow_disk_is_loaded_if_both_together_save_time(costs: EngineCosts) -> None:
+    load(costs, 0, 4, 6 * BLOCK_S)
+    load(costs, 0, 0, 1 * BLOCK_S, shared=4)
+    assert choose(costs, 8, 4) == 8
+    assert choose(costs, 8, 4, 4) == 16
+    load(costs, 0, 4, 30 * BLOCK_S, LAST_LOADS)
+    assert choose(costs, 8, 4, 4) == 8
+
+
+def test_a_slow_tier_is_asked_again_without_those_behind_it(costs: EngineCosts) -> None:
+    """The time of a load is a sample of its farthest tier."""
+    load(costs, 0, 4, 30 * BLOCK_S)
+    load(costs, 0, 0, 1 * BLOCK_S, shared=4)
+    assert [choose(costs, 8, 4, 4) for _ in range(ASK_AGAIN)] == [8] * (ASK_AGAIN - 1) + [12]
 
 
 def test_short_loads_say_nothing_of_long_ones(costs: EngineCosts) -> None:
     load(costs, 2, 0, 100 * BLOCK_S)
-    assert (costs.choose(2, 0), costs.choose(200, 0)) == (0, 200)
+    assert (choose(costs, 2, 0), choose(costs, 200, 0)) == (0, 200)
 
 
 def test_one_slow_load_of_many_changes_nothing(costs: EngineCosts) -> None:
     load(costs, 8, 0, 1 * BLOCK_S)
     load(costs, 8, 0, 1000.0, 1)
-    assert costs.choose(8, 0) == 8
+    assert choose(costs, 8, 0) == 8
 
 
 def test_what_was_slow_is_asked_again_and_loaded_when_it_is_fast(costs: EngineCosts) -> None:
     load(costs, 0, 8, 1000.0, LAST_LOADS)
     loads = 0
     for _ in range(LAST_LOADS * ASK_AGAIN):
-        if costs.choose(0, 8):
+        if choose(costs, 0, 8):
             loads += 1
             load(costs, 0, 8, 1 * BLOCK_S, 1)
     assert loads > LAST_LOADS  # more than were asked for: it is trusted again
-    assert costs.choose(0, 8) == 8
+    assert choose(costs, 0, 8) == 8
 
 
 def test_the_time_in_which_an_engine_was_idle_is_not_that_of_a_step() -> None:
@@ -104,7 +141,7 @@ def test_the_time_in_which_an_engine_was_idle_is_not_that_of_a_step() -> None:
     for number in range(20):
         costs.stepped({f"one step {number}": STEP_TOKENS}, STEP_TOKENS, 1000.0 * number)
     load(costs, 0, 8, 100.0)
-    assert costs.choose(0, 8) == 8
+    assert choose(costs, 0, 8) == 8
 
 
 def test_short_steps_say_nothing_of_prefill() -> None:
@@ -112,7 +149,7 @@ def test_short_steps_say_nothing_of_prefill() -> None:
     for number in range(20):
         costs.stepped({"decode": 1}, MEASURED_TOKENS - 1, 0.001 * number)
     load(costs, 0, 8, 100.0)
-    assert costs.choose(0, 8) == 8
+    assert choose(costs, 0, 8) == 8
 
 
 @pytest.mark.parametrize("batches", [1, 2, 4])
@@ -129,4 +166,4 @@ def test_with_steps_in_flight_the_time_is_that_of_the_oldest(batches: int) -> No
         flight.append(tokens)
     load(costs, 0, 8, 7.9 * BLOCK_S)
     load(costs, 0, 4, 4.1 * BLOCK_S)
-    assert (costs.choose(0, 8), costs.choose(0, 4)) == (8, 0)
+    assert (choose(costs, 0, 8), choose(costs, 0, 4)) == (8, 0)

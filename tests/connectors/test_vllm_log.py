@@ -12,6 +12,7 @@ import pytest
 
 import tiercache
 from tiercache.connectors.vllm import log as vllm_log
+from tiercache.connectors.vllm.costs import TierBlocks
 from tiercache.connectors.vllm.log import LINE_EVERY_S, MOST_LINES, RequestLog, introduce, join_vllm
 
 LOGGER = "tiercache.connectors.vllm"
@@ -83,13 +84,16 @@ def test_an_arena_that_fits_in_part_is_named_by_what_is_there(caplog: pytest.Log
         assert introduce(connector, 1)  # type: ignore[arg-type]
         stats["health"]["parts"]["arena"] = 0  # it is still taking memory
         assert introduce(connector, 1)  # type: ignore[arg-type]
-    first, second = (record.getMessage() for record in caplog.records)
+        stats["tiers"]["shared"] = {"store": "valkey://kv:6379"}  # whose size nobody knows here
+        assert introduce(connector, 1)  # type: ignore[arg-type]
+    first, second, third = (record.getMessage() for record in caplog.records)
     assert "DRAM 5.0 GiB, of" in first
     assert "DRAM 32.0 GiB, of" in second
+    assert "DRAM 32.0 GiB, the shared store valkey://kv:6379, of" in third
 
 
 def served(log: RequestLog, number: int) -> None:
-    log.served(f"r{number}", 1536, 1601, 64, 512, 0.0123)
+    log.served(f"r{number}", TierBlocks(1024, 512), 1601, 64, 0.0123)
 
 
 def test_a_request_that_was_served_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,9 +102,12 @@ def test_a_request_that_was_served_has_a_line(caplog: pytest.LogCaptureFixture) 
         RequestLog().failed({"b", "a"})
         RequestLog().missed("c", 100)
         served(RequestLog("off"), 2)
+        RequestLog().served("d", TierBlocks(0, 0, 512), 600, 0, 0.0123)
     assert caplog.messages == [
         "r1: 1,536 of 1,601 prompt tokens from the cache (DRAM 1,024, NVMe 512) in 12.3 ms, 64 from vLLM's own",
         "a, b: not all came that was to come from the cache; it is computed",
+        "d: 512 of 600 prompt tokens from the cache (DRAM 0, NVMe 0, the shared store 512) in 12.3 ms, "
+        "0 from vLLM's own",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ class MemoryMatch(NamedTuple):
     number: int
 
     below_blocks: int
+    shared_blocks: int
 
     @property
     def blocks(self) -> int:
@@ -73,8 +75,9 @@ class MemoryCache:
         good_blocks: loads report at most this many blocks as good, and spoil the rest.
         capacity: blocks that fit; more are dropped.
         refuse: every call raises, as a connector must not.
-        below_from: blocks of a match from this one on are said to come from below DRAM.
-        dram_block_s, below_block_s: what a load says that it took for each block.
+        below_from, shared_from: blocks of a match from this one on are said to come from below DRAM, or from a store
+            that hosts share.
+        dram_block_s, below_block_s, shared_block_s: what a load says that it took for each block.
     """
 
     def __init__(self) -> None:
@@ -94,8 +97,8 @@ class MemoryCache:
         self.load_calls: list[tuple[int, int]] = []
         self.prefetches: list[int] = []
         self.announced: list[ModelCard] = []
-        self.below_from = 1 << 30
-        self.dram_block_s = self.below_block_s = 0.0
+        self.below_from = self.shared_from = 1 << 30
+        self.dram_block_s = self.below_block_s = self.shared_block_s = 0.0
         self.closed = False
         self.groups = [self]
         self._root = self
@@ -121,7 +124,9 @@ class MemoryCache:
         assert len(asked) == len(namespaces or [None])
         ends = (cut for cut in range(len(chain), 0, -1) if all(one._has_all(chain[:cut]) for one in asked))
         found = chain[: next(ends, 0)]
-        match = MemoryMatch(tuple(found), next(self._root._lease_numbers), max(0, len(found) - self._root.below_from))
+        root = self._root
+        below, shared = (max(0, len(found) - first) for first in (root.below_from, root.shared_from))
+        match = MemoryMatch(tuple(found), next(root._lease_numbers), max(below, shared), shared)
         if found:
             self._root.leases.add(match.number)
         return match
@@ -162,8 +167,12 @@ class MemoryCache:
                 self.pool[block_id] = self.blocks[key] if number < good else spoilt
             return good
 
-        below = max(0, first + len(keys) - max(first, match.blocks - match.below_blocks))
-        seconds = (len(keys) - below) * self._root.dram_block_s + below * self._root.below_block_s
+        below, shared = (
+            max(0, first + len(keys) - max(first, match.blocks - farther))
+            for farther in (match.below_blocks, match.shared_blocks)
+        )
+        each_s = self._root.dram_block_s, self._root.below_block_s, self._root.shared_block_s
+        seconds = sum(map(operator.mul, (len(keys) - below, below - shared, shared), each_s))
         return self._begin(copy, 0, seconds)
 
     def store_async(

@@ -20,9 +20,11 @@ def model_of(token_s: float = 0.001, per_context_s: float = 0.0) -> CostModel:
     return cost
 
 
-def choose_all(cost: CostModel, blocks: int, below: int = 0, queue_s: float = 0.0) -> LoadChoice:
+def choose_all(cost: CostModel, blocks: int, nvme: int = 0, shared: int = 0, queue_s: float = 0.0) -> LoadChoice:
     """The choice for a match of `blocks` blocks with nothing in the pool."""
-    return cost.choose(0, [Reach(blocks - below, blocks - below), Reach(blocks, blocks - below, below)], queue_s)
+    local = blocks - shared
+    dram = local - nvme
+    return cost.choose(0, [Reach(dram, dram), Reach(local, dram, nvme), Reach(blocks, dram, nvme, shared)], queue_s)
 
 
 def note(cost: CostModel, choice: LoadChoice, seconds: float) -> None:
@@ -167,23 +169,55 @@ def test_a_fast_load_is_never_left_out_or_cut() -> None:
 def test_what_lies_in_dram_is_loaded_and_what_lies_on_a_slow_disk_computed() -> None:
     cost = model_of()
     for _ in range(10):
-        note(cost, LoadChoice(64, 32, below_blocks=32), 32 * 1e-5 + 32 * 1.0)
+        note(cost, LoadChoice(64, 32, nvme_blocks=32), 32 * 1e-5 + 32 * 1.0)
         note(cost, LoadChoice(64, 64), 64 * 1e-5)
-    choice = choose_all(cost, 64, below=32)
-    assert (choice.dram_blocks, choice.end, choice.below_blocks) == (32, 32, 0)
+    choice = choose_all(cost, 64, nvme=32)
+    assert (choice.dram_blocks, choice.end, choice.nvme_blocks) == (32, 32, 0)
     assert cost.loads_avoided == 1
     assert choose_all(cost, 64).end == 64
     for _ in range(400):
-        choice = choose_all(cost, 64, below=32)
+        choice = choose_all(cost, 64, nvme=32)
         if choice.end == 64:
             note(cost, choice, 64 * 1e-5)
-    assert choose_all(cost, 64, below=32).end == 64  # the disk is fast again
+    assert choose_all(cost, 64, nvme=32).end == 64  # the disk is fast again
+
+
+def test_the_network_has_a_price_of_its_own() -> None:
+    """A slow store leaves what is on this host to be loaded, and the price of the disk as it is."""
+    cost = model_of()
+    for _ in range(10):
+        note(cost, LoadChoice(64, 32, nvme_blocks=32), 64 * 1e-5)
+        note(cost, LoadChoice(96, 32, nvme_blocks=32, shared_blocks=32), 64 * 1e-5 + 32 * 1.0)
+    nvme_s = cost.load_s(0, 32)
+    choice = choose_all(cost, 96, nvme=32, shared=32)
+    assert choice[:4] == (64, 32, 32, 0)
+    assert cost.loads_avoided == 1
+    assert cost.load_s(0, 32) == nvme_s
+    assert choose_all(cost, 64, nvme=32).end == 64
+    assert choose_all(cost, 32, shared=32).end == 0
+    for _ in range(400):
+        choice = choose_all(cost, 96, nvme=32, shared=32)
+        if choice.end == 96:
+            note(cost, choice, 96 * 1e-5)
+    assert choose_all(cost, 96, nvme=32, shared=32).end == 96  # the network is fast again
+
+
+def test_a_fast_store_behind_a_slow_disk_is_loaded_if_both_together_are_faster_than_computing() -> None:
+    cost = model_of()  # 0.016 s for a block
+    for _ in range(10):
+        note(cost, LoadChoice(40, 32, nvme_blocks=8), 32 * 1e-5 + 8 * 0.020)
+        note(cost, LoadChoice(64, 32, shared_blocks=32), 64 * 1e-5)
+    assert choose_all(cost, 40, nvme=8).end == 32
+    assert choose_all(cost, 72, nvme=8, shared=32).end == 72
+    for _ in range(5):
+        note(cost, LoadChoice(40, 32, nvme_blocks=8), 32 * 1e-5 + 8 * 2.0)
+    assert choose_all(cost, 72, nvme=8, shared=32).end == 32
 
 
 def test_only_what_reaches_further_than_the_pool_is_loaded() -> None:
     cost = model_of()
     choice = cost.choose(kept=32, reaches=[Reach(64, 24), Reach(96, 30, 26)], queue_s=0.0)
-    assert (choice.blocks, choice.end, choice.below_blocks, choice.dram_blocks) == (56, 96, 26, 30)
+    assert (choice.blocks, choice.end, choice.nvme_blocks, choice.dram_blocks) == (56, 96, 26, 30)
     nothing = cost.choose(kept=32, reaches=[Reach(32, 0)], queue_s=0.0)
     assert (nothing.blocks, nothing.end) == (0, 32)
     assert cost.loads_avoided == 0

@@ -172,8 +172,8 @@ class Bench:
         return LoadOrder(self.sequence(), hit, LoadChoice(blocks, blocks, load_s=load_s), [list(range(blocks))])
 
 
-def found(blocks: int, below: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(blocks=blocks, below_blocks=below)
+def found(blocks: int, below: int = 0, shared: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(blocks=blocks, below_blocks=below, shared_blocks=shared)
 
 
 # --- loads ----------------------------------------------------------------------------------------
@@ -245,13 +245,21 @@ def test_a_load_waits_for_those_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("again", "end"),
-    [(found(2), 2), (found(3), 2), (found(1), 0), (found(2, below=1), 0), (found(0), 0)],
-    ids=["as before", "more", "shorter", "partly below", "gone"],
+    ("again", "nvme", "end"),
+    [
+        (found(2), 0, 2),
+        (found(3), 0, 2),
+        (found(1), 0, 0),
+        (found(2, below=1), 0, 0),
+        (found(2, below=1), 1, 2),
+        (found(2, below=1, shared=1), 1, 0),
+        (found(0), 0, 0),
+    ],
+    ids=["as before", "more", "shorter", "partly below", "on NVMe as before", "partly shared", "gone"],
 )
-def test_a_shorter_cut_is_matched_anew_and_loaded_only_if_all_of_it_is_there(again: Any, end: int) -> None:
+def test_a_shorter_cut_is_matched_anew_and_loaded_only_if_all_of_it_is_there(again: Any, nvme: int, end: int) -> None:
     bench, hit = Bench(), CacheHit(found(4, below=2), 4)
-    bench.cost.choice = LoadChoice(2, 2)
+    bench.cost.choice = LoadChoice(2, 2 - nvme, nvme)
     bench.cache.matches = [again]
     new_hit, choice = bench.loads.choose(bench.sequence(windowed=True), hit, 0)
     assert bench.cache.released == [hit.match]

@@ -205,7 +205,7 @@ def test_where_what_is_below_is_slow_the_windows_of_the_edge_in_dram_are_loaded(
     cache.below_from = 25  # blocks 0..24 are in DRAM, and the edge before that is at 24
     if not whole:
         del cache.groups[-1].blocks[chain.key(23)]
-    monkeypatch.setattr("tiercache.engine.cost.CostModel.load_s", lambda _, dram, below: below)
+    monkeypatch.setattr("tiercache.engine.cost.CostModel.load_s", lambda _, dram, nvme=0, shared=0: nvme + shared)
     monkeypatch.setattr("tiercache.engine.cost.CostModel.prefill_s", lambda _, start, end: (end - start) * 1e-6)
     with plain_engine(cache.connect, windows=windows, pool_blocks=160) as engine:
         output = Watch(engine).serve(prompt, 5)

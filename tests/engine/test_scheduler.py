@@ -356,7 +356,8 @@ def test_a_slow_tier_is_avoided_and_used_again_when_it_is_fast() -> None:
         assert engine.stats()["loads_regretted"] == stats["loads_regretted"]
 
 
-def test_only_what_is_in_dram_is_loaded_from_before_a_slow_disk() -> None:
+@pytest.mark.parametrize("tier", ["below", "shared"])
+def test_only_what_nearer_tiers_have_is_loaded_from_before_a_slow_one(tier: str) -> None:
     cache = MemoryCache()
     prompt = prompt_of(29)
     with plain_engine(cache.connect, pool_blocks=32, always_load=False) as engine:
@@ -364,7 +365,9 @@ def test_only_what_is_in_dram_is_loaded_from_before_a_slow_disk() -> None:
             engine._cost.note_prefill(512, 16.0, 512 * 0.01)
         engine._cost.note_prefill = lambda *_: None  # type: ignore[method-assign]
         engine.generate([prompt], greedy(1))
-        cache.below_from, cache.below_block_s = 8, 1.0
+        cache.below_from = 4
+        setattr(cache, f"{tier}_from", 8)
+        setattr(cache, f"{tier}_block_s", 1.0)
         found = []
         for _ in range(30):
             engine.reset_pool()

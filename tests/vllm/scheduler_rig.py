@@ -30,7 +30,7 @@ class Cache:
     client = SimpleNamespace(request_timeout_s=PATIENCE_S)
 
     def __init__(self) -> None:
-        self.below_blocks = 0
+        self.below_blocks = self.shared_blocks = 0
         self.found_blocks: int | None = None
         self.asked, self.go_on = threading.Event(), threading.Event()
         self.found: list[Any] = []
@@ -40,7 +40,8 @@ class Cache:
         self.asked.set()
         assert self.go_on.wait(PATIENCE_S)
         blocks = len(keys) // KEY_BYTES if self.found_blocks is None else self.found_blocks
-        self.found.append(SimpleNamespace(blocks=blocks, below_blocks=self.below_blocks, ticket=lambda: b"ticket"))
+        tiers = {"below_blocks": self.below_blocks, "shared_blocks": self.shared_blocks}
+        self.found.append(SimpleNamespace(blocks=blocks, **tiers, ticket=lambda: b"ticket"))
         return self.found[-1]
 
     def release(self, match: Any) -> None:

@@ -13,7 +13,7 @@ from vllm_engines import PATIENCE_S, wait_until
 
 import tiercache
 from tiercache.connectors.vllm.compat import CacheHitSource
-from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES
+from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, TierBlocks
 from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S
 from tiercache.connectors.vllm.orders import WorkerReport
 from tiercache.connectors.vllm.scheduler import DECLINED
@@ -140,7 +140,7 @@ def prefill_takes(rig: Rig, seconds_per_block: float) -> None:
 def test_what_a_slow_disk_has_of_a_match_is_computed_and_the_rest_loaded(rig: Rig) -> None:
     prefill_takes(rig, 1.0)
     for _ in range(LEAST_SAMPLES):
-        rig.costs.loaded(0, 2, 3.0)
+        rig.costs.loaded(TierBlocks(0, 2), 3.0)
     request = rig.add("a", 5)
     rig.cache.below_blocks = 2
     rig.go_on()
@@ -156,13 +156,30 @@ def test_what_a_slow_disk_has_of_a_match_is_computed_and_the_rest_loaded(rig: Ri
     assert rig.cache.released == rig.cache.found
 
 
-def test_both_tiers_of_a_load_are_named(rig: Rig) -> None:
+def test_what_a_slow_store_has_of_a_match_is_computed_and_the_rest_loaded(rig: Rig) -> None:
+    prefill_takes(rig, 1.0)
+    for _ in range(LEAST_SAMPLES):
+        rig.costs.loaded(TierBlocks(0, 0, 1), 3.0)
     request = rig.add("a", 5)
-    rig.cache.below_blocks = 2
+    rig.cache.below_blocks, rig.cache.shared_blocks = 2, 1
     rig.go_on()
-    assert rig.scheduler.matched_tokens(request, 2 * SIZE) == 3 * SIZE
-    sources = {CacheHitSource.HOST: SIZE, CacheHitSource.DISK: 2 * SIZE}
-    assert rig.scheduler.hit_sources(request, 3 * SIZE) == sources
+    assert rig.scheduler.matched_tokens(request, 0) == 4 * SIZE
+    assert rig.scheduler.counters() == {DECLINED: 1}
+    sources = {CacheHitSource.HOST: 3 * SIZE, CacheHitSource.DISK: SIZE}
+    assert rig.scheduler.hit_sources(request, 4 * SIZE) == sources
+
+
+def test_all_tiers_of_a_load_are_named(rig: Rig) -> None:
+    request = rig.add("a", 6)
+    rig.cache.below_blocks, rig.cache.shared_blocks = 3, 1
+    rig.go_on()
+    assert rig.scheduler.matched_tokens(request, 2 * SIZE) == 4 * SIZE
+    sources = {
+        CacheHitSource.HOST: SIZE,
+        CacheHitSource.DISK: 2 * SIZE,
+        CacheHitSource.EXTERNAL_UNSPECIFIED: SIZE,
+    }
+    assert rig.scheduler.hit_sources(request, 4 * SIZE) == sources
 
 
 def test_the_slowest_rank_is_what_a_load_has_taken(rig: Rig) -> None:

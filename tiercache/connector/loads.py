@@ -47,9 +47,20 @@ class Match:
     Attributes:
         blocks: length of the run; 0 is a miss.
         below_blocks: how many of them, at its end, are promoted from a tier below DRAM while it is loaded.
+        shared_blocks: how many of those, at their end, come over the network, from a store that hosts share.
     """
 
-    __slots__ = ("__weakref__", "_frames", "_keys", "_lease", "_session", "_turns", "below_blocks", "blocks")
+    __slots__ = (
+        "__weakref__",
+        "_frames",
+        "_keys",
+        "_lease",
+        "_session",
+        "_turns",
+        "below_blocks",
+        "blocks",
+        "shared_blocks",
+    )
 
     def __init__(
         self,
@@ -59,9 +70,11 @@ class Match:
         below_blocks: int = 0,
         frames: dict[int, bytes] | None = None,
         keys: bytes = b"",
+        shared_blocks: int = 0,
     ) -> None:
         self.blocks = blocks
         self.below_blocks = below_blocks
+        self.shared_blocks = shared_blocks
         self._session = session
         self._lease = lease
         self._frames = frames or {}  # by namespace id: frames of the first blocks, packed
@@ -69,7 +82,7 @@ class Match:
         self._turns = [1]  # taking it means ending the lease; taking is atomic
 
     def __repr__(self) -> str:
-        return f"Match(blocks={self.blocks}, below_blocks={self.below_blocks})"
+        return f"Match(blocks={self.blocks}, below_blocks={self.below_blocks}, shared_blocks={self.shared_blocks})"
 
     def ticket(self) -> bytes:
         """This match for another process of the same instance (`Connector.adopt`); empty for a miss.
@@ -79,7 +92,8 @@ class Match:
         session, lease = self._session, self._lease
         if session is None or lease == NO_LEASE:
             return b""
-        known = _Ticket(session.generation, lease, self.blocks, self._frames, self.below_blocks, self._keys)
+        below, shared = self.below_blocks, self.shared_blocks
+        known = _Ticket(session.generation, lease, self.blocks, self._frames, below, self._keys, shared)
         return msgspec.msgpack.encode(known)
 
     @property
@@ -108,6 +122,7 @@ class _Ticket(msgspec.Struct, array_like=True):
     frames: dict[int, bytes]
     below_blocks: int = 0
     keys: bytes = b""
+    shared_blocks: int = 0
 
 
 _decode_ticket = msgspec.msgpack.Decoder(_Ticket).decode
@@ -143,9 +158,11 @@ def match_blocks(
         return Match()
     if blocks > count or len(reply.frames) not in (0, len(namespace_ids)):
         raise ProtocolError(f"{blocks} blocks were matched of {count} keys")
+    if not 0 <= reply.shared_blocks <= reply.below_blocks:
+        raise ProtocolError(f"{reply.shared_blocks} blocks of {reply.below_blocks} below DRAM are in a shared store")
     frames = dict(zip(namespace_ids, reply.frames, strict=False))
     held = keys[: blocks * KEY_BYTES] if reply.extents else b""
-    match = Match(session, reply.lease, blocks, reply.below_blocks, frames, held)
+    match = Match(session, reply.lease, blocks, reply.below_blocks, frames, held, reply.shared_blocks)
     client.leases.keep(session, reply.lease, READ_TTL_MS, match, writing=False)
     return match
 
@@ -168,7 +185,8 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
     except (DaemonUnavailable, CallInterrupted):
         session.give_back(Release, lease=known.lease)
         raise
-    match = Match(session, known.lease, known.blocks, known.below_blocks, known.frames, known.keys)
+    below, shared = known.below_blocks, known.shared_blocks
+    match = Match(session, known.lease, known.blocks, below, known.frames, known.keys, shared)
     client.leases.keep(session, known.lease, READ_TTL_MS, match, writing=False)
     return match
 

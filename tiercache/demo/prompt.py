@@ -80,6 +80,18 @@ class EngineProcess(Child):
         return Run(name, what, got["ttft_s"], got["pool_tokens"], got["cache_tokens"], got["tokens"])
 
 
+def prompt_kv_bytes(model: Path, tokens: int) -> int:
+    """Bytes of the KV of a prompt, its answer included."""
+    namespaces, _ = describe_model(model, EngineSettings())
+    blocks = tokens // namespaces[0].block_size + 8
+    return blocks * sum(namespace.block_bytes for namespace in namespaces)
+
+
+def arena_bytes_for(kv_bytes: int) -> int:
+    """The size of a DRAM tier that holds so much and something else."""
+    return round_up(kv_bytes + kv_bytes // 4 + 64 * _MIB, 2 * _MIB)
+
+
 class LongPrompt:
     """Takes the prompt through pool, DRAM and NVMe; collects a `Run` for each. `worker` is an engine's main module."""
 
@@ -91,10 +103,8 @@ class LongPrompt:
         self._run_dir = run_dir
         self._nvme_dir = run_dir.parent / "nvme"
         self._console = console
-        namespaces, _ = describe_model(model, EngineSettings())
-        blocks = len(tokens) // namespaces[0].block_size + 8
-        self.kv_bytes = blocks * sum(namespace.block_bytes for namespace in namespaces)
-        self.arena_bytes = round_up(self.kv_bytes + self.kv_bytes // 4 + 64 * _MIB, 2 * _MIB)
+        self.kv_bytes = prompt_kv_bytes(model, len(tokens))
+        self.arena_bytes = arena_bytes_for(self.kv_bytes)
 
     def play(self) -> None:
         """Do all runs in order. Raises TierCacheError when a process of the demo fails."""

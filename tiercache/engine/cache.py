@@ -24,13 +24,16 @@ T = TypeVar("T")
 class MatchLike(Protocol):
     """A prefix found in the cache, under a lease.
 
-    `blocks` is its length; 0 is a miss. The last `below_blocks` of them are promoted from a tier below DRAM.
+    `blocks` is its length; 0 is a miss. The last `below_blocks` of them are promoted from a tier below DRAM, and of
+    these the last `shared_blocks` come over the network, from a store that hosts share.
     """
 
     @property
     def blocks(self) -> int: ...
     @property
     def below_blocks(self) -> int: ...
+    @property
+    def shared_blocks(self) -> int: ...
 
 
 class TransferLike(Protocol):

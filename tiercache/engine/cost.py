@@ -1,11 +1,11 @@
 """Load or recompute: estimates the cost of both on this machine from past samples.
 
-A load of blocks `[first, end)` costs a latency and a time per block, for blocks in DRAM and for blocks that are
-promoted from a tier below. Computing costs a time per token that grows with the context, since attention does. Each is
-a straight line, fitted to samples that lose weight with age.
+A load of blocks `[first, end)` costs a latency and a time per block: one pair for blocks in DRAM, one for those that
+are promoted from NVMe, one for those that come over the network from a shared store. Computing costs a time per token
+that grows with the context, since attention does. Each is a straight line, fitted to samples that lose weight with age.
 
 How much of a match to load: the deeper a block lies the more its load saves, and each costs the same. So the best place
-to stop is one of the ends: nothing, all that is in DRAM, everything.
+to stop is one of the ends: nothing, all that is in DRAM, all that is on this host, everything.
 
 Three rules keep a wrong estimate from staying wrong, or from costing much:
 
@@ -34,7 +34,8 @@ _STALL_OVER_EXPECTED_S = 0.01
 _GIVEN_UP_TIMES = 8.0
 # Used before there are samples: the speed of a good machine, so that nothing is avoided untried.
 _DRAM_LATENCY_S, _DRAM_BYTES_PER_S = 0.0005, 4e9
-_BELOW_LATENCY_S, _BELOW_BYTES_PER_S = 0.001, 1e9
+_NVME_LATENCY_S, _NVME_BYTES_PER_S = 0.001, 1e9
+_SHARED_LATENCY_S, _SHARED_BYTES_PER_S = 0.002, 1e9
 # Differences that determine a slope: of contexts in tokens, of loads in blocks.
 _CONTEXT_SPREAD, _LOAD_SPREAD = 128, 16
 # Tokens of prefill that are a sample of weight 1.
@@ -81,11 +82,12 @@ class FittedLine:
 
 
 class Reach(NamedTuple):
-    """A possible end of a load: block `end` of the chain, with so many blocks, of all groups, from DRAM and below."""
+    """A possible end of a load: block `end` of the chain, with so many blocks, of all groups, from each tier."""
 
     end: int
     dram_blocks: int
-    below_blocks: int = 0
+    nvme_blocks: int = 0
+    shared_blocks: int = 0
 
 
 class LoadChoice(NamedTuple):
@@ -96,21 +98,22 @@ class LoadChoice(NamedTuple):
 
     end: int
     dram_blocks: int = 0
-    below_blocks: int = 0
+    nvme_blocks: int = 0
+    shared_blocks: int = 0
     load_s: float = 0.0
     saved_s: float = 0.0
 
     @property
     def blocks(self) -> int:
-        return self.dram_blocks + self.below_blocks
+        return self.dram_blocks + self.nvme_blocks + self.shared_blocks
 
 
 class CostModel:
     """Running estimates of one engine, for blocks of `block_size` tokens and `block_bytes` bytes.
 
     Attributes:
-        loads_avoided: loads left out, or cut down to what is in DRAM, because computing was expected to be
-            faster.
+        loads_avoided: loads left out, or cut down to what nearer tiers have, because computing was expected to
+            be faster.
         loads_regretted: loads that took longer than computing would have, by the estimate they were begun with.
     """
 
@@ -123,7 +126,8 @@ class CostModel:
         self._unnoted_s = 0.0
         self._prefill = FittedLine(0.0, 0.0, _CONTEXT_SPREAD)
         self._dram = FittedLine(_DRAM_LATENCY_S, block_bytes / _DRAM_BYTES_PER_S, _LOAD_SPREAD)
-        self._below = FittedLine(_BELOW_LATENCY_S, block_bytes / _BELOW_BYTES_PER_S, _LOAD_SPREAD)
+        self._nvme = FittedLine(_NVME_LATENCY_S, block_bytes / _NVME_BYTES_PER_S, _LOAD_SPREAD)
+        self._shared = FittedLine(_SHARED_LATENCY_S, block_bytes / _SHARED_BYTES_PER_S, _LOAD_SPREAD)
 
     def prefill_s(self, start: int, end: int) -> float:
         """Expected seconds of computing tokens `[start, end)`; infinite until computing has been measured."""
@@ -133,10 +137,10 @@ class CostModel:
             return math.inf
         return (end - start) * self._prefill.at((start + end) / 2)
 
-    def load_s(self, dram_blocks: int, below_blocks: int) -> float:
+    def load_s(self, dram_blocks: int, nvme_blocks: int = 0, shared_blocks: int = 0) -> float:
         """Expected seconds of a load of that many blocks, from its start."""
-        dram_s = self._dram.at(dram_blocks) if dram_blocks else 0.0
-        return dram_s + (self._below.at(below_blocks) if below_blocks else 0.0)
+        parts = (self._dram, dram_blocks), (self._nvme, nvme_blocks), (self._shared, shared_blocks)
+        return sum(line.at(blocks) for line, blocks in parts if blocks)
 
     def choose(self, kept: int, reaches: Iterable[Reach], queue_s: float) -> LoadChoice:
         """The best load for a sequence, in blocks of its chain.
@@ -156,13 +160,16 @@ class CostModel:
             self.loads_avoided += 1
             if best is none and widest.dram_blocks:
                 self._dram.shrink(_KEPT_DOUBT)
-            if widest.below_blocks:
-                self._below.shrink(_KEPT_DOUBT)
+            if widest.nvme_blocks > best.nvme_blocks:
+                self._nvme.shrink(_KEPT_DOUBT)
+            if widest.shared_blocks > best.shared_blocks:
+                self._shared.shrink(_KEPT_DOUBT)
         return best
 
     def _choice(self, kept: int, reach: Reach, queue_s: float) -> LoadChoice:
         saved_s = self.prefill_s(kept * self._block_size, reach.end * self._block_size)
-        return LoadChoice(*reach, queue_s + self.load_s(reach.dram_blocks, reach.below_blocks), saved_s)
+        load_s = self.load_s(reach.dram_blocks, reach.nvme_blocks, reach.shared_blocks)
+        return LoadChoice(*reach, queue_s + load_s, saved_s)
 
     def patience_s(self, choice: LoadChoice) -> float:
         """Seconds after which a load is given up; infinite until computing has been measured."""
@@ -185,15 +192,20 @@ class CostModel:
         self._prefill.add(context, seconds / tokens, weight=tokens / _PREFILL_TOKENS)
 
     def note_load(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
-        """Add a load that took `seconds` from start to end, and for which its sequence waited so long."""
+        """Add a load that took `seconds` from start to end, and for which its sequence waited so long.
+
+        What the nearer tiers were not expected to take is a sample of the farthest one.
+        """
         self.loads_regretted += waited_s > choice.saved_s
-        dram, below = choice.dram_blocks, choice.below_blocks
-        stall_s = _STALL_TIMES_EXPECTED * self.load_s(dram, below) + _STALL_OVER_EXPECTED_S
+        dram, nvme, shared = choice.dram_blocks, choice.nvme_blocks, choice.shared_blocks
+        stall_s = _STALL_TIMES_EXPECTED * self.load_s(dram, nvme, shared) + _STALL_OVER_EXPECTED_S
         stalled, self._stalled = self._stalled, seconds > stall_s
         if self._stalled and not stalled:
             seconds = stall_s
-        if below:
-            self._below.add(below, max(0.0, seconds - self.load_s(dram, 0)))
+        if shared:
+            self._shared.add(shared, max(0.0, seconds - self.load_s(dram, nvme)))
+        elif nvme:
+            self._nvme.add(nvme, max(0.0, seconds - self.load_s(dram)))
         else:
             self._dram.add(dram, seconds)
 

@@ -172,26 +172,32 @@ class Loads:
 
     def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> tuple[CacheHit | None, LoadChoice]:
         """The part of a hit to load, and the hit for it, if a sequence can begin at block `kept` without a load."""
-        dram_end = hit.end - hit.match.below_blocks
+        dram_end, local_end = hit.end - hit.match.below_blocks, hit.end - hit.match.shared_blocks
         # With sinks the match covers what is needed before its end, and does not serve another cut.
-        ends = {hit.end} if sequence.has_sinks else {dram_end, hit.end}
+        ends = {hit.end} if sequence.has_sinks else {dram_end, local_end, hit.end}
         queue_s = sum(load.order.choice.load_s for load in self._loads)
-        reaches = [self._reach(sequence, sequence.usable_hit_blocks(end), dram_end) for end in ends]
+        reaches = [self._reach(sequence, sequence.usable_hit_blocks(end), dram_end, local_end) for end in ends]
         choice = self._cost.choose(kept, reaches, queue_s)
         if not (sequence.windowed and choice.blocks and choice.end < hit.end):
             return hit, choice
         # Windows need other blocks before the shorter cut, which are not under the lease.
         self._release(hit.match)
         match = self._match(sequence.chain.packed(choice.end))
-        if match is None or match.blocks < choice.end or match.below_blocks:
+        if (
+            match is None
+            or match.blocks < choice.end
+            or match.shared_blocks
+            or (match.below_blocks and not choice.nvme_blocks)
+        ):
             choice = LoadChoice(kept)
         return None if match is None else CacheHit(match, match.blocks), choice
 
-    def _reach(self, sequence: Sequence, end: int, dram_end: int) -> Reach:
+    def _reach(self, sequence: Sequence, end: int, dram_end: int, local_end: int) -> Reach:
         """The load that ends at block `end`: the blocks needed there that the pool lacks."""
         missing = [position for positions in self.missing(sequence, end) for position in positions]
-        below = sum(position >= dram_end for position in missing)
-        return Reach(end, len(missing) - below, below)
+        dram = sum(position < dram_end for position in missing)
+        shared = sum(position >= local_end for position in missing)
+        return Reach(end, dram, len(missing) - dram - shared, shared)
 
     def missing(self, sequence: Sequence, end: int) -> list[list[int]]:
         """The blocks that a load ending at block `end` brings to each group: the needed blocks after those in the

@@ -41,6 +41,10 @@ class StagedMatch(NamedTuple):
     def below_blocks(self) -> int:
         return self.inner.below_blocks
 
+    @property
+    def shared_blocks(self) -> int:
+        return self.inner.shared_blocks
+
 
 class StagedStoreResult(NamedTuple):
     """The connector's result, summed up over all pieces."""

@@ -19,6 +19,7 @@ from tiercache.ground.extras import install_extra
   tiercache demo                      a small random model and a prompt of 8192 tokens
   tiercache demo --model ./Qwen3-0.6B --prompt-file report.txt
   tiercache demo --engine vllm        the prompt in real vLLM
+  tiercache demo --hosts 2            two hosts that share a Valkey, which is killed in between
   tiercache demo --json               figures only, as one line of JSON
 """,
     "0 all runs gave the same tokens, 1 they did not (a defect), 2 a package or a file is missing",
@@ -35,13 +36,19 @@ def demo(
     engine: Annotated[
         str, typer.Option("--engine", metavar="tiercache|vllm", help="The bundled engine, or vLLM if it is installed.")
     ] = "tiercache",
+    hosts: Annotated[
+        int, typer.Option("--hosts", metavar="1|2", help="2: two daemons that share a Valkey server, as two hosts.")
+    ] = 1,
     as_json: Json = False,
 ) -> int:
-    """Serve one long prompt from scratch, from the cache, and while the daemon is dead; then conversations."""
+    """Serve one long prompt from scratch, from the cache, and while the daemon is dead; then conversations.
+
+    With --hosts 2: serve it on a second host from what the first one has computed, then without the store.
+    """
     try:
         from tiercache.cli.demo.show import show
 
-        return show(engine=engine, model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json)
+        return show(engine=engine, model=model, prompt_file=prompt_file, tokens=tokens, as_json=as_json, hosts=hosts)
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformers", "tokenizers", "safetensors"):
             raise

@@ -1,4 +1,7 @@
-"""Plays the demo and prints it: one long prompt from each tier, then conversations with a server short of memory."""
+"""Plays the demo and prints it: one long prompt from each tier, then conversations with a server short of memory.
+
+With two hosts: the prompt on both, which share a store (`hosts`).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tiercache.cli.demo.hosts import is_well, show_hosts
+from tiercache.cli.demo.tables import DEFECT, new_table, prompt_table
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.demo.chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
 from tiercache.demo.child import none_left
+from tiercache.demo.hosts import TwoHosts
 from tiercache.demo.model import build_model, prompt_tokens
-from tiercache.demo.prompt import LongPrompt, Run
+from tiercache.demo.prompt import LongPrompt
+from tiercache.demo.valkey import server_program
 from tiercache.demo.vllm_worker import ENVIRONMENT, has_vllm
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.errors import ConfigError
@@ -29,8 +36,8 @@ from tiercache.ground.units import format_bytes, format_duration
 WORKERS = {"tiercache": "tiercache.demo.worker", "vllm": "tiercache.demo.vllm_worker"}
 SERVER = "tiercache.cli.demo.server"
 """Main modules of the processes that the demo starts."""
+MOST_HOSTS = 2
 _SERVING = ("starlette", "uvicorn")
-_DEFECT = "NOT the same: this is a defect, please report it"
 
 
 @contextmanager
@@ -43,10 +50,16 @@ def sigterm_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, earlier)
 
 
-def show(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool) -> int:
+def show(
+    *, engine: str, model: Path | None, prompt_file: Path | None, tokens: int, as_json: bool, hosts: int = 1
+) -> int:
     """Play the demo and print it; exit status 1 when a run gave other tokens or found nothing. Raises ConfigError."""
     if engine not in WORKERS:
         raise ConfigError(f"--engine {engine}: say {' or '.join(WORKERS)}")
+    if hosts == MOST_HOSTS:
+        server_program()  # before the model is built
+    elif hosts != 1:
+        raise ConfigError(f"--hosts {hosts}: say 1 or {MOST_HOSTS}")
     if engine == "vllm":
         if not has_vllm():
             line = install_packages("vllm==0.32.*")
@@ -62,22 +75,48 @@ def show(*, engine: str, model: Path | None, prompt_file: Path | None, tokens: i
             with console.status("building a small model"):
                 said = build_model(model)
         prompt, source = prompt_tokens(model, prompt_file, tokens)
-        demo = LongPrompt(WORKERS[engine], model, prompt, folder / "run", console)
-        console.print(f"model: {said}\nprompt: {len(prompt)} tokens of {source}, {format_bytes(demo.kv_bytes)} of KV")
-        demo.play()
-        figures = _prompt_figures(demo)
-        out.print(_prompt_table(demo.runs, len(prompt)))
-        same = "the same" if figures["tokens_identical"] else _DEFECT
-        out.print(f"Generated tokens of all runs are {same}. Pool, cache, computed: tokens of the prompt.")
-        missing = [module for module in _SERVING if find_spec(module) is None]
-        if engine == "tiercache" and missing:
-            needs = f"serving needs {' and '.join(missing)}: {install_extra('engine', 'serve')}"
-            console.print(f"No conversations: {needs}", markup=False)
-        elif engine == "tiercache":
-            figures["served"] = _converse(ChatDemo(model, load_tokenizer(model), prompt, folder, console, SERVER), out)
+        if hosts > 1:
+            two = TwoHosts(WORKERS[engine], model, prompt, folder, console)
+            _introduce(console, said, len(prompt), source, two.kv_bytes)
+            figures = show_hosts(two, out)
+            well = is_well(figures)
+        else:
+            demo = LongPrompt(WORKERS[engine], model, prompt, folder / "run", console)
+            _introduce(console, said, len(prompt), source, demo.kv_bytes)
+            figures = _show_prompt(demo, out)
+            if engine == "tiercache":
+                _show_conversations(figures, demo, folder, console, out)
+            well = _is_well(figures)
     if as_json:
         print(json.dumps(figures))
-    return EXIT_OK if _is_well(figures) else EXIT_UNWELL
+    return EXIT_OK if well else EXIT_UNWELL
+
+
+def _introduce(console: Console, model: str, tokens: int, source: str, kv_bytes: int) -> None:
+    console.print(f"model: {model}\nprompt: {tokens} tokens of {source}, {format_bytes(kv_bytes)} of KV")
+
+
+def _show_prompt(demo: LongPrompt, out: Console) -> dict[str, Any]:
+    """Play and print the long prompt; returns its figures."""
+    demo.play()
+    figures = _prompt_figures(demo)
+    out.print(prompt_table(f"Time to first token, prompt of {len(demo.tokens)} tokens", demo.runs, len(demo.tokens)))
+    same = "the same" if figures["tokens_identical"] else DEFECT
+    out.print(f"Generated tokens of all runs are {same}. Pool, cache, computed: tokens of the prompt.")
+    return figures
+
+
+def _show_conversations(
+    figures: dict[str, Any], demo: LongPrompt, folder: Path, console: Console, out: Console
+) -> None:
+    """Add the conversations, if what serves them is installed."""
+    missing = [module for module in _SERVING if find_spec(module) is None]
+    if missing:
+        needs = f"serving needs {' and '.join(missing)}: {install_extra('engine', 'serve')}"
+        console.print(f"No conversations: {needs}", markup=False)
+        return
+    tokenizer = load_tokenizer(demo.model)
+    figures["served"] = _converse(ChatDemo(demo.model, tokenizer, demo.tokens, folder, console, SERVER), out)
 
 
 def _is_well(figures: dict[str, Any]) -> bool:
@@ -85,28 +124,6 @@ def _is_well(figures: dict[str, Any]) -> bool:
     # Hits of conversations in the tiers are not required: short ones may find all in the pool.
     served = figures.get("served", {"texts_identical": True})
     return bool(figures["tokens_identical"] and all(hits) and served["texts_identical"])
-
-
-def _prompt_table(runs: list[Run], prompt: int) -> Table:
-    title = f"Time to first token, prompt of {prompt} tokens"
-    table = _table(title, "run", "TTFT", "faster", "pool", "cache", "computed")
-    for run in runs:
-        table.add_row(
-            run.what,
-            format_duration(run.ttft_s),
-            f"{runs[0].ttft_s / run.ttft_s:.1f}x",
-            str(run.pool_tokens),
-            str(run.cache_tokens),
-            str(prompt - run.pool_tokens - run.cache_tokens),
-        )
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
 
 
 def _prompt_figures(demo: LongPrompt) -> dict[str, Any]:
@@ -131,7 +148,7 @@ def _converse(demo: ChatDemo, out: Console) -> dict[str, Any]:
     out.print(
         f"Tokens answered per second: {without.throughput:.0f} without tiers, {having.throughput:.0f} with them. "
         f"Preemptions: {without.preemptions} and {having.preemptions}.\n"
-        f"Answers with tiers and without are {'the same' if same else _DEFECT}. Sent, cached: tokens of prompts; "
+        f"Answers with tiers and without are {'the same' if same else DEFECT}. Sent, cached: tokens of prompts; "
         "with, without: tiers below the KV pool."
     )
     return {
@@ -148,7 +165,7 @@ def _converse(demo: ChatDemo, out: Console) -> dict[str, Any]:
 def _chat_table(without: Chats, having: Chats) -> Table:
     title = f"{CONVERSATIONS} served conversations, KV pool for 1/{POOL_SHARE} of them"
     figures = [f"{name}\n{which}" for name in ("cached", "TTFT", "took") for which in ("without", "with")]
-    table = _table(title, "turn", "sent", *figures)
+    table = new_table(title, "turn", "sent", *figures)
     for number in range(TURNS):
         one, other = without.turns[number], having.turns[number]
         times = [format_duration(value) for value in (one.ttft_s, other.ttft_s, one.seconds, other.seconds)]
