@@ -77,7 +77,7 @@ def test_what_is_of_no_use_any_more_leaves_both_tiers() -> None:
     assert play.here(1, 1, 1) == (3, 3)
     play.tick(40.0)
     assert (play.here(1, 1, 1), play.here(2, 2, 2)) == ((0, 0), (3, 3))
-    assert play.ask(1, 1, 1) == (0, 0)
+    assert play.ask(1, 1, 1) == Outcome(0, 0)
 
 
 def test_what_was_said_is_known_where_a_block_comes_later() -> None:
@@ -119,7 +119,7 @@ def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
         play.ask(number, after_s=1.0)
     assert play.here(1, 1, 1) == (3, 3), "kept until it is asked for"
     assert play.simulation.cache.counters.match_requests == asked + 8, "no request has asked for what was brought up"
-    assert play.ask(1, 1, 1) == (3, 0)
+    assert play.ask(1, 1, 1) == Outcome(3, 0)
 
 
 def test_nothing_is_brought_up_that_would_not_be_kept() -> None:

@@ -124,6 +124,48 @@ def test_a_gpu_pool_in_front(capsys: pytest.CaptureFixture[str], short: Path) ->
     assert with_pool["ttft_without"]["mean_s"] < without["ttft_without"]["mean_s"]
 
 
+def test_hosts_that_share_a_store(capsys: pytest.CaptureFixture[str], short: Path) -> None:
+    arguments = ["--dram", "5%", "--nvme", "2x", "--hosts", "2"]
+    apart = points(capsys, short, *arguments)[0]
+    found = points(capsys, short, *arguments, "--shared", "20x", "--spread", "round-robin")[0]
+    rates = found["hit_rates"]
+    assert set(rates) == {"dram", "nvme", "shared", "all"}
+    assert rates["all"] == pytest.approx(rates["dram"] + rates["nvme"] + rates["shared"])
+    assert apart["hit_rates"]["all"] < rates["all"] <= found["optimum"]["all"]
+    assert 0 < found["others_share"] < 1
+    assert (found["hosts"], found["spread"]) == (2, "round-robin")
+    assert found["shared_blocks"] == pytest.approx(20 * found["dram_blocks"], abs=1)
+    network = ["--shared-bandwidth", "1Gbit/s", "--shared-round-trip", "2ms"]
+    status, out, _ = run(capsys, short, *arguments, "--shared", "20x", *network)
+    assert status == 0
+    for words in ("2 hosts by round-robin", "hit shared", "of others", "0.125 GB/s with round trips of 2.0 ms"):
+        assert words in out
+    [row] = [line.split() for line in out.splitlines() if line.startswith("5%")]
+    dram, nvme, shared, every, others = (float(cell.rstrip("%")) for cell in row[4:9])
+    assert every == pytest.approx(dram + nvme + shared, abs=0.16)
+    assert others == pytest.approx(100 * found["others_share"], abs=0.06)
+
+
+def test_a_picture_of_a_shared_store(capsys: pytest.CaptureFixture[str], tmp_path: Path, short: Path) -> None:
+    pytest.importorskip("matplotlib")
+    few, picture = tmp_path / "few.jsonl.gz", tmp_path / "shared.svg"
+    with gzip.open(short) as whole, gzip.open(few, "wb") as part:
+        part.writelines(itertools.islice(whole, 30))
+    assert run(capsys, few, "--dram", "5%", "--shared", "20x", "--plot", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"<?xml")
+
+
+def test_a_recording_tells_of_one_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"tiercache_trace": 1, "policy": "lru", "arena_bytes": 1 << 30}) + "\n")
+    status, out, err = run(capsys, path, "--hosts", "2")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "--hosts 2" in err
+    assert "a trace of prompts" in err
+    (point,) = points(capsys, path, "--shared", "20x")
+    assert point["shared_bytes"] == 20 << 30
+
+
 def test_a_write_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     free, tight = (
         points(capsys, SAMPLE, "--dram", "2%", "--nvme", "5x", "--write-budget", budget)[0] for budget in ("0", "1TiB")
@@ -150,6 +192,10 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
         ([], "--dram says how large the cache is"),
         (["--dram", "much"], "--dram much: is no size"),
         (["--dram", "5%", "--nvme", "ax"], "--nvme ax: is no size"),
+        (["--dram", "5%", "--shared", "bx"], "--shared bx: is no size"),
+        (["--dram", "5%", "--hosts", "0"], "--hosts 0: must be 1 to"),
+        (["--dram", "5%", "--spread", "random"], "--spread random: must be one of: round-robin, prefix"),
+        (["--dram", "5%", "--shared-bandwidth", "fast"], "--shared-bandwidth"),
         (["--dram", "0"], "must be at least one block"),
         (["--dram", "5%", "--policy", "best"], "--policy best: must be one of: lru, hazard"),
         (["--dram", "5%", "--policy", "arc"], "--policy arc: is no longer offered: write hazard (the default) or lru"),
@@ -242,5 +288,11 @@ def test_work_and_times_of_one_prompt() -> None:
     loads_s = 2 * 512 * 1e5 / 1e10 + 2 * 512 * 1e5 / 1e9
     assert estimate.with_cache.mean_s == pytest.approx(loads_s + (whole - hit) / 1e15)
     assert estimate.with_cache.percentile_s(0.5) == pytest.approx(estimate.with_cache.mean_s, rel=0.01)
+    far = Estimate(Costs(model, 1e15, 1e10, 1e9, shared_bytes_per_s=1e8, shared_round_trip_s=0.25), shared=True)
+    far.add(prompt, 512, 1e5, 1, Outcome(3, 2, 2))
+    hit = model.prefill_flops(512 * 7)
+    assert far.saved_flops == pytest.approx(hit)
+    loads_s += 2 * 512 * 1e5 / 1e8 + 2 * 0.25
+    assert far.with_cache.mean_s == pytest.approx(loads_s + (whole - hit) / 1e15)
     estimate.add(prompt, 512, 1e5, 0, Outcome(8, 0))  # the last token is computed all the same
     assert estimate.saved_flops < hit + whole

@@ -14,8 +14,12 @@ from tiercache.cli.hardware import (
     KvDtype,
     Mfu,
     NvmeBandwidth,
+    SharedBandwidth,
+    SharedRoundTrip,
     Tflops,
     as_bytes,
+    as_rate,
+    as_seconds,
     check_mfu,
     find_gpu,
 )
@@ -24,7 +28,8 @@ from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
 
 DEFAULT_LENGTHS = (2048, 8192, 32768, 131072)
-_NAMES = {"gpu": "GPU", "dram": "DRAM", "nvme": "NVMe"}
+_NAMES = {"gpu": "GPU", "dram": "DRAM", "nvme": "NVMe", "shared": "shared"}
+_PLACES = {**_NAMES, "shared": "the shared store"}
 _SAME = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
 
 
@@ -35,6 +40,8 @@ _SAME = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
   tiercache plan ./my-model --gpu 80GiB --tflops 989 --tensor-parallel-size 4
                                       a config.json or its folder; nothing is loaded
   tiercache plan Qwen3-32B --gpu H200 --kv-cache-dtype int8 --length 16384 --requests-per-s 3
+  tiercache plan Qwen3-32B --gpu H200 --shared 8TiB --shared-bandwidth 25Gbit/s
+                                      with a store that hosts share
   tiercache plan Mistral-7B-v0.1 --json | jq .loads
 """,
     "0 done, 2 a wrong command line, an unknown model, or one that does not fit",
@@ -68,6 +75,14 @@ def plan(
     ] = None,
     dram: Annotated[str, typer.Option("--dram", metavar="SIZE", help="The daemon's --arena; 0: none.")] = "64GiB",
     nvme: Annotated[str, typer.Option("--nvme", metavar="SIZE", help="The daemon's --nvme-size; 0: none.")] = "1TiB",
+    shared: Annotated[
+        str,
+        typer.Option(
+            "--shared",
+            metavar="SIZE",
+            help="Bytes of blocks in the store that hosts share; 0: none. Valkey needs up to a third more memory.",
+        ),
+    ] = "0",
     tokens_per_s: Annotated[
         float | None, typer.Option("--tokens-per-s", metavar="N", help="New tokens per second, of prompts and answers.")
     ] = None,
@@ -80,6 +95,8 @@ def plan(
     bus: Bus = None,
     dram_bandwidth: DramBandwidth = "150GB",
     nvme_bandwidth: NvmeBandwidth = "6GB",
+    shared_bandwidth: SharedBandwidth = "10Gbit",
+    shared_round_trip: SharedRoundTrip = "0.5ms",
     as_json: Json = False,
 ) -> int:
     """Size a deployment on paper: KV per token, what each tier holds, and when loading beats computing."""
@@ -109,6 +126,9 @@ def plan(
         nvme_bytes=as_bytes("--nvme", nvme),
         dram_bytes_per_s=as_bytes("--dram-bandwidth", dram_bandwidth, least=1),
         nvme_bytes_per_s=as_bytes("--nvme-bandwidth", nvme_bandwidth, least=1),
+        shared_bytes=as_bytes("--shared", shared),
+        shared_bytes_per_s=as_rate("--shared-bandwidth", shared_bandwidth),
+        shared_round_trip_s=as_seconds("--shared-round-trip", shared_round_trip),
     )
     traffic = _tokens_per_s(tokens_per_s, requests_per_s, lengths or [])
     tree = sizes.plan(model, sizes.Form(model, dtype, block_size, gpus), plant, tokens, traffic)
@@ -235,11 +255,20 @@ def _sentences(tree: dict[str, Any]) -> list[str]:
     text = f"A prefix of {one['tokens']:,} tokens is computed in {format_duration(one['compute_s'])}"
     for tier in _below(tree):
         verdict = "faster" if one[f"{tier}_s"] < one["compute_s"] else "slower"
-        text += f"; loading it from {_NAMES[tier]} is {verdict}"
+        text += f"; loading it from {_PLACES[tier]} is {verdict}"
     lines = [f"{text}. Below {one['break_even_bytes_per_s'] / 1e9:.2f} GB/s computing wins."]
+    if tree["shared"] is not None:
+        lines.append(_shared_sentence(tree["shared"]))
     model = tree["model"]
     if model["windowed_layers"]:
         lines.append(
             "The sequences at once assume an engine that frees the blocks outside the window; tiers keep all blocks."
         )
     return lines
+
+
+def _shared_sentence(shared: dict[str, Any]) -> str:
+    network = f"{shared['bytes_per_s'] / 1e9:.3g} GB/s and round trips of {format_duration(shared['round_trip_s'])}"
+    if shared["pays_from_tokens"] is None:
+        return f"With {network}, no hit in the shared store pays: engines compute instead."
+    return f"With {network}, a hit in the shared store pays from {shared['pays_from_tokens']:,} tokens on."

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,22 +19,26 @@ from tiercache.cli.hardware import (
     KvDtype,
     Mfu,
     NvmeBandwidth,
+    SharedBandwidth,
+    SharedRoundTrip,
     Tflops,
     as_bytes,
+    as_rate,
+    as_seconds,
     check_mfu,
     find_gpu,
 )
-from tiercache.cli.report import Section, print_json, print_sections, with_human
+from tiercache.cli.replay_tables import print_tables, tree
+from tiercache.cli.report import print_json, with_human
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
-from tiercache.ground.units import format_bytes, format_duration
+from tiercache.ground.units import format_bytes
 
 if TYPE_CHECKING:
     from tiercache.plan.known import Gpu
     from tiercache.plan.model import Model
     from tiercache.replay.estimate import Costs
     from tiercache.replay.formats.trace import Format, Trace
-    from tiercache.replay.sweep import Point, Swept
 
 TELL_EVERY_S = 0.2
 
@@ -46,6 +51,8 @@ TELL_EVERY_S = 0.2
                                       a sweep, as a table and a picture
   tiercache replay trace.jsonl.gz --dram 2%,5% --policy lru,hazard
                                       policies side by side
+  tiercache replay trace.jsonl.gz --dram 2% --nvme 5x --shared 20x --hosts 4 --spread prefix
+                                      four hosts and a store that they share
   tiercache replay run.jsonl.gz       what `tiercache daemon --record` wrote, at its own sizes
   tiercache replay run.jsonl.gz --dram 64GiB,128GiB --nvme 2TiB --json
   tiercache replay qwen_traceB_blksz_16.jsonl --dram 200000 --model Qwen3-32B --gpu-pool 50000
@@ -74,6 +81,20 @@ def replay(
     nvme: Annotated[
         str, typer.Option("--nvme", metavar="SIZE", help="Like --dram, or 5x for five times --dram; 0: none.")
     ] = "0",
+    shared: Annotated[
+        str, typer.Option("--shared", metavar="SIZE", help="Store that the hosts share, like --nvme; 0: none.")
+    ] = "0",
+    hosts: Annotated[
+        int, typer.Option("--hosts", metavar="N", help="Hosts, each with as much DRAM, NVMe and GPU pool.")
+    ] = 1,
+    spread: Annotated[
+        str,
+        typer.Option(
+            "--spread",
+            metavar="round-robin|prefix",
+            help="Which host gets a request: each in turn, or the one that was given most of its beginning before.",
+        ),
+    ] = "round-robin",
     gpu_pool: Annotated[
         str, typer.Option("--gpu-pool", metavar="SIZE", help="An engine's own KV pool in front, like --dram; 0: none.")
     ] = "0",
@@ -109,6 +130,8 @@ def replay(
     bus: Bus = None,
     dram_bandwidth: DramBandwidth = "150GB",
     nvme_bandwidth: NvmeBandwidth = "6GB",
+    shared_bandwidth: SharedBandwidth = "10Gbit",
+    shared_round_trip: SharedRoundTrip = "0.5ms",
     optimum: Annotated[
         bool,
         typer.Option(
@@ -145,7 +168,12 @@ def replay(
         check_plot(plot)
     model = load_model(model_name)
     check_mfu(mfu)
-    costs = _costs(model, find_gpu(gpu, tflops, bus), mfu, dram_bandwidth, nvme_bandwidth)
+    costs = replace(
+        _costs(model, find_gpu(gpu, tflops, bus), mfu, dram_bandwidth, nvme_bandwidth),
+        shared_bytes_per_s=as_rate("--shared-bandwidth", shared_bandwidth),
+        shared_round_trip_s=as_seconds("--shared-round-trip", shared_round_trip),
+    )
+    _check_hosts(hosts, spread)
     wanted = Wanted(
         dram=_parts(dram),
         nvme=nvme,
@@ -154,6 +182,9 @@ def replay(
         write_budget_bytes=as_bytes("--write-budget", write_budget),
         exact=exact,
         optimum=optimum,
+        shared=shared,
+        hosts=hosts,
+        spread=spread,
     )
     bytes_of = _block_bytes(block_bytes, Form(model, kv_dtype, 1, 1).token_bytes)
     progress = Progress()
@@ -171,9 +202,9 @@ def replay(
 
         draw(plot, swept)
     if as_json:
-        print_json(with_human([_tree(one) for one in swept]))
+        print_json(with_human([tree(one) for one in swept]))
     else:
-        _print(swept, model_name, costs)
+        print_tables(swept, model_name, costs)
         if plot is not None:
             print(f"The picture is in {plot}.")
     return EXIT_OK
@@ -196,6 +227,15 @@ def _check_gpu(gpu: str) -> None:
     if gpu.isdigit():
         text = f"names a GPU or its memory (80GiB): an engine's own pool is --gpu-pool {gpu}"
         raise ConfigError(f"--gpu {gpu}: {text}")
+
+
+def _check_hosts(hosts: int, spread: str) -> None:
+    from tiercache.replay.hosts import MAX_HOSTS, SPREADS
+
+    if not 1 <= hosts <= MAX_HOSTS:
+        raise ConfigError(f"--hosts {hosts}: must be 1 to {MAX_HOSTS}")
+    if spread not in SPREADS:
+        raise ConfigError(f"--spread {spread}: must be one of: {', '.join(SPREADS)}")
 
 
 def _policies(given: str | None) -> tuple[str, ...]:
@@ -274,90 +314,3 @@ def _warn(trace: Trace) -> None:
     if isinstance(trace.reader, RecordedReader) and trace.reader.lost_requests:
         text = "requests were lost by the recording: the figures are of the others"
         print(f"tiercache: {trace.path}: {trace.reader.lost_requests} {text}", file=sys.stderr)
-
-
-# --- for people ----------------------------------------------------------------------------------
-
-
-def _tree(swept: Swept) -> dict[str, Any]:
-    trace = swept.trace
-    return {
-        "trace": str(trace.path),
-        "format": trace.format.name,
-        "unique_blocks": swept.unique_blocks,
-        "bad_lines": trace.bad_lines,
-        "late_requests": trace.late_requests,
-        "points": [point.as_tree() for point in swept.points],
-    }
-
-
-def _print(swept: list[Swept], model_name: str, costs: Costs) -> None:
-    print_sections([section for one in swept for section in _sections(one)])
-    print(
-        f"\nHit rates are shares of prompt tokens. Times are of one request alone: {model_name}, "
-        f"{costs.flops_per_s:.3g} FLOP/s, DRAM {costs.dram_bytes_per_s / 1e9:.3g} GB/s, "
-        f"NVMe {costs.nvme_bytes_per_s / 1e9:.3g} GB/s."
-    )
-
-
-def _sections(swept: Swept) -> list[Section]:
-    from tiercache.replay.sweep import AS_RECORDED
-
-    first = swept.points[0].played
-    tiers = list(first.tiers)
-    several = len({point.sizes.policy for point in swept.points}) > 1
-    heads = ["DRAM", "blocks", *(["policy"] if several else []), *[f"hit {tier}" for tier in tiers]]
-    heads += ["hit all"] if len(tiers) > 1 else []
-    best = swept.points[0].best_dram is not None
-    # Behind an engine's own pool DRAM has the blocks that the pool lacks; there is no such optimum.
-    alone = best and "gpu" not in tiers
-    heads += ["best DRAM"] if alone else []
-    heads += ["best all"] if best and len(tiers) > 1 else []
-    heads += ["FLOPs saved", "TTFT mean", "p50", "p90", *(["NVMe written"] if "nvme" in tiers else [])]
-    rows = [_row(point, tiers, alone, several) for point in swept.points]
-    table = Section(_title(swept), tuple(heads), rows)
-    without = swept.points[0].estimate.without
-    facts = [
-        ("requests", f"{first.requests:,}"),
-        ("prompt tokens", f"{first.asked_tokens:,}"),
-        ("full blocks", f"{first.asked_blocks:,}"),
-        ("time span", format_duration(first.last_s - first.first_s)),
-        (
-            "TTFT without it",
-            ", ".join(
-                f"{name} {format_duration(value)}"
-                for name, value in (
-                    ("mean", without.mean_s),
-                    ("p50", without.percentile_s(0.5)),
-                    ("p90", without.percentile_s(0.9)),
-                )
-            ),
-        ),
-    ]
-    if swept.unique_blocks is not None:
-        facts.insert(3, ("different blocks", f"{swept.unique_blocks:,}"))
-    if first.recorded and swept.points[0].label == AS_RECORDED:
-        facts.append(("matches as recorded", f"{first.agreed:,} of {first.recorded:,}"))
-    return [Section(swept.trace.path.name, ("", ""), facts), table]
-
-
-def _title(swept: Swept) -> str:
-    specs = swept.trace.specs.values()
-    forms = sorted({f"blocks of {spec.block_size} tokens, {format_bytes(spec.block_bytes)}" for spec in specs})
-    policies = dict.fromkeys(point.sizes.policy for point in swept.points)
-    return f"policy {' and '.join(policies)}, {' and '.join(forms)}"
-
-
-def _row(point: Point, tiers: list[str], alone: bool, several: bool) -> tuple[str, ...]:
-    played, estimate = point.played, point.estimate
-    size = format_bytes(point.sizes.dram_bytes)
-    cells = [f"{point.label} ({size})" if point.label != size else size, f"{point.dram_blocks:,}"]
-    cells += [point.sizes.policy] if several else []
-    cells += [f"{played.rate(tier):.1%}" for tier in tiers]
-    cells += [f"{played.rate(*tiers):.1%}"] if len(tiers) > 1 else []
-    cells += [f"{point.best_dram or 0:.1%}"] if alone else []
-    cells += [f"{point.best_all:.1%}"] if point.best_all is not None and len(tiers) > 1 else []
-    share = estimate.saved_flops / estimate.flops if estimate.flops else 0.0
-    times = estimate.with_cache
-    cells += [f"{share:.1%}", *map(format_duration, (times.mean_s, times.percentile_s(0.5), times.percentile_s(0.9)))]
-    return tuple(cells + ([format_bytes(played.tallies.nvme_written_bytes)] if "nvme" in tiers else []))

@@ -1,7 +1,8 @@
 """How much of a model's KV each tier holds, and when loading it is faster than computing it: the figures of `plan`.
 
 Work is `Model.prefill_flops` over the share of their data sheet that the GPUs reach. A load is its bytes over the
-slowest link on the way: each GPU's bus for its own part, host memory for all parts, the disks for stored bytes.
+slowest link on the way: each GPU's bus for its own part, host memory for all parts, the disks or the network for stored
+bytes. A shared store takes two round trips more: a look-up, and the fetch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ from tiercache.plan.known import Gpu
 from tiercache.plan.model import KV_DTYPES, Model
 from tiercache.protocol.namespaces import FRAME_ALIGNMENT_BYTES
 
+ROUND_TRIPS = 2
+"""Of a hit in the shared store: the look-up, which may take a second one for a long prompt, and the fetch."""
+LONGEST_TOKENS = 1 << 20
+"""Of a prompt, for a model that names no limit."""
+
 
 @dataclass(frozen=True)
 class Plant:
-    """The hardware for the model. Bandwidths in bytes/s: the bus of each GPU, the total of host memory and disks."""
+    """The hardware for the model. Bandwidths in bytes/s: the bus of each GPU, the total of host memory, disks and the
+    network to the shared store.
+    """
 
     gpu: Gpu
     gpus: int
@@ -30,6 +38,9 @@ class Plant:
     nvme_bytes: int
     dram_bytes_per_s: float
     nvme_bytes_per_s: float
+    shared_bytes: int = 0
+    shared_bytes_per_s: float = 1.25e9
+    shared_round_trip_s: float = 0.0005
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_
         "sequences": [_sequence(form, plant, pool_bytes, tokens) for tokens in lengths],
         "tiers": _tiers(form, plant, blocks, tokens_per_s),
         "loads": [_load(form, plant, tokens) for tokens in lengths],
+        "shared": _shared(form, plant),
     }
 
 
@@ -158,11 +170,12 @@ def _sequence(form: Form, plant: Plant, pool_bytes: int, tokens: int) -> dict[st
         "in_gpu": pool_bytes // gpu_bytes,
         "in_dram": plant.dram_bytes // form.tier_block_bytes // blocks,
         "in_nvme": plant.nvme_bytes // form.tier_block_bytes // blocks,
+        "in_shared": plant.shared_bytes // form.tier_block_bytes // blocks,
     }
 
 
 def _tiers(form: Form, plant: Plant, gpu_blocks: int, tokens_per_s: float) -> list[dict[str, Any]]:
-    sizes = {"dram": plant.dram_bytes, "nvme": plant.nvme_bytes}
+    sizes = {"dram": plant.dram_bytes, "nvme": plant.nvme_bytes, "shared": plant.shared_bytes}
     blocks = {"gpu": gpu_blocks, **{tier: size // form.tier_block_bytes for tier, size in sizes.items() if size}}
     return [
         {
@@ -182,6 +195,7 @@ def _load(form: Form, plant: Plant, tokens: int) -> dict[str, Any]:
     compute_s = form.model.prefill_flops(tokens) / (plant.gpu.flops * plant.mfu * plant.gpus)
     dram_s = max(gpu_bytes / plant.gpu.bus_bytes_per_s, gpu_bytes * plant.gpus / plant.dram_bytes_per_s)
     nvme_s = max(dram_s, all_bytes / plant.nvme_bytes_per_s)
+    shared_s = max(dram_s, all_bytes / plant.shared_bytes_per_s) + ROUND_TRIPS * plant.shared_round_trip_s
     return {
         "tokens": tokens,
         "bytes": all_bytes,
@@ -189,5 +203,33 @@ def _load(form: Form, plant: Plant, tokens: int) -> dict[str, Any]:
         "compute_s": compute_s,
         "dram_s": dram_s,
         "nvme_s": nvme_s,
+        "shared_s": shared_s,
         "break_even_bytes_per_s": all_bytes / compute_s,
     }
+
+
+def _shared(form: Form, plant: Plant) -> dict[str, Any] | None:
+    """The network to the shared store, and the shortest prefix, in tokens, that comes sooner than it is computed."""
+    if not plant.shared_bytes:
+        return None
+    return {
+        "bytes_per_s": plant.shared_bytes_per_s,
+        "round_trip_s": plant.shared_round_trip_s,
+        "pays_from_tokens": _pays_from(form, plant),
+    }
+
+
+def _pays_from(form: Form, plant: Plant) -> int | None:
+    """None if no prefix that the model takes pays. A longer prefix pays more: attention grows with its square."""
+
+    def pays(blocks: int) -> bool:
+        load = _load(form, plant, blocks * form.block_size)
+        return bool(load["shared_s"] < load["compute_s"])
+
+    low, high = 0, (form.model.max_tokens or LONGEST_TOKENS) // form.block_size
+    if not high or not pays(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high * form.block_size

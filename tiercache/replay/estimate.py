@@ -1,7 +1,11 @@
 """The value of hits: prefill work saved, and the time to the first token.
 
     without a cache   compute(prompt)
-    with a cache      load(DRAM's part) + load(NVMe's part) + compute(the rest, on top of what was loaded)
+    with a cache      load(DRAM's part) + load(NVMe's part) + load(the shared store's part)
+                      + compute(the rest, on top of what was loaded)
+
+Where there is a shared store, a prompt that its host lacks a part of takes a round trip to look up, and the fetch takes
+another.
 
 A request is alone on its GPU: no queue, no batch, and nothing overlaps. So the times compare caches; they are not those
 of a busy engine. The last token of a prompt is computed in any case. Work is counted as `tiercache plan` does.
@@ -29,6 +33,8 @@ class Costs:
     flops_per_s: float
     dram_bytes_per_s: float
     nvme_bytes_per_s: float
+    shared_bytes_per_s: float = 1.25e9
+    shared_round_trip_s: float = 0.0005
 
 
 class Spread:
@@ -65,10 +71,11 @@ class Spread:
 
 
 class Estimate:
-    """Adds up the requests of one replay."""
+    """Adds up the requests of one replay. `shared`: whether there is a shared store."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, shared: bool = False) -> None:
         self._costs = costs
+        self._shared = shared
         self.flops = 0.0
         """Work of all prompts from scratch, and the part saved by hits."""
         self.saved_flops = 0.0
@@ -88,19 +95,25 @@ class Estimate:
         return flops
 
     def add(self, request: TraceRequest, block_tokens: int, token_bytes: float, in_gpu: int, outcome: Outcome) -> None:
-        """Add one prompt, the size of its KV, and the blocks that GPU, DRAM and NVMe had as leading runs."""
+        """Add one prompt, the size of its KV, and the blocks that the GPU and the tiers had as leading runs."""
         tokens, costs = max(1, request.input_tokens), self._costs
         gpu = min(in_gpu * block_tokens, tokens - 1)
         dram = max(gpu, min(outcome.dram * block_tokens, tokens - 1))
         nvme = max(dram, min((outcome.dram + outcome.nvme) * block_tokens, tokens - 1))
-        whole, own, hit = self.prefill_flops(tokens), self.prefill_flops(gpu), self.prefill_flops(nvme)
+        shared = max(nvme, min(outcome.found * block_tokens, tokens - 1))
+        whole, own, hit = self.prefill_flops(tokens), self.prefill_flops(gpu), self.prefill_flops(shared)
         self.flops += whole
         self.saved_flops += hit
         dram_s = (dram - gpu) * token_bytes / costs.dram_bytes_per_s
         slower = min(costs.dram_bytes_per_s, costs.nvme_bytes_per_s)
         nvme_s = (nvme - dram) * token_bytes / slower
+        slower = min(costs.dram_bytes_per_s, costs.shared_bytes_per_s)
+        shared_s = (shared - nvme) * token_bytes / slower
+        if self._shared:
+            looked_up = outcome.dram + outcome.nvme < request.blocks
+            shared_s += (looked_up + (shared > nvme)) * costs.shared_round_trip_s
         self.without.add((whole - own) / costs.flops_per_s)
-        self.with_cache.add(dram_s + nvme_s + (whole - hit) / costs.flops_per_s)
+        self.with_cache.add(dram_s + nvme_s + shared_s + (whole - hit) / costs.flops_per_s)
 
     def as_tree(self) -> dict[str, Any]:
         """For JSON."""

@@ -12,7 +12,9 @@ from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.fast_cache import FastCache
+from tiercache.replay.hosts import HostCache, Hosts
 from tiercache.replay.requests import RequestKind, TraceRequest
+from tiercache.replay.shared import PaperStore
 from tiercache.replay.simulation import Outcome, Simulation, Sizes, Tallies
 
 TELL_EVERY = 64
@@ -54,6 +56,8 @@ class Played:
     asked_blocks: int = 0
     asked_tokens: int = 0
     tiers: dict[str, TierHits] = field(default_factory=dict)
+    of_others: TierHits = field(default_factory=TierHits)
+    """Those of the shared tier's hits that another host had stored."""
     agreed: int = 0
     """Matches with the same hits as the recorded daemon's in each tier."""
     recorded: int = 0
@@ -67,6 +71,12 @@ class Played:
         """Share of all tokens that these tiers hit."""
         hit = sum(self.tiers[tier].tokens for tier in tiers if tier in self.tiers)
         return hit / self.asked_tokens if self.asked_tokens else 0.0
+
+    @property
+    def others_share(self) -> float:
+        """The share of all hits that another host had stored."""
+        hits = sum(tier.tokens for tier in self.tiers.values())
+        return self.of_others.tokens / hits if hits else 0.0
 
     def block_rate(self, *tiers: str) -> float:
         """Share of all full blocks that these tiers hit."""
@@ -104,8 +114,18 @@ class GpuPool:
 
 
 def engine_for(sizes: Sizes, exact: bool, start_s: float, policies: Mapping[str, Maker] = POLICIES) -> PlayedCache:
-    """The daemon's cache itself, or the fast one for traces of prompts of one namespace."""
-    return Simulation(sizes, {}, start_s, policies) if exact else FastCache(sizes, start_s, policies)
+    """The daemon's cache itself, or the fast one for traces of prompts of one namespace; one for each host.
+
+    What is shared is only in the former.
+    """
+    store = PaperStore(sizes.shared_bytes) if sizes.shared_bytes else None
+
+    def cache(host: int) -> HostCache:
+        if exact or store is not None:
+            return Simulation(sizes, {}, start_s, policies, store, host)
+        return FastCache(sizes, start_s, policies)
+
+    return cache(0) if sizes.hosts == 1 else Hosts([cache(host) for host in range(sizes.hosts)], sizes.spread)
 
 
 def play(
@@ -118,13 +138,13 @@ def play(
     each: Callable[[TraceRequest, int, Outcome], None] | None = None,
     start_s: float | None = None,
 ) -> Played:
-    """Play all requests. Calls `tell` now and then, and `each` for every prompt, with the hits in GPU, DRAM and NVMe.
+    """Play all requests. Calls `tell` now and then, and `each` for every prompt, with the hits in GPU and tiers.
 
-    `start_s`: when the cache starts, on the trace's clock; at the first request if unknown.
+    `gpu_blocks`: of each host. `start_s`: when the cache starts, on the trace's clock; at the first request if unknown.
     """
-    pool = GpuPool(gpu_blocks) if gpu_blocks else None
+    pools = [GpuPool(gpu_blocks) for _ in range(sizes.hosts)] if gpu_blocks else []
     played, known = Played(), 0
-    played.tiers = {name: TierHits() for name in ("gpu", "dram", "nvme")}
+    played.tiers = {name: TierHits() for name in ("gpu", "dram", "nvme", "shared")}
     began_s = time.process_time()
     for request in requests:
         if engine is None:
@@ -136,11 +156,11 @@ def play(
         outcome = engine.play(request)
         if request.kind not in (RequestKind.ASK, RequestKind.LOOK):
             continue
-        in_gpu = pool.ask(request) if pool is not None else request.in_gpu
+        in_gpu = pools[outcome.host].ask(request) if pools else request.in_gpu
         _count(played, request, requests.specs[request.namespaces[0]].block_size, in_gpu, outcome)
         if request.kind is RequestKind.LOOK:
             played.recorded += 1
-            played.agreed += outcome == request.had
+            played.agreed += (outcome.dram, outcome.nvme + outcome.shared) == request.had
         if each is not None:
             each(request, in_gpu, outcome)
         if played.requests % TELL_EVERY == 0:
@@ -149,7 +169,9 @@ def play(
     played.tallies = Tallies() if engine is None else engine.tallies()
     if not sizes.nvme_bytes:
         del played.tiers["nvme"]
-    if pool is None and not played.tiers["gpu"].blocks:
+    if not sizes.shared_bytes:
+        del played.tiers["shared"]
+    if not pools and not played.tiers["gpu"].blocks:
         del played.tiers["gpu"]
     return played
 
@@ -161,10 +183,14 @@ def _count(played: Played, request: TraceRequest, block_tokens: int, in_gpu: int
     played.last_s = request.time_s
     played.asked_blocks += request.blocks
     played.asked_tokens += request.input_tokens
-    before = 0
-    for name, end in (("gpu", in_gpu), ("dram", outcome.dram), ("nvme", outcome.dram + outcome.nvme)):
+    before, local = 0, outcome.dram + outcome.nvme
+    for name, end in (("gpu", in_gpu), ("dram", outcome.dram), ("nvme", local), ("shared", outcome.found)):
         if end > before:
             tier = played.tiers[name]
             tier.blocks += end - before
             tier.tokens += (end - before) * block_tokens
             before = end
+    of_others = min(outcome.of_others, outcome.found - max(in_gpu, local))
+    if of_others > 0:
+        played.of_others.blocks += of_others
+        played.of_others.tokens += of_others * block_tokens

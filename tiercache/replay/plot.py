@@ -12,6 +12,7 @@ from tiercache.replay.sweep import Point, Swept
 
 SUFFIXES = (".png", ".svg")
 _DRAM, _ALL = "#1f77b4", "#d95f02"
+_BELOW = {"nvme": "NVMe", "shared": "shared"}
 _MARKERS = "os^Dvx"
 """One marker per policy."""
 
@@ -56,19 +57,20 @@ def draw(path: Path, swept: Sequence[Swept]) -> None:
 def _draw_panel(panel: Any, swept: Swept) -> None:
     points = sorted(swept.points, key=lambda point: point.sizes.dram_bytes)
     policies = list(dict.fromkeys(point.sizes.policy for point in swept.points))
-    tiers = [name for name in ("gpu", "dram", "nvme") if any(name in point.played.tiers for point in points)]
+    tiers = [name for name in ("gpu", "dram", "nvme", "shared") if any(name in point.played.tiers for point in points)]
     upper = "GPU, DRAM" if "gpu" in tiers else "DRAM"
+    lower = " and ".join(_BELOW[name] for name in tiers if name in _BELOW)
     for number, policy in enumerate(policies):
         its = [point for point in points if point.sizes.policy == policy]
         sizes = [point.sizes.dram_bytes / (1 << 30) for point in its]
         marker, name = _MARKERS[number % len(_MARKERS)], f"{policy}: " if len(policies) > 1 else ""
         _line(panel, sizes, [_rate(point, ("gpu", "dram")) for point in its], _DRAM, f"{name}{upper}", f"{marker}-")
-        if "nvme" in tiers:
+        if lower:
             rates = [_rate(point, tuple(tiers)) for point in its]
-            _line(panel, sizes, rates, _ALL, f"{name}{upper} and NVMe", f"{marker}--")
+            _line(panel, sizes, rates, _ALL, f"{name}{upper} and {lower}", f"{marker}--")
     if all(point.best_dram is not None for point in points):
         _line(panel, sizes, [100 * (point.best_dram or 0) for point in its], _DRAM, "optimum, DRAM alone", ":")
-        if "nvme" in tiers:
+        if lower:
             best = [100 * (point.best_all or 0) for point in its]
             _line(panel, sizes, best, _ALL, "optimum, all tiers", ":")
     if len(sizes) > 1:

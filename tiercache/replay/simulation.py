@@ -2,6 +2,7 @@
 
     Request ─► Reads.match ─► (promotion) ─► Writes.reserve, commit ─► (write-behind) ─► Outcome
                  Space, Index, Policy          NvmeTier: Shelf, Slots, WriteBehind, Promotion on paper disks
+                                               SharedTier: look-ups, fetches, writes on a paper store
 
 The arena is numbers without memory, the disk keeps no bytes, and the clock is the trace's. All of the daemon's
 background work is done between requests.
@@ -23,6 +24,7 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.shelf import Shelf
@@ -31,6 +33,7 @@ from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, 
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.disk import PaperCatalog, PaperDirectory, PaperQueue
 from tiercache.replay.requests import RequestKind, TraceRequest
+from tiercache.replay.shared import PaperShared, PaperStore
 
 _POLICY = DaemonConfig().policy
 _LEASE_S = 1e9
@@ -40,15 +43,28 @@ _REGION_BYTES = 1 << (REGION_SHIFT - 2)
 
 
 class Outcome(NamedTuple):
-    """The blocks that one request found: the leading run in DRAM, and what NVMe had beyond it."""
+    """The blocks that one request found: the leading run in DRAM, what NVMe had beyond it, and the shared store then.
+
+    Of those in the store, other hosts had stored `of_others`. `host`: on which one it was played.
+    """
 
     dram: int
     nvme: int
+    shared: int = 0
+    of_others: int = 0
+    host: int = 0
+
+    @property
+    def found(self) -> int:
+        """All of them."""
+        return self.dram + self.nvme + self.shared
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the tiers. 0 `nvme_bytes`: no NVMe tier.
+    """Sizes of the tiers. 0 `nvme_bytes`: no NVMe tier; 0 `shared_bytes`: no shared one.
+
+    Each of the `hosts` has its own DRAM and NVMe; `spread` says which gets a request, see `hosts.SPREADS`.
 
     `region_bytes`, `segment_bytes`: as the daemon's settings, where its rounding matters; 0 for one piece.
     """
@@ -61,6 +77,9 @@ class Sizes:
     policy: str = _POLICY
     headroom_bytes: int = 0
     """Part of `dram_bytes`; see the daemon's setting."""
+    shared_bytes: int = 0
+    hosts: int = 1
+    spread: str = "round-robin"
 
 
 @dataclass
@@ -73,10 +92,16 @@ class Tallies:
     nvme_evicted: int = 0
     refused: int = 0
     nvme_written_bytes: int = 0
+    shared_fetched: int = 0
+    shared_written: int = 0
+    shared_written_bytes: int = 0
 
 
 class Simulation:
-    """A cache of the daemon, driven request by request. Single-threaded; no I/O."""
+    """A cache of the daemon, driven request by request. Single-threaded; no I/O.
+
+    store: what it shares with other simulations; `host` is its number among them.
+    """
 
     def __init__(
         self,
@@ -84,6 +109,8 @@ class Simulation:
         specs: Mapping[int, NamespaceSpec],
         start_s: float = 0.0,
         policies: Mapping[str, Maker] = POLICIES,
+        store: PaperStore | None = None,
+        host: int = 0,
     ) -> None:
         self.now_s = start_s
         self._sizes = sizes
@@ -91,25 +118,31 @@ class Simulation:
         self._queue: PaperQueue | None = None
         self._catalog = PaperCatalog()
         self._shelf: Shelf | None = None
+        # Frames have no memory behind them: every region begins at address 0.
+        self._regions = cast(dict[int, Region], _Anywhere())
+        self._shared_store = store
+        self._shared = None if store is None else PaperShared(store, host, lambda: self.now_s, self._regions)
         tier = self._tier() if sizes.nvme_bytes else None
+        below = tier if self._shared is None else LowerTiers(tier, self._shared)
         limits = CacheLimits(policies[sizes.policy], sizes.headroom_bytes, quarantine_bytes=sizes.dram_bytes)
-        self.cache = Cache(lambda: self.now_s, limits, tier)
+        self.cache = Cache(lambda: self.now_s, limits, below)
         for number, size_bytes in enumerate(_pieces(sizes.dram_bytes, sizes.region_bytes), 1):
             self.cache.space.allocator.add_region(number, size_bytes)
         if tier is not None:
             self._attach(tier)
+        if isinstance(below, LowerTiers):
+            parts = self.cache.space, self.cache.reads.growing, self.cache.writes
+            below.attach(*parts, None, self._regions, lambda: None)
         self._nvme = tier
         self._namespaces: dict[int, Namespace] = {}
         for number, spec in specs.items():
             self.declare(number, spec)
 
-    # --- the NVMe tier ---------------------------------------------------------------------------
+    # --- the tiers below ---------------------------------------------------------------------------
 
     def _tier(self) -> NvmeTier:
         config = DaemonConfig(nvme_write_budget_bytes=self._sizes.nvme_write_budget_bytes)
-        # Frames have no memory behind them: every region begins at address 0.
-        regions = cast(dict[int, Region], _Anywhere())
-        tier = NvmeTier(config, regions, landed=lambda: None)
+        tier = NvmeTier(config, self._regions, landed=lambda: None)
         tier._budget = WriteBudget(config.nvme_write_budget_bytes, lambda: self.now_s)
         return tier
 
@@ -118,7 +151,8 @@ class Simulation:
         segment_bytes = sizes.segment_bytes or min(sizes.nvme_bytes, _REGION_BYTES)
         directory = PaperDirectory(sizes.nvme_bytes // segment_bytes, segment_bytes)
         self._queue = PaperQueue()
-        tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None)
+        further = [] if self._shared is None else [self._shared]
+        tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None, further)
         state = CatalogState(True, [], {}, [], 1)
         shelf = self._shelf = Shelf(
             cast(Any, directory), cast(Any, self._catalog), cast(Any, self._queue), state, self.cache.space
@@ -128,16 +162,14 @@ class Simulation:
 
     def _settle(self) -> None:
         """Do all of the daemon's background work."""
-        queue = self._queue
-        if queue is None:
-            while self.cache.work():
-                pass
-            return
-        more = True
+        queue, shared, more = self._queue, self._shared, True
         while more:
             more = self.cache.work()
-            more = queue.deliver() or more
-            more = self._catalog.deliver() or more
+            if queue is not None:
+                more = queue.deliver() or more
+                more = self._catalog.deliver() or more
+            if shared is not None:
+                more = shared.lines.deliver() or more
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -148,8 +180,10 @@ class Simulation:
     def play(self, request: TraceRequest) -> Outcome:
         """Play one request, and all that follows from it."""
         self.now_s = max(self.now_s, request.time_s)
+        if self._shared_store is not None:
+            self._shared_store.now_s = self.now_s
         self.cache.expire()
-        if self.cache.below.name and not self.cache.below.settled:
+        if self.cache.below.tiers and not self.cache.below.settled:
             self._settle()  # land the promotion of a hint's prefetch first
         namespaces = [self._namespaces[number] for number in request.namespaces]
         if request.kind is RequestKind.FORGET:
@@ -165,9 +199,10 @@ class Simulation:
             finish(self.cache.hint(namespaces, request.keys, request.first, said))
             return Outcome(0, 0)
         if request.kind is RequestKind.FETCH:
+            self._look_up(namespaces, request.keys)
             fetched = finish(self.cache.reads.prefetch(self._owner, namespaces, request.keys))
             self._settle()
-            return Outcome(fetched.dram, fetched.below)
+            return Outcome(fetched.dram, fetched.below - fetched.shared, fetched.shared)
         found, here = self._match(namespaces, request.keys, request.promote)
         # An engine would have computed, and stored, what the recorded daemon had and this one lacks.
         end = request.blocks if request.kind is RequestKind.ASK else sum(request.had)
@@ -178,16 +213,35 @@ class Simulation:
         return found
 
     def _match(self, namespaces: list[Namespace], keys: bytes, promote: bool) -> tuple[Outcome, int]:
-        """What was found, and how much of it an engine can load: the blocks in DRAM after NVMe's part is promoted."""
+        """What was found, and how much of it an engine can load: the blocks in DRAM after the rest is promoted.
+
+        Of the store's part only what arrived counts as found: what a look-up says is a claim.
+        """
+        self._look_up(namespaces, keys)
+        before = 0 if self._shared is None else self._shared.connection.of_others
         asked = self.cache.reads.match(self._owner, namespaces, keys, _LEASE_S if promote else 0.0, promote)
         found = finish(asked)
-        outcome, here, lease = Outcome(found.dram, found.below), found.dram, found.lease
-        if self._queue is not None:
+        outcome, here, lease = Outcome(found.dram, found.below - found.shared, found.shared), found.dram, found.lease
+        if self.cache.below.tiers:
             self._settle()
         if lease is not None:
             here = lease.blocks
             self.cache.reads.release(self._owner, lease.lease_id)
-        return outcome, here if promote else outcome.dram + outcome.nvme
+        if not promote:
+            return outcome, outcome.found
+        if self._shared is not None:
+            arrived = min(outcome.shared, max(0, here - outcome.dram - outcome.nvme))
+            of_others = min(arrived, self._shared.connection.of_others - before)
+            outcome = outcome._replace(shared=arrived, of_others=of_others)
+        return outcome, here
+
+    def _look_up(self, namespaces: list[Namespace], keys: bytes) -> None:
+        """See `StoreWaits`: ask the store, if this host lacks anything."""
+        runs = self.cache.reads.runs
+        if self._shared is None or sum(finish(runs.peek(namespaces, keys))) * KEY_BYTES == len(keys):
+            return
+        if self.cache.below.wait(namespaces, keys, runs.lengths(namespaces, keys), lambda: None):
+            self._shared.lines.deliver()
 
     def _keep(self, namespace: Namespace, request: TraceRequest) -> None:
         """Play a recorded store; from the root on if the cache lacks the block before it."""
@@ -216,8 +270,8 @@ class Simulation:
     def _forget(self, namespaces: list[Namespace], keys: bytes, tier: str) -> None:
         key, below = keys[-KEY_BYTES:], None
         if tier != "dram":
-            below = self.cache.below.begin_flush(namespaces, key, lambda blocks, durable: None)
-        finish(self.cache.flush(namespaces, key, below, dram=tier != NvmeTier.name))
+            below = self.cache.below.begin_flush(namespaces, key, lambda blocks, durable: None, tier=tier or "all")
+        finish(self.cache.flush(namespaces, key, below, dram=tier in ("", "dram")))
         if below is not None:
             below.end()
         self._settle()
@@ -233,6 +287,10 @@ class Simulation:
             tallies.nvme_written, tallies.nvme_written_bytes = writes.written_blocks, writes.written_bytes
             tallies.promoted = self._nvme.promoted.blocks
             tallies.nvme_evicted = self._shelf.slots.evicted_blocks
+        if self._shared is not None:
+            tallies.shared_fetched = self._shared.source.tally.blocks
+            tallies.shared_written = self._shared._writes.written_blocks
+            tallies.shared_written_bytes = self._shared._writes.written_bytes
         return tallies
 
     def resident(self, number: int) -> tuple[set[bytes], set[bytes]]:

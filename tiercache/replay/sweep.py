@@ -33,17 +33,24 @@ class Wanted:
     write_budget_bytes: int = 0
     exact: bool = False
     optimum: bool = True
+    shared: str = "0"
+    hosts: int = 1
+    spread: str = "round-robin"
 
 
 @dataclass
 class Point:
-    """Result of one size and one policy. The optimum's hit rates are shares of all tokens, None if not requested."""
+    """Result of one size and one policy. The optimum's hit rates are shares of all tokens, None if not requested.
+
+    Blocks of GPU, DRAM and NVMe are those of each host; the optimum has those of all hosts in one place.
+    """
 
     label: str
     sizes: Sizes
     gpu_blocks: int
     dram_blocks: int
     nvme_blocks: int
+    shared_blocks: int
     played: Played
     estimate: Estimate
     best_dram: float | None = None
@@ -60,7 +67,12 @@ class Point:
             "gpu_blocks": self.gpu_blocks,
             "dram_blocks": self.dram_blocks,
             "nvme_blocks": self.nvme_blocks,
+            "shared_bytes": self.sizes.shared_bytes,
+            "shared_blocks": self.shared_blocks,
+            "hosts": self.sizes.hosts,
+            "spread": self.sizes.spread,
             "hit_rates": {**{name: played.rate(name) for name in played.tiers}, "all": played.rate(*played.tiers)},
+            "others_share": played.others_share,
             "optimum": {"dram": self.best_dram, "all": self.best_all},
             "nvme_written_bytes": played.tallies.nvme_written_bytes,
             **self.estimate.as_tree(),
@@ -79,10 +91,13 @@ class Swept:
 
 def sweep(trace: Trace, wanted: Wanted, costs: Costs, tell: Tell) -> Swept:
     """Play the trace at every size with every policy. Raises ConfigError, and BadTrace for a bad trace file."""
-    size_texts = (*wanted.dram, wanted.nvme, wanted.gpu_pool)
+    size_texts = (*wanted.dram, wanted.nvme, wanted.gpu_pool, wanted.shared)
     recorded = trace.reader if isinstance(trace.reader, RecordedReader) else None
     if not wanted.dram and recorded is None:
         raise ConfigError("--dram says how large the cache is: blocks (20000), bytes (64GiB) or a share (5%)")
+    if wanted.hosts > 1 and not _has_prompts_alone(trace):
+        text = f"{trace.format.name}: it tells of one host's cache; only a trace of prompts can be spread over several"
+        raise ConfigError(f"--hosts {wanted.hosts}: {trace.path} is of the format {text}")
     accesses = None
     if wanted.optimum:
         accesses = Accesses(_told(trace, "first pass, for the optimum", tell))
@@ -111,10 +126,7 @@ def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[s
         dram_bytes = size_bytes("--dram", text, trace, unique)
         if not dram_bytes:
             raise ConfigError(f"--dram {text}: must be at least one block")
-        if wanted.nvme.endswith("x"):
-            nvme_bytes = int(_number("--nvme", wanted.nvme[:-1], wanted.nvme) * dram_bytes)
-        else:
-            nvme_bytes = size_bytes("--nvme", wanted.nvme, trace, unique)
+        nvme_bytes = _below_bytes("--nvme", wanted.nvme, dram_bytes, trace, unique)
         found.append((text, Sizes(dram_bytes, nvme_bytes, nvme_write_budget_bytes=budget), gpu_blocks))
     if not found:
         assert isinstance(trace.reader, RecordedReader)
@@ -125,10 +137,23 @@ def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[s
         found = [(AS_RECORDED, replace(sizes, nvme_write_budget_bytes=budget or sizes.nvme_write_budget_bytes), 0)]
         found = [(label, its, gpu_blocks) for label, its, _ in found]
     return [
-        (label, replace(sizes, policy=policy), blocks)
+        (label, replace(_with_others(trace, wanted, sizes, unique), policy=policy), blocks)
         for label, sizes, blocks in found
         for policy in wanted.policies or (sizes.policy,)
     ]
+
+
+def _with_others(trace: Trace, wanted: Wanted, sizes: Sizes, unique: int | None) -> Sizes:
+    """The same, with as many hosts and the shared store that are wanted."""
+    shared_bytes = _below_bytes("--shared", wanted.shared, sizes.dram_bytes, trace, unique)
+    return replace(sizes, shared_bytes=shared_bytes, hosts=wanted.hosts, spread=wanted.spread)
+
+
+def _below_bytes(flag: str, text: str, dram_bytes: int, trace: Trace, unique: int | None) -> int:
+    """The size of a tier below DRAM, which may be a multiple of it."""
+    if text.endswith("x"):
+        return int(_number(flag, text[:-1], text) * dram_bytes)
+    return size_bytes(flag, text, trace, unique)
 
 
 def size_bytes(flag: str, text: str, trace: Trace, unique: int | None) -> int:
@@ -155,7 +180,7 @@ def _number(flag: str, text: str, whole: str) -> float:
 
 
 def _not_a_size(flag: str, text: str) -> ConfigError:
-    more = ", or 5x for five times --dram" if flag == "--nvme" else ""
+    more = ", or 5x for five times --dram" if flag in ("--nvme", "--shared") else ""
     return ConfigError(f"{flag} {text}: is no size: write blocks (20000), bytes (64GiB) or a share (5%){more}")
 
 
@@ -168,8 +193,8 @@ def _frame_bytes(flag: str, trace: Trace) -> int:
 
 
 def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes, gpu_blocks: int, tell: Tell) -> Point:
-    estimate = Estimate(costs)
-    fast = trace.format.name in ("mooncake", "bailian") and not wanted.exact
+    estimate = Estimate(costs, shared=bool(sizes.shared_bytes))
+    fast = _has_prompts_alone(trace) and not wanted.exact
 
     def told(played: Played) -> None:
         tell(f"{label}, {sizes.policy}", _share(trace))
@@ -190,17 +215,25 @@ def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes,
     )
     frames = {spec.frame_bytes for spec in trace.specs.values()}
     frame_bytes = frames.pop() if len(frames) == 1 else 0
-    blocks = [size // frame_bytes if frame_bytes else 0 for size in (sizes.dram_bytes, sizes.nvme_bytes)]
-    return Point(label, sizes, gpu_blocks, blocks[0], blocks[1], played, estimate)
+    tiers = sizes.dram_bytes, sizes.nvme_bytes, sizes.shared_bytes
+    dram, nvme, shared = (size // frame_bytes if frame_bytes else 0 for size in tiers)
+    return Point(label, sizes, gpu_blocks, dram, nvme, shared, played, estimate)
+
+
+def _has_prompts_alone(trace: Trace) -> bool:
+    """Whether a trace is prompts of one namespace, and tells of no host's stores, hints or flushes."""
+    return trace.format.name in ("mooncake", "bailian")
 
 
 def _add_optimum(trace: Trace, point: Point, accesses: Accesses, tell: Tell) -> None:
     tokens, asked = next(iter(trace.specs.values())).block_size, max(1, point.played.asked_tokens)
     tell(f"{point.label}: the optimum", 0.0)
-    point.best_dram = accesses.best_hits(point.dram_blocks) * tokens / asked
+    hosts = point.sizes.hosts
+    dram_blocks = hosts * point.dram_blocks
+    point.best_dram = accesses.best_hits(dram_blocks) * tokens / asked
     tell(f"{point.label}: the optimum", 0.5)
-    all_blocks = point.gpu_blocks + point.dram_blocks + point.nvme_blocks
-    more = all_blocks > point.dram_blocks
+    all_blocks = dram_blocks + hosts * (point.gpu_blocks + point.nvme_blocks) + point.shared_blocks
+    more = all_blocks > dram_blocks
     point.best_all = accesses.best_hits(all_blocks) * tokens / asked if more else point.best_dram
 
 
