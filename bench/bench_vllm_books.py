@@ -33,7 +33,7 @@ BATCH = 8
 PROMPT_BLOCKS = 4
 OTHER_BYTES = 32 << 20
 SPEC = NamespaceSpec(engine="bench", layout="bytes", dtype="uint8", block_size=BLOCK, block_bytes=65536)
-HIT: Any = SimpleNamespace(blocks=PROMPT_BLOCKS, below_blocks=0, ticket=lambda: b"ticket")
+HIT: Any = SimpleNamespace(blocks=PROMPT_BLOCKS, below_blocks=0, shared_blocks=0, ticket=lambda: b"ticket")
 
 
 class Cache:

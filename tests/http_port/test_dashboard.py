@@ -147,6 +147,27 @@ def test_before_anything_happened_it_says_so(browser: Browser, told: tuple[str, 
     assert f"tiercache serve MODEL_DIR --daemon {run_dir}" in text
 
 
+def test_a_shared_store_has_a_tile_and_lines_only_where_there_is_one(browser: Browser, told: tuple[str, Told]) -> None:
+    url, story = told
+    assert story.tree is not None
+    shown = """
+        const tile = [...document.querySelectorAll('.tile')].find((one) => one.textContent.startsWith('Shared'));
+        const all = [...document.querySelectorAll('.legend li')];
+        const legends = all.filter((one) => /^Shared|to send/.test(one.textContent));
+        return [tile, ...legends].map((one) => one.offsetParent !== null);
+    """
+    browser.open(url)
+    browser.wait(LIVE, "the page is live")
+    assert browser.run(shown) == [False] * 5
+    figures = {"store": "valkey://kv", "fetched_bytes": 3 << 20, "written_bytes": 1 << 20, "bad_blocks": 2}
+    figures |= {"breaker": {"state": "open", "opened": 1, "problem": "refused"}, "write_queue_blocks": 7}
+    story.tree = {**story.tree, "tiers": {**story.tree["tiers"], "shared": figures}}
+    browser.wait_for_text("3 MiB fetched, 1 MiB sent, 2 bad")
+    assert "away" in browser.words()
+    assert browser.run(shown) == [True] * 5
+    assert "NaN" not in browser.run("return document.body.innerHTML")
+
+
 def test_models_and_tenants_have_names(browser: Browser, url: str, client: tiercache.Client) -> None:
     card = ModelCard(["Qwen3-8B", "qwen"], bytes(16), [spec().fingerprint()], 16)
     with connect(client.address, spec()) as connector:
