@@ -1,6 +1,6 @@
 """How fast blocks move on a GPU: kernels inside device memory, and every way across the bus.
 
-    python bench/bench_block_copy.py
+    python bench/bench_block_copy.py [--budget S]
 
 Prints a table and one JSON object as the last line. Each figure stands beside its limit from the
 same run: the device's own memcpy for kernels, one large copy of pinned memory for the bus. Rates
@@ -9,6 +9,7 @@ count the bytes of the blocks, once. Without CUDA it says so and does nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import random
@@ -25,7 +26,7 @@ SEED = 1
 CASE_BUDGET_S = 2.0
 """Time limit for the rounds of one figure."""
 TOTAL_BUDGET_S = 150.0
-"""No case begins after this."""
+"""No case begins after this, unless told otherwise."""
 ROUNDS = (3, 20)
 """At least and at most so many rounds; the median counts."""
 ARENA_BYTES = 1 << 30
@@ -44,20 +45,22 @@ class Figure(NamedTuple):
 class Bench:
     """Times cases within the budget and keeps their figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_s: float) -> None:
         self.figures: list[Figure] = []
         self.skipped: list[str] = []
+        self._budget_s = budget_s
+        self._case_s = CASE_BUDGET_S * min(1.0, budget_s / TOTAL_BUDGET_S)
         self._start_s = time.perf_counter()
 
     def time(self, name: str, length: int, run: Callable[[], object], limit: str = "") -> None:
         """Median time of `run`, which moves `length` bytes and returns when they have arrived."""
         begin = time.perf_counter()
-        if begin - self._start_s > TOTAL_BUDGET_S:
+        if begin - self._start_s > self._budget_s:
             self.skipped.append(name)
             return
         run()
         times: list[float] = []
-        while len(times) < ROUNDS[0] or (len(times) < ROUNDS[1] and time.perf_counter() - begin < CASE_BUDGET_S):
+        while len(times) < ROUNDS[0] or (len(times) < ROUNDS[1] and time.perf_counter() - begin < self._case_s):
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
@@ -236,12 +239,15 @@ def without_batches(found: Any) -> Any:
 
 def main() -> int:
     """Run everything; returns 0 also without CUDA."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=TOTAL_BUDGET_S, metavar="S", help="seconds for all cases")
+    budget_s = parser.parse_args().budget
     import torch
 
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure")
         return 0
-    bench = Bench()
+    bench = Bench(budget_s)
     bench_kernels(bench)
     torch.cuda.empty_cache()
     bench_bus(bench)

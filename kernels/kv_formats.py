@@ -161,7 +161,7 @@ class BlockFormat:
             return {part: codes.view(torch.uint8), f"{part}_scale": scale}
         if self.name == "int8":
             axis = -2 if part == "key" else -1
-            scale = _up_to_bf16(rows.abs().amax(dim=axis) / 127)
+            scale = _up_to_bf16(_divided(rows.abs().amax(dim=axis), 127))
             codes = (rows / scale.unsqueeze(axis)).round_()
             return {part: codes, f"{part}_scale": scale}
         return self._encode_int4(part, rows)
@@ -184,7 +184,7 @@ class BlockFormat:
         grouped = self._grouped(part, rows)
         axis = -2 if part == "key" else -1
         low, high = grouped.amin(dim=axis), grouped.amax(dim=axis)
-        need = torch.maximum((high - low) / 15, torch.maximum(low.abs(), high.abs()) / 127)
+        need = torch.maximum(_divided(high - low, 15), _divided(torch.maximum(low.abs(), high.abs()), 127))
         number = (need.clamp_min(_TINY).view(torch.int32) + 0x7FFFF) >> 19
         base = number.amax(dim=(-2, -1)).clamp_min(_LEAST_BASE)
         byte = (number - base[..., None, None] + _STEP_RANGE).clamp_min(0)
@@ -212,6 +212,11 @@ class BlockFormat:
     def _steps(base: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
         numbers = base.to(torch.int32)[..., None, None] - _STEP_RANGE + byte
         return (numbers << 19).view(torch.float32)
+
+
+def _divided(values: torch.Tensor, by: int) -> torch.Tensor:
+    """Correctly rounded quotients: on CUDA torch divides by a plain number by multiplying with its reciprocal."""
+    return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
 def _power_of_two(largest: torch.Tensor, exponent: int) -> torch.Tensor:

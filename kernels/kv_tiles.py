@@ -36,7 +36,7 @@ class TileFormat(NamedTuple):
     kv_heads: int
     head_dim: int
     record: int = 0
-    value: int = 0
+    value_at: int = 0
     key_scale: int = 0
     value_scale: int = 0
     key_zero: int = 0
@@ -61,7 +61,7 @@ class TileFormat(NamedTuple):
             quantised.kv_heads,
             quantised.head_dim,
             record=quantised.record_bytes,
-            value=at["value"],
+            value_at=at["value"],
             key_scale=at.get("key_scale", at.get("key_step", 0)),
             value_scale=at.get("value_scale", at.get("value_step", 0)),
             key_zero=at.get("key_zero", 0),
@@ -139,7 +139,7 @@ def load_tile(pool, block, slot, layer, head, there, channel, PART: tl.constexpr
         return _int4_tile(pool + at * F.record, row, slot[:, None], head, there, channel, wanted, PART, F)
     else:
         record = pool + at * F.record
-        code = tl.load(record + (PART * F.value + row * F.head_dim + channel), mask=wanted, other=0)
+        code = tl.load(record + (PART * F.value_at + row * F.head_dim + channel), mask=wanted, other=0)
         code = code.to(tl.int8, bitcast=True)
         if F.kind == E4M3:
             # As float16 with the same exponent bits: 2^8 too small, and exact, subnormals included.
@@ -167,7 +167,7 @@ def _int4_tile(record, row, slot, head, there, channel, wanted, PART: tl.constex
     DIMS: tl.constexpr = channel.shape[1]
     HALF: tl.constexpr = F.head_dim // 2
     byte = tl.arange(0, DIMS // 2)[None, :]
-    at = record + (PART * F.value + row * HALF + byte)
+    at = record + (PART * F.value_at + row * HALF + byte)
     packed = tl.load(at, mask=there[:, None] & (byte < HALF), other=0)
     halves = tl.join(packed & 15, packed >> 4)
     code = tl.reshape(tl.permute(halves, (0, 2, 1)), (packed.shape[0], DIMS)).to(tl.float32)

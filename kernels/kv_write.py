@@ -101,7 +101,7 @@ def _write_blocks(
 @triton.jit
 def _encode(record, x, head, slot, channel, PART: tl.constexpr, F: tl.constexpr):
     """Store K or V of one block and head, float32 `[slot, channel]` with zeros for padding, into a record."""
-    at = PART * F.value + (head * F.block + slot[:, None]) * F.head_dim + channel
+    at = PART * F.value_at + (head * F.block + slot[:, None]) * F.head_dim + channel
     inside = (slot[:, None] < F.block) & (channel < F.head_dim)
     if F.kind == INT4:
         _encode_int4(record, x, head, slot[:, None], channel, PART, F)
@@ -150,7 +150,7 @@ def _encode_int4(record, x, head, slot, channel, PART: tl.constexpr, F: tl.const
     COLUMNS: tl.constexpr = x.shape[1] // 2
     low_half, high_half = tl.split(tl.permute(tl.reshape(code, (x.shape[0], 2, COLUMNS)), (0, 2, 1)))
     column = tl.arange(0, COLUMNS)[None, :]
-    at = record + (PART * F.value + (head * F.block + slot) * HALF + column)
+    at = record + (PART * F.value_at + (head * F.block + slot) * HALF + column)
     tl.store(at, (low_half | high_half << 4).to(tl.uint8), mask=(slot < F.block) & (column < HALF))
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,33 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "decode runs without CUDA graphs, kernel by kernel"
     ]
+
+
+def test_a_capture_that_fails_leaves_the_thread_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not, if the capture cannot be ended; and its allocator goes on referring to the graph."""
+    streams = ["the engine's"]
+
+    class Capture:
+        def __init__(self, graph: Any, **options: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            streams.append("the capture's")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Graph: ...
+
+    def run(*_: Any) -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    fakes = {"CUDAGraph": Graph, "graph": Capture, "current_stream": lambda: streams[-1], "set_stream": streams.append}
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphs, recording = DecodeGraphs(run, max_rows=1, longest=8), SimpleNamespace(batch=0, tokens=0, kept=0)
+    assert not graphs._record(recording)  # type: ignore[arg-type]
+    assert streams == ["the engine's", "the capture's", "the engine's"]
+    assert isinstance(graphs._failed, Graph)
 
 
 @pytest.mark.parametrize(("largest", "sizes"), [(1, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (17, [1, 2, 4, 8, 16, 24])])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from memory_cache import MemoryCache
 from random_models import SaveModel, prompt_of
+from torch.overrides import TorchFunctionMode
 
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to, describe_model
@@ -53,6 +54,28 @@ def test_the_bytes_of_an_int4_record() -> None:
     key_back, value_back = form.decode(record, torch.float32)
     assert key_back.tolist() == [[[-3.0, 114 * 0.875], [12.0, 123 * 0.875]]]
     assert value_back.tolist() == [[[0.0, 30.0], [0.0, 0.0]]]
+
+
+class Divisors(TorchFunctionMode):
+    """Collects what is divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.div, torch.Tensor.div, torch.Tensor.__truediv__):
+            self.seen.append(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quotients_are_rounded_correctly_on_a_gpu_too(name: str) -> None:
+    """There torch divides by a plain number by multiplying with its reciprocal, and the last bit differs."""
+    with Divisors() as divisors:
+        BlockFormat(name, 8, 2, 16).encode(*torch.randn(2, 8, 2, 16))
+    assert divisors.seen
+    assert all(isinstance(divisor, torch.Tensor) for divisor in divisors.seen)
 
 
 @pytest.mark.parametrize("name", NATIVE_FP8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_FOLDERS = ("kernels", "gds", "daemon/tiers/nvme", "daemon")
+_FOLDERS = ("kernels", "gds", "daemon/tiers/nvme", "daemon/tiers", "daemon")
 sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in _FOLDERS]
 
 

@@ -20,7 +20,7 @@ from attention_cases import (
     check_write,
 )
 
-from tiercache.kernels.kv_formats import FORMATS
+from tiercache.kernels.kv_formats import FORMATS, BlockFormat
 
 pytestmark = pytest.mark.gpu
 
@@ -72,3 +72,17 @@ def test_writes_equal_the_twin(case: WriteCase, device: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_records_equal_the_twin(name: str, spread: float, seed: int, device: str) -> None:
     check_encoding(name, device, spread, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_torch_makes_and_reads_the_same_bytes_as_on_a_cpu(name: str, dtype: torch.dtype, device: str) -> None:
+    """Hosts with a GPU and without share blocks."""
+    block_format = BlockFormat(name, 16, 8, 128)
+    generator = torch.Generator().manual_seed(7)
+    key, value = (torch.randn((2, 64, 16, 8, 128), generator=generator) * 3).to(dtype)
+    expected = block_format.encode(key, value)
+    found = block_format.encode(key.to(device), value.to(device))
+    assert torch.equal(found.cpu(), expected)
+    for ours, theirs in zip(block_format.decode(found, dtype), block_format.decode(expected, dtype), strict=True):
+        assert torch.equal(ours.cpu(), theirs)

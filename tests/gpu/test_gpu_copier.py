@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import random
 import threading
 import time
@@ -36,6 +37,11 @@ def arenas() -> Iterator[list[Arena]]:
     torch.cuda.synchronize()
     for arena in made:
         arena.close()
+
+
+def pages(length: int) -> np.ndarray:
+    """Zeros that begin and end with a page, like the arena."""
+    return np.frombuffer(mmap.mmap(-1, length), dtype=np.uint8)
 
 
 @pytest.mark.parametrize("method", [None, *Method], ids=str)
@@ -182,7 +188,7 @@ def test_ids_that_are_not_in_the_pool_are_refused(device: str, arenas: list[Aren
 
 def test_registering_twice_fails_and_leaves_no_error_behind(device: str) -> None:
     """A failure of the runtime's own call would come back from the next kernel launch."""
-    memory = np.zeros(1 << 20, dtype=np.uint8)
+    memory = pages(1 << 20)
     first, second = HostMemory(), HostMemory()
     first.register(memory.ctypes.data, memory.nbytes)
     with pytest.raises(ArenaError, match="ALREADY_REGISTERED"):
@@ -201,7 +207,7 @@ def test_memory_that_is_not_mapped_cannot_be_registered(device: str) -> None:
 
 
 def test_the_module_registers_for_the_whole_process(device: str) -> None:
-    memory = np.zeros(1 << 20, dtype=np.uint8)
+    memory = pages(1 << 20)
     torch.cuda.init()
     process_memory.register(memory.ctypes.data, memory.nbytes)
     try:
@@ -266,7 +272,7 @@ def test_the_driver_batches_where_it_is_new_enough(device: str) -> None:
 
 def test_registering_and_waiting_in_a_thread_do_not_spoil_a_capture(device: str) -> None:
     """An engine captures its graphs after it has connected: the arena is being registered then."""
-    memory = np.zeros(32 << 20, dtype=np.uint8)
+    memory = pages(32 << 20)
     counter = torch.zeros(1, device=device)
     event = torch.cuda.Event()
     event.record()

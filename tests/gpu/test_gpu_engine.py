@@ -138,8 +138,10 @@ def test_what_cannot_be_captured_runs_kernel_by_kernel(
     with Engine(llama, settings_for(device)) as engine:
         # A model that looks at its numbers on the host cannot be recorded.
         engine._model.module.register_forward_hook(lambda module, inputs, output: output.logits.sum().item() and None)
+        stream = torch.cuda.current_stream()
         [found] = engine.generate([PROMPT], GREEDY)
         [again] = engine.generate([PROMPT], GREEDY)
+        assert torch.cuda.current_stream() == stream
     assert found.tokens == again.tokens == expected.tokens
     assert len([record for record in caplog.records if "without CUDA graphs" in record.message]) == 1
 

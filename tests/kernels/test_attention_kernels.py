@@ -231,6 +231,11 @@ def test_writes_compile_for_gpus_and_use_vectors(capability: int, name: str, tmp
     assert len(re.findall(r"ld\.global\.v4\.b32", kernel.asm["ptx"])) >= 2
 
 
+def test_a_kernel_finds_every_field_of_a_format() -> None:
+    """There a format is a `constexpr`, and Triton 3.6 takes an attribute of that first: `value` was one."""
+    assert not set(TileFormat._fields) & set(dir(triton.language.constexpr(0)))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     kv = PagedKv.raw(torch.zeros(2, 1, 2, 8, 2, 16))
     words = torch.zeros(1, 5, dtype=torch.int32)

@@ -71,6 +71,7 @@ class DecodeGraphs:
         self._longest = longest
         self._recordings: dict[int, _Recording] = {}
         self._given_up = False
+        self._failed: torch.cuda.CUDAGraph | None = None
         self._memory: Any = None
 
     def forward(self, batch: Batch, tokens: Sequence[int]) -> torch.Tensor | None:
@@ -100,12 +101,19 @@ class DecodeGraphs:
 
     def _record(self, recording: _Recording) -> bool:
         """Capture the bucket's step; False, and no graphs from here on, if the model cannot be captured."""
+        graph = stream = None
         try:
             graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.current_stream()
             # Capture only this thread's calls: transfers have their own threads.
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 recording.logits = self._run(recording.batch, recording.tokens, recording.kept)
         except RuntimeError as error:
+            # torch leaves the thread on the stream of a capture that it cannot end, and its allocator a reference to
+            # the graph.
+            if stream is not None:
+                torch.cuda.set_stream(stream)
+            self._failed = graph
             self._given_up = True
             self._recordings.clear()
             line = (str(error).strip().splitlines() or ["no reason given"])[0]
