@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -125,6 +126,20 @@ class Peers(NamedTuple):
 
 
 @contextmanager
+def plain_peer(folder: str) -> Iterator[int]:
+    """Start the plain peer, whose Unix socket is `plain` in this folder; its TCP port."""
+    plain = subprocess.Popen(
+        [sys.executable, __file__, "--plain", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert plain.stdout is not None
+        yield int(plain.stdout.readline())
+    finally:
+        plain.kill()
+        plain.wait()
+
+
+@contextmanager
 def peers(program: Path) -> Iterator[Peers]:
     """Start both; end them."""
     with tempfile.TemporaryDirectory(prefix="tiercache-bench-") as folder, ExitStack() as stack:
@@ -135,13 +150,7 @@ def peers(program: Path) -> Iterator[Peers]:
         server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
         stack.callback(server.wait)
         stack.callback(server.kill)
-        plain = subprocess.Popen(
-            [sys.executable, __file__, "--plain", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        stack.callback(plain.wait)
-        stack.callback(plain.kill)
-        assert plain.stdout is not None
-        plain_port = int(plain.stdout.readline())
+        plain_port = stack.enter_context(plain_peer(folder))
         deadline_s = time.monotonic() + DEADLINE_S
         while not os.path.exists(f"{folder}/valkey"):
             if server.poll() is not None or time.monotonic() > deadline_s:
@@ -166,20 +175,20 @@ def server_program() -> Path | None:
 # --- the candidates ---------------------------------------------------------------------------------
 
 
-class Candidate:
+class Candidate(ABC):
     """One connection of one kind. `put` and `get` move all of its frames."""
 
     def __init__(self, frames: list[memoryview]) -> None:
         self.frames = frames
 
-    def put(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def put(self) -> None: ...
 
-    def get(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def get(self) -> None: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class Plain(Candidate):

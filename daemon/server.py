@@ -44,6 +44,7 @@ from tiercache.daemon.requests.sessions import Session, SessionGate
 from tiercache.daemon.requests.slow import SlowRequests
 from tiercache.daemon.requests.stats import build_stats, health_of
 from tiercache.daemon.requests.unsent import Unsent
+from tiercache.daemon.tiers.below_dram import BelowDram
 from tiercache.daemon.tiers.unfinished import FLOOR_SHARE
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import Welcome
@@ -51,14 +52,9 @@ from tiercache.protocol.messages import Welcome
 if TYPE_CHECKING:
     from tiercache.daemon.observe.recorder import Recorder
     from tiercache.daemon.requests.remote import RemoteGate
-    from tiercache.daemon.tiers.lower_tiers import LowerTiers
-    from tiercache.daemon.tiers.nvme.tier import NvmeTier
-    from tiercache.daemon.tiers.shared.tier import SharedTier
 
 log = logging.getLogger("tiercache.daemon")
 
-OPENING_S = 2.0
-"""How long the daemon waits at the start for directories, before it serves without the slower ones."""
 TICK_S = 0.01
 IDLE_TICK_S = 0.05
 IDLE_S = 0.25
@@ -85,9 +81,8 @@ class Server:
         self.generation = secrets.randbits(63) | 1
         self.clock = LeaseClock()
         self.regions: dict[int, Region] = {}
-        self.nvme = self._make_nvme() if config.nvme_dirs else None
-        self.shared = self._make_shared() if config.shared else None
-        self.below = None if self.shared is None else self._make_lower_tiers(self.shared)
+        self.below = BelowDram(config, self.regions, self._landed, self._work_soon)
+        self.nvme, self.shared = self.below.nvme, self.below.shared
         limits = CacheLimits(
             config.policy,
             config.headroom_bytes,
@@ -101,16 +96,10 @@ class Server:
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
-        self.cache = Cache(self.clock, limits, self.below or self.nvme, self.events, what_if)
+        self.cache = Cache(self.clock, limits, self.below.tier, self.events, what_if)
         self.cache.work_ns, self.cache.writes.pending.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
-        if self.nvme is not None:
-            further = [] if self.shared is None else [self.shared]
-            self.nvme.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events, further)
-            self.nvme.limit_work(WORK_NS)
-        if self.below is not None:
-            parts = self.cache.space, self.cache.reads.growing, self.cache.writes, self.events
-            self.below.attach(*parts, self.regions, self._landed)
+        self.below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events, WORK_NS)
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
         self.problem = ""
@@ -131,9 +120,7 @@ class Server:
         run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
             self._watch(parent_fd)
-            await self._open_nvme()
-            if self.shared is not None:
-                self.shared.open()
+            await self.below.open(self._stopping)
             self._open()
             go_first()  # after ZeroMQ's threads were started: those started later do not inherit it
             log.info(
@@ -155,7 +142,7 @@ class Server:
             if self.http is not None:
                 await self.loop.run_in_executor(None, self.http.stop)
             self._close()
-            await self._close_lower_tiers()
+            await self.below.close()
         finally:
             if self.recorder is not None:
                 await self.loop.run_in_executor(None, self.recorder.close)
@@ -300,63 +287,6 @@ class Server:
         self.problem = problem
         self._stopping.set()
 
-    # --- the tier below --------------------------------------------------------------------------
-
-    def _make_nvme(self) -> NvmeTier:
-        # Imported here: a daemon without disks needs no SQLite.
-        from tiercache.daemon.tiers.nvme.tier import NvmeTier
-
-        return NvmeTier(self.config, self.regions, self._landed, soon=self._work_soon)
-
-    async def _open_nvme(self) -> None:
-        """Begin to open the directories. Raises ConfigError for a setting that can never work.
-
-        Directories that have not opened after a little while, or cannot be, are retried while the daemon serves without
-        them.
-        """
-        if self.nvme is None:
-            return
-        opening = asyncio.ensure_future(self.nvme.open(OPENING_S))
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if opening.done():
-                opening.result()
-        finally:
-            opening.cancel()
-            stopping.cancel()
-
-    def _make_shared(self) -> SharedTier:
-        # Imported here: most daemons serve one host.
-        from tiercache.daemon.tiers.shared.settings import shared_settings
-        from tiercache.daemon.tiers.shared.tier import SharedTier
-
-        return SharedTier(shared_settings(self.config), self.regions, soon=self._work_soon)
-
-    def _make_lower_tiers(self, shared: SharedTier) -> LowerTiers:
-        from tiercache.daemon.tiers.lower_tiers import LowerTiers
-
-        return LowerTiers(self.nvme, shared)
-
-    async def _close_lower_tiers(self) -> None:
-        """Write what waits: to the disks, and meanwhile to the store."""
-        if self.below is not None:
-            self.below.end()
-        await asyncio.gather(self._close_shared(), self._close_nvme())
-
-    async def _close_shared(self) -> None:
-        if self.shared is not None:
-            left = await self.shared.close(self.config.grace_s)
-            if left:
-                log.info("%d blocks were not sent to the shared store when the daemon stopped", left)
-
-    async def _close_nvme(self) -> None:
-        if self.nvme is not None:
-            # No client is served any more: what DRAM holds now is all there is to write.
-            left = await self.nvme.close(self.config.grace_s)
-            if left:
-                log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
-
     def _landed(self) -> None:
         """Promoted blocks have arrived: answer the requests that wait for them."""
         self.service.reads.answer_parked()
@@ -435,7 +365,10 @@ class Server:
 
 def _make_events(config: DaemonConfig) -> Events:
     steps = config.kv_events_buffer
-    return Events(Publisher(config.kv_events, config.kv_events_replay, config.kv_events_topic, steps))
+    connects = config.kv_events_connect
+    return Events(
+        Publisher(config.kv_events, config.kv_events_replay, config.kv_events_topic, steps, connects=connects)
+    )
 
 
 def _make_recorder(config: DaemonConfig, clock_s: Callable[[], float]) -> Recorder:

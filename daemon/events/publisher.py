@@ -1,4 +1,4 @@
-"""The sockets of KV events: a PUB, and a ROUTER that resends what a subscriber has missed.
+"""The sockets of KV events: a PUB, which binds or connects, and a ROUTER that resends what a subscriber has missed.
 
     PUB      ─► topic, sequence number (8 bytes, big endian), batch
     ROUTER   ◄─ empty, first sequence number wanted
@@ -56,9 +56,18 @@ class Publisher:
         replay: endpoint of the ROUTER, or empty for none.
         topic: what every batch carries.
         buffer_steps: batches kept for resending, within MAX_BUFFER_BYTES.
+        connects: a subscriber listens at `endpoint`.
     """
 
-    def __init__(self, endpoint: str, replay: str, topic: str, buffer_steps: int, max_unsent: int = MAX_UNSENT) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str,
+        topic: str,
+        buffer_steps: int,
+        max_unsent: int = MAX_UNSENT,
+        connects: bool = False,
+    ) -> None:
         self.batches = 0
         self.replays = 0
         self.buffer_bytes = 0
@@ -67,6 +76,7 @@ class Publisher:
         self._topic = topic.encode()
         self._buffer_steps = buffer_steps
         self._max_unsent = max_unsent
+        self._connects = connects
         self._buffer: deque[bytes] = deque()
         self._replays: deque[_Replay] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -75,13 +85,13 @@ class Publisher:
         self._connections: list[Connections] = []
 
     def open(self) -> None:
-        """Bind. Raises ConfigError for an unavailable address."""
-        self._pub = self._bind(zmq.PUB, "kv_events", self._endpoint)
+        """Bind, or connect. Raises ConfigError for an unavailable address."""
+        self._pub = self._open(zmq.PUB, "kv_events", self._endpoint, self._connects)
         if self._replay_endpoint:
-            self._router = self._bind(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
+            self._router = self._open(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
-    def _bind(self, kind: int, setting: str, endpoint: str) -> zmq.Socket[bytes]:
+    def _open(self, kind: int, setting: str, endpoint: str, connects: bool = False) -> zmq.Socket[bytes]:
         socket_ = self._context.socket(kind)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
@@ -93,11 +103,14 @@ class Publisher:
         connections = Connections(socket_, MAX_SUBSCRIBERS)
         scheme, _, path = endpoint.partition("://")
         try:
-            if scheme == "ipc":
-                _check_free(path)
-            socket_.bind(endpoint)
-            if scheme == "ipc":
-                Path(path).chmod(0o600)
+            if connects:
+                socket_.connect(endpoint)
+            else:
+                if scheme == "ipc":
+                    _check_free(path)
+                socket_.bind(endpoint)
+                if scheme == "ipc":
+                    Path(path).chmod(0o600)
         except (OSError, zmq.ZMQError) as error:
             connections.close()
             socket_.close()

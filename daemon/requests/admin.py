@@ -199,7 +199,8 @@ class AdminRequests:
                 looked = 0
                 yield
         known = self._space.numbers({name for card in models.values() for name in card.namespaces})
-        return m.ModelList(request.request_id, self._generation, list(models.values()), known)
+        windows = self._space.windows(known)
+        return m.ModelList(request.request_id, self._generation, list(models.values()), known, windows)
 
     def _check(self, session: Session, request: m.Check) -> Steps[m.Reply | None]:
         if request.sample < -1 or request.bytes_per_s < 0:

@@ -118,14 +118,15 @@ class ReadRequests:
         check_keys(request.keys, m.MAX_KEYS)
         namespaces = self._context.namespaces(request.namespaces)
         together = yield from self._reads.runs.peek(namespaces, request.keys)
-        each = []
+        each, each_shared = [], []
         for number, namespace in enumerate(namespaces, 1):
             its = yield from self._reads.runs.peek([namespace], request.keys)
             each.append((its.dram, its.below + its.shared))
+            each_shared.append(its.shared)
             if not number % _PEEKS:
                 yield
-        below = together.below + together.shared
-        return m.Peeked(request.request_id, self._generation, together.dram, below, each)
+        dram, below, shared = together.dram, together.below + together.shared, together.shared
+        return m.Peeked(request.request_id, self._generation, dram, below, each, shared, each_shared)
 
     def _resolve(self, session: Session, request: m.Resolve) -> m.Reply | None:
         if not request.first >= 0 or not 0 < request.count <= m.MAX_RESOLVE:

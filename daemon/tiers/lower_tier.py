@@ -76,7 +76,11 @@ class Claim(NamedTuple):
     end: int
     starts: dict[int, int]
     stored: dict[int, set[int]]
-    until_s: float
+
+    @property
+    def blocks_in_windows(self) -> int:
+        """How many blocks `stored` names."""
+        return sum(map(len, self.stored.values()))
 
 
 class TierBelow(Protocol):
@@ -190,13 +194,28 @@ class TierBelow(Protocol):
         """Blocks of a namespace."""
 
 
-class NoTierBelow:
+class IndexedTier:
+    """What tiers with an index on this host answer about shared stores: what they have is known without waiting."""
+
+    may_extend = False
+
+    def wait(
+        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+    ) -> bool:
+        """See `TierBelow`."""
+        return False
+
+    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
+        """See `TierBelow`."""
+        return None
+
+
+class NoTierBelow(IndexedTier):
     """DRAM is the last tier: evicted blocks are gone."""
 
     tiers: tuple[str, ...] = ()
     grants: GrantsBelow | None = None
     unlinking = False
-    may_extend = False
 
     def expire(self) -> None:
         return
@@ -217,14 +236,6 @@ class NoTierBelow:
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         return []
-
-    def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
-    ) -> bool:
-        return False
-
-    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
-        return None
 
     def promote(self, lease: ReadLease) -> None:
         return

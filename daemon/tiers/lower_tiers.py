@@ -51,7 +51,7 @@ class LowerTiers:
         landed: Callable[[], None],
     ) -> None:
         """Attach the shared tier, and without NVMe the promotions."""
-        self.shared.attach(space)
+        self.shared.attach(space, self.local.lookup)
         if not self._has_local:
             self._promotion = Promotion(growing, writes, events, regions, [self.shared], landed)
 

@@ -311,6 +311,7 @@ class Promotion:
             self._writes.fail(self._owner, fetch.write_lease, fetch.place)
             job.give_up()
             source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
+            source.tally.other_version += outcome is FetchOutcome.OTHER_VERSION
             source.tally.failed += outcome is FetchOutcome.FAILED
             source.failed(fetch)
         self._landed = True

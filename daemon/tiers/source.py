@@ -23,6 +23,8 @@ class FetchOutcome(Enum):
     """The bytes are not what was stored under this key. The frame holds rubbish."""
     OTHER_KEY = "other_key"
     """The bytes were encrypted with another key, or not at all. The frame holds rubbish."""
+    OTHER_VERSION = "other_version"
+    """A host of another release stored it, in a form that this one does not read. The frame holds rubbish."""
     MISSING = "missing"
     """The block is not there any more."""
     FAILED = "failed"
@@ -64,13 +66,15 @@ class Fetch:
 class FetchTally:
     """What a tier has delivered to DRAM."""
 
-    __slots__ = ("bad_blocks", "blocks", "failed", "stored_bytes")
+    __slots__ = ("bad_blocks", "blocks", "failed", "other_version", "stored_bytes")
 
     def __init__(self) -> None:
         self.blocks = 0
         self.stored_bytes = 0
         self.bad_blocks = 0
         """Blocks whose bytes were not what was stored."""
+        self.other_version = 0
+        """Blocks in a form of another release."""
         self.failed = 0
         """Fetches that the disk or the store failed to serve."""
 

@@ -83,7 +83,7 @@ def test_a_peek_finds_what_a_match_would(client: Client) -> None:
     for number, stored in zip(numbers, (4, 2), strict=True):
         client.store(number, keys[: stored * 16], [block_of(place) for place in range(stored)])
     before = client.stats()["counters"]
-    assert client.ask("peek", numbers, keys) == ["peeked", 2, 0, [[4, 0], [2, 0]]]
+    assert client.ask("peek", numbers, keys) == ["peeked", 2, 0, [[4, 0], [2, 0]], 0, [0, 0]]
     assert client.stats()["counters"] == {**before, "requests": before["requests"] + 2}
     assert client.refusal("peek", [], keys) == "bad_value"
     assert client.refusal("peek", numbers, keys[:-1]) == "bad_value"
@@ -98,14 +98,14 @@ def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Pa
         mine = next(one for one in client.stats()["namespaces"] if one["id"] == number)["fingerprint"]
         cards = [card, [["two"], bytes(16), [mine], 4, "vllm/sha256", 2, b"seed", "sql", "/sql"]]
         assert other.ask("report", "none", {}, cards) == ["done"]
-        tag, listed, namespaces = client.ask("models")
-        assert (tag, namespaces) == ("model_list", {mine: number})
+        tag, listed, namespaces, windows = client.ask("models")
+        assert (tag, namespaces, windows) == ("model_list", {mine: number}, {})
         assert listed == [[*card, "chain", 0, b"", "", ""], cards[1]]
         assert other.refusal("report", "none", {}, [[["demo"], b"", ["f"], 4]]) == "bad_value"
         assert other.ask("report", "none", {}) == ["done"]
-        assert client.ask("models") == ["model_list", [], {}]
+        assert client.ask("models") == ["model_list", [], {}, {}]
         assert other.ask("report", "none", {}, cards) == ["done"]
-    wait_until(lambda: client.ask("models") == ["model_list", [], {}])
+    wait_until(lambda: client.ask("models") == ["model_list", [], {}, {}])
 
 
 def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:

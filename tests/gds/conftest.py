@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 _DAEMON = Path(__file__).parent.parent / "daemon"
-sys.path[:0] = [str(_DAEMON / "tiers" / "nvme"), str(_DAEMON)]
+sys.path[:0] = [str(_DAEMON / "tiers" / "nvme"), str(_DAEMON / "tiers"), str(_DAEMON)]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
-from tier_rig import TierRig, content, play
+from played import play
+from tier_rig import TierRig, content
 
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.lower_tier import Granted

@@ -201,6 +201,7 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
         (["--dram", "5%", "--policy", "arc"], "--policy arc: is no longer offered: write hazard (the default) or lru"),
         (["--dram", "5%", "--format", "csv"], "--format csv: must be auto"),
         (["--dram", "5%", "--model", "Llama-9"], "Llama-9"),
+        (["--dram", "5%", "--model", "LFM2-1.2B"], "states replay does not count"),
         (["--dram", "5%", "--plot", "sizes.gif"], "must end in .png or .svg"),
         (["--dram", "5%", "--plot", "/none/sizes.png"], "its directory does not exist"),
         (["--dram", "5%", "--tflops", "0"], "--tflops 0: must be more than 0"),

@@ -165,16 +165,18 @@ def _find(client: Client, key: bytes, namespace: str | None) -> _Prefix:
 def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Prefix:
     """The stored part of a prompt, in all ranks and groups of the model that has most of it."""
     from tiercache.cli.affinity import tokenise
-    from tiercache.http.affinity import Query, is_meant, keys_of_card
+    from tiercache.http.block_names import BlockNames
+    from tiercache.http.query import Query, is_meant
     from tiercache.protocol.messages import ModelList, Models, Peek, Peeked
 
     if salt is None:
         raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
     name = Path(model).resolve().name if Path(model).is_dir() else model
-    query = Query(model=name, tokens=tokenise(model, text), salt=salt)
+    tokens = tokenise(model, text)
+    query = Query(model=name, tokens=tokens, salt=salt)
     listed, best = client.session().call(Models, ModelList), _Prefix(b"", [])
     for card in listed.models:
-        keys = keys_of_card(card, query) if is_meant(card, query) else b""
+        keys = BlockNames(card, query).keys(tokens) if is_meant(card, query) else b""
         numbers = [listed.namespaces[one] for one in card.namespaces if one in listed.namespaces]
         if keys and len(numbers) == len(card.namespaces):
             peeked = client.session().call(Peek, Peeked, namespaces=numbers, keys=keys)

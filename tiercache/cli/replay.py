@@ -167,6 +167,8 @@ def replay(
 
         check_plot(plot)
     model = load_model(model_name)
+    if model.state_gpu_bytes(1):
+        raise ConfigError(f"{model.name}: has recurrent layers, whose states replay does not count: see tiercache plan")
     check_mfu(mfu)
     costs = replace(
         _costs(model, find_gpu(gpu, tflops, bus), mfu, dram_bandwidth, nvme_bandwidth),

@@ -96,6 +96,7 @@ class DaemonConfig:
     kv_events_topic: str = ""
     kv_events_buffer: int = 10_000
     kv_events_allow_remote: bool = False
+    kv_events_connect: bool = False
     http: str = ""
     http_allow_remote: bool = False
     http_hosts: str = ""
@@ -109,12 +110,14 @@ class DaemonConfig:
             if problem := setting.kind.check(value):
                 raise ConfigError(f"{setting.key} = {value}: {problem}")
         for key, value in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
-            if value and (problem := events_problem(value, self.kv_events_allow_remote)):
+            connects = self.kv_events_connect and key == "kv_events"
+            if value and (problem := events_problem(value, self.kv_events_allow_remote, connects)):
                 raise ConfigError(f"{key} = {value}: {problem}")
         if self.kv_events_replay and self.kv_events_replay == self.kv_events:
             raise ConfigError(f"kv_events_replay = {self.kv_events_replay}: is that of kv_events: choose another one")
-        if not self.kv_events and (self.kv_events_replay or self.kv_events_topic):
-            raise ConfigError("kv_events_replay and kv_events_topic mean nothing without kv_events: set that too")
+        if not self.kv_events and (self.kv_events_replay or self.kv_events_topic or self.kv_events_connect):
+            which = "kv_events_replay, kv_events_topic and kv_events_connect"
+            raise ConfigError(f"{which} mean nothing without kv_events: set that too")
         if self.shared and self.shared_key is None and not self.shared_plain:
             text = (
                 "blocks there are encrypted: set shared_key to a file with a key that all hosts have, or shared_plain"

@@ -253,17 +253,27 @@ def _listen_problem(value: str) -> str | None:
     return "is no address to serve at: write for example tcp://0.0.0.0:7411, or tcp://10.0.0.5:7411 for one interface"
 
 
-def events_problem(value: str, allow_remote: bool) -> str | None:
-    """What is wrong with an address to publish KV events at, and what to do; None if it is valid."""
+_HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.?")
+
+
+def events_problem(value: str, allow_remote: bool, connects: bool = False) -> str | None:
+    """What is wrong with an address to publish KV events at, and what to do; None if it is valid.
+
+    `connects`: it is that of a subscriber, which may have a name.
+    """
     scheme, _, rest = value.partition("://")
     if scheme == "ipc" and rest.startswith("/") and len(os.fsencode(rest)) <= MAX_SOCKET_PATH_BYTES:
         return None
     try:
         host, port = split_http(rest)
         known = scheme == "tcp" and port > 0
-        here = host != "*" and ip_address(host).is_loopback
+        named = connects and _HOST_NAME.fullmatch(host) is not None
+        here = host == "localhost" if named else host != "*" and ip_address(host).is_loopback
+        known = known and not (connects and (host == "*" or (not named and ip_address(host).is_unspecified)))
     except ValueError:
         known = here = False
+    if not known and connects:
+        return "is no address to connect to: write for example tcp://epp.llm-d:5557, or ipc:// and the path of a socket"
     if not known:
         return "is no address to bind: write for example tcp://127.0.0.1:5557, or ipc:// and the path of a socket"
     if here or allow_remote:
@@ -272,6 +282,11 @@ def events_problem(value: str, allow_remote: bool) -> str | None:
         "other hosts could read the tokens of all prompts there: use 127.0.0.1 or ipc://, or allow it with "
         "--kv-events-allow-remote yes"
     )
+
+
+def _endpoint_problem(value: str) -> str | None:
+    """What is wrong with an address that is neither one to bind nor one to connect to."""
+    return events_problem(value, True) if events_problem(value, True, connects=True) else None
 
 
 _CREDENTIALS = re.compile(r"://(?:([^/@:]*):)?.*@", re.DOTALL)
@@ -333,7 +348,7 @@ def _plain_bytes(value: int) -> str:
     return toml_bytes(value).strip('"')
 
 
-ENDPOINT = SettingKind("ENDPOINT", str, lambda value: events_problem(value, True) if value else None, _toml_string)
+ENDPOINT = SettingKind("ENDPOINT", str, lambda value: _endpoint_problem(value) if value else None, _toml_string)
 HTTP = SettingKind("HOST:PORT", str, lambda value: http_problem(value, True) if value else None, _toml_string)
 HOSTS = SettingKind("HOST,...", str, hosts_problem, _toml_string)
 TOPIC = SettingKind(

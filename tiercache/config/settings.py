@@ -259,7 +259,8 @@ _TABLE = (
         "shared_write",
         choice("all", "reused", "evicted"),
         "Which blocks are sent to the shared store, in the background. all: each new block. reused: those that were "
-        "asked for again. evicted: those that leave DRAM, the last of a prompt first.",
+        "asked for again. evicted: those that leave DRAM, the last of a prompt first; an object store then needs "
+        "?pack=1 in its URL.",
     ),
     Setting(
         "shared_write_budget",
@@ -355,6 +356,13 @@ _TABLE = (
         SWITCH,
         "yes: kv_events may be an address that other hosts can reach, such as tcp://*:5557. There is no password and "
         "no encryption: any host that reaches it reads the tokens of all prompts.",
+    ),
+    Setting(
+        "kv_events_connect",
+        "kv_events_connect",
+        SWITCH,
+        "yes: the subscriber listens at kv_events, such as a router at tcp://epp.llm-d:5557, and the daemon connects "
+        "to it; what it publishes while that is away is lost. no: subscribers connect to the daemon.",
     ),
     Setting(
         "http",

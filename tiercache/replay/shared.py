@@ -21,11 +21,11 @@ from tiercache.copies.arena import Region
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.shared.flushes import FlushJob
 from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob
-from tiercache.daemon.tiers.shared.naming import Naming
+from tiercache.daemon.tiers.shared.naming import BlockIdentity, Naming
 from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import Arrived, Connection, Exists, Fate, Get, Noted, Put
 from tiercache.daemon.tiers.shared.tier import SharedTier
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, BlockIdentity, ValueForm
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm
 from tiercache.daemon.tiers.source import FetchOutcome
 
 _TTL_S = DaemonConfig().shared_ttl_s

@@ -285,7 +285,7 @@ class Simulation:
         if self._nvme is not None and self._shelf is not None:
             writes = self._nvme._writes
             tallies.nvme_written, tallies.nvme_written_bytes = writes.written_blocks, writes.written_bytes
-            tallies.promoted = self._nvme.promoted.blocks
+            tallies.promoted = self._nvme.sources.promoted.blocks
             tallies.nvme_evicted = self._shelf.slots.evicted_blocks
         if self._shared is not None:
             tallies.shared_fetched = self._shared.source.tally.blocks

@@ -155,6 +155,11 @@ class Space:
         known = self._by_fingerprint
         return {name: known[name].number for name in fingerprints if name in known}
 
+    def windows(self, fingerprints: Iterable[str]) -> dict[str, int]:
+        """The windows, in blocks, of those of these registered namespaces that have one."""
+        known = self._by_fingerprint
+        return {name: known[name].spec.window_blocks for name in fingerprints if known[name].spec.window_blocks}
+
     def save(self, namespace: Namespace) -> bytes:
         """A namespace's spec, encoded for the disk."""
         return msgspec.msgpack.encode(namespace.spec)

@@ -1,17 +1,26 @@
-"""Look-ups of single blocks on NVMe for operators."""
+"""What operators see of NVMe: single blocks, and figures for `stats`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.walks import path_to
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.forms.codecs import SEALED, codec_name
+from tiercache.daemon.tiers.nvme.direct.extents import HeldExtents
+from tiercache.daemon.tiers.nvme.keeper import Keeper
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.promotion import Promotion
+from tiercache.daemon.tiers.source import FetchTally
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import BlockView
 
+LEAST_AMPLIFIED_BYTES = 64 << 20
+"""Bytes of blocks: before so many were written, write amplification is not reported."""
 _CHECKSUMS = {CHECKSUM_XXH3: "xxh3", CHECKSUM_LANES: "lanes"}
 
 
@@ -51,3 +60,51 @@ def blocks_of(shelves: Sequence[Shelf], number: int) -> int:
     """Blocks of a namespace, over all directories."""
     tables = (shelf.index.tables.get(number) for shelf in shelves)
     return sum(table.blocks for table in tables if table is not None)
+
+
+def write_figures(writes: WriteBehind, budget: WriteBudget, keepers: Sequence[Keeper]) -> dict[str, Any]:
+    """What `stats` shows of blocks written to the disks."""
+    return {
+        "written_blocks": writes.written_blocks,
+        "written_bytes": writes.written_bytes,
+        "codec": writes.codec,
+        "saved_by_codec_bytes": writes.saved_bytes,
+        "write_amplification": _write_amplification(writes, keepers),
+        "write_failed_blocks": writes.failed_blocks,
+        "skipped_by_budget": writes.skipped_by_budget,
+        "skipped_by_worth": writes.skipped_by_worth,
+        "skipped_by_quota": writes.skipped_by_quota,
+        "skipped_without_parent": writes.skipped_without_parent,
+        "skipped_queue_full": writes.skipped_queue_full,
+        "skipped_too_large": writes.skipped_too_large,
+        "write_queue_blocks": writes.queued,
+        "write_in_flight_bytes": writes.in_flight_bytes,
+        "write_budget_bytes_per_day": budget.bytes_per_day,
+        "write_budget_left": budget.fullness,
+    }
+
+
+def _write_amplification(writes: WriteBehind, keepers: Sequence[Keeper]) -> float | None:
+    """Bytes written to the disks, padding, lost writes and databases included, per byte kept there.
+
+    None while too little was written: the database of an idle daemon over nothing is no ratio.
+    """
+    if writes.written_bytes < LEAST_AMPLIFIED_BYTES:
+        return None
+    written = [(one["written_bytes"], one["database_written_bytes"]) for one in map(Keeper.stats, keepers)]
+    return round(sum(map(sum, written)) / writes.written_bytes, 4)
+
+
+def read_figures(promoted: FetchTally, promotion: Promotion, extents: HeldExtents) -> dict[str, Any]:
+    """What `stats` shows of blocks read from the disks, by the daemon and by clients themselves."""
+    return {
+        "promoted_blocks": promoted.blocks,
+        "promoted_bytes": promoted.stored_bytes,
+        "promotion_in_flight_bytes": promotion.in_flight_bytes(promoted),
+        "direct_blocks": extents.direct_blocks,
+        "direct_bytes": extents.direct_bytes,
+        "direct_leases": extents.held_leases,
+        "direct_reported_blocks": extents.reported_blocks,
+        "bad_blocks": promoted.bad_blocks + extents.bad_blocks,
+        "failed_reads": promoted.failed,
+    }

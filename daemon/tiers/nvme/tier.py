@@ -24,7 +24,7 @@ from typing import Any
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
-from tiercache.daemon.ground.slices import PINS, Steps, finish
+from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Touch
@@ -34,7 +34,7 @@ from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
-from tiercache.daemon.tiers.lower_tier import Claim, FlushBelow
+from tiercache.daemon.tiers.lower_tier import FlushBelow, IndexedTier
 from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
@@ -44,34 +44,29 @@ from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.fairness import Fairness
 from tiercache.daemon.tiers.nvme.flushes import Flushes
 from tiercache.daemon.tiers.nvme.keeper import Keeper
+from tiercache.daemon.tiers.nvme.keepers import Keepers, close_shelves
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.dirty import dirty
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
-from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSource, Unreadable
+from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSources
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
-from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread
+from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.promotion import Promotion
-from tiercache.daemon.tiers.source import FetchTally, LowerTier, SourcePart, TierParts
+from tiercache.daemon.tiers.source import LowerTier
 from tiercache.protocol.messages import KEY_BYTES, BlockView
 
 log = logging.getLogger("tiercache.daemon")
 
-CLOSE_S = 5.0
-LEAST_AMPLIFIED_BYTES = 64 << 20
-"""Bytes of blocks: before so many were written, write amplification is not reported."""
-PATIENCE_S = 30.0
-"""How long nothing is written while directories have not opened yet."""
 _POLL_S = 0.01
 
 
-class NvmeTier:
+class NvmeTier(IndexedTier):
     """The tier below DRAM, on directories of local disks. Made, attached to a cache, then opened."""
 
     name = "nvme"
     tiers: tuple[str, ...] = (name,)
-    may_extend = False
 
     def __init__(
         self,
@@ -93,11 +88,9 @@ class NvmeTier:
         self._placement = ShelfPlacement(self._shelves)
         self._hung: set[Shelf] = set()
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
-        self._keeping: list[asyncio.Task[None]] = []
-        self._writing_from_s = 0.0
+        self._keeping = Keepers(self._keepers)
         self._scan: Scan | None = None
-        self._sources: dict[Shelf, ShelfSource] = {}
-        self.promoted, self._unreadable = FetchTally(), Unreadable()
+        self.sources = ShelfSources(self._placement)
         self.grants: Grants | None = None
 
     def attach(
@@ -124,7 +117,7 @@ class NvmeTier:
             sealed=self._cipher is not None,
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
-        self.promotion = Promotion(growing, writes, events, self._regions, [self, *below], self._landed)
+        self.promotion = Promotion(growing, writes, events, self._regions, [self.sources, *below], self._landed)
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
             self._placement,
@@ -154,19 +147,7 @@ class NvmeTier:
         Open directories are used meanwhile; the others are retried as long as the daemon lives. Raises ConfigError when
         a setting was found to be wrong by then.
         """
-        self._writing_from_s = time.monotonic() + PATIENCE_S
-        self._keeping = [asyncio.ensure_future(keeper.keep()) for keeper in self._keepers]
-        for task in self._keeping:
-            task.add_done_callback(_tell_bug)
-        tried = [asyncio.ensure_future(keeper.tried.wait()) for keeper in self._keepers]
-        await asyncio.wait(tried, timeout=patience_s)
-        for waiting in tried:
-            waiting.cancel()
-        for keeper in self._keepers:
-            keeper.strict = False
-        if refusal := next((keeper.refusal for keeper in self._keepers if keeper.refusal is not None), None):
-            self._stop_keeping()
-            raise refusal
+        await self._keeping.open(patience_s)
 
     def _opened(self, found: OpenDirectory) -> Shelf:
         """Make the shelf of an open directory, and use it."""
@@ -191,20 +172,14 @@ class NvmeTier:
         self._shelves.remove(shelf)
         self._hung.discard(shelf)
         self._flushes.gone(shelf)
-        self.promotion.give_up(self._source(shelf))
+        self.promotion.give_up(self.sources.of(shelf))
         self._writes.give_up(shelf)
         self._space.policies.hints.forget(shelf.index)
-        del self._sources[shelf]
-
-    def _stop_keeping(self) -> None:
-        for task in self._keeping:
-            task.cancel()
+        self.sources.gone(shelf)
 
     @property
     def _may_write(self) -> bool:
-        """Whether to write: a chain in a directory not yet open must not begin anew in another one."""
-        untried = any(not keeper.tried.is_set() for keeper in self._keepers)
-        return bool(self._shelves) and (not untried or time.monotonic() >= self._writing_from_s)
+        return bool(self._shelves) and self._keeping.may_write
 
     # --- what DRAM asks and tells ----------------------------------------------------------------
 
@@ -248,43 +223,10 @@ class NvmeTier:
             shelves = [] if shelf is None else [shelf]
         return [(shelf.index, shelf.table(namespace)) for shelf in shelves]
 
-    def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
-    ) -> bool:
-        """See `TierBelow`: disks have an index here."""
-        return False
-
-    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
-        """See `TierBelow`."""
-        return None
-
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
         self.promotion.start(lease)
         self._soon()  # a long run takes more than one go
-
-    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
-        """See `LowerTier`: a chain lives in one directory, each block of a window in any."""
-        if not namespace.table.windowed:
-            first, end = wanted[0], wanted[-1] + 1
-            shelf, length = self._placement.find(namespace, keys, end)
-            if shelf is None or length <= first:
-                return TierParts([], wanted)
-            return TierParts([SourcePart(self._source(shelf), range(first, length))], range(length, end))
-        found, rest = dict[Shelf, list[int]](), list[int]()
-        for looked, number in enumerate(wanted, 1):
-            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            shelf = self._placement.with_block(namespace, key, to_read=True)
-            (rest if shelf is None else found.setdefault(shelf, [])).append(number)
-            if not looked % PINS:
-                yield
-        return TierParts([SourcePart(self._source(shelf), numbers) for shelf, numbers in found.items()], rest)
-
-    def _source(self, shelf: Shelf) -> ShelfSource:
-        source = self._sources.get(shelf)
-        if source is None:
-            source = self._sources[shelf] = ShelfSource(shelf, self.promoted, self._unreadable)
-        return source
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
         """See `TierBelow`."""
@@ -309,17 +251,13 @@ class NvmeTier:
         tier: str = "all",
     ) -> FlushBelow:
         """See `TierBelow`. Each part in memory at once; answered when every directory has all of it on disk."""
-        return self._flushes.begin(namespaces, key, done, self._shelves, self._closed, named)
+        return self._flushes.begin(namespaces, key, done, self._shelves, self._keeping.closed, named)
 
     def flush(self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[int, bool], None]) -> None:
         """`begin_flush`, all of it at once."""
         flush = self.begin_flush(namespaces, key, done)
         flush.forget(namespaces)
         flush.end()
-
-    def _closed(self) -> list[tuple[Path, bool]]:
-        """Directories that are not open, and whether that may last."""
-        return [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
 
     @property
     def settled(self) -> bool:
@@ -353,11 +291,11 @@ class NvmeTier:
     def _land(self) -> bool:
         return self.promotion.land()
 
-    def _offer(self) -> bool:
-        return self._may_write and self._offers.work()
-
     def _settle(self) -> bool:
         return self._writes.settle()
+
+    def _offer(self) -> bool:
+        return self._may_write and self._offers.work()
 
     def _write(self) -> bool:
         return self._may_write and self._writes.pump()
@@ -371,18 +309,17 @@ class NvmeTier:
             elif shelf not in self._hung:
                 log.error("nvme directory %s hangs: nothing is asked of it meanwhile", shelf.directory.path)
                 self._hung.add(shelf)
-                self.promotion.give_up(self._source(shelf))
+                self.promotion.give_up(self.sources.of(shelf))
 
     # --- the end ---------------------------------------------------------------------------------
 
     async def close(self, grace_s: float) -> int:
         """Write dirty blocks, roots first, for `grace_s`; returns how many were left."""
         self.promotion.closed = True
-        self._stop_keeping()
+        self._keeping.stop()
         if self._scan is not None:
             self._scan.stop()
         deadline_s = time.monotonic() + grace_s
-        self._writing_from_s = 0.0
         self._writes.add_rest(self._dirty(), deadline_s)
         while True:
             more = self.work()
@@ -391,25 +328,9 @@ class NvmeTier:
             await asyncio.sleep(0 if more else _POLL_S)
         left = sum(1 for _ in self._dirty())
         self._flushes.close()
-        leaving = [keeper.leaving for keeper in self._keepers if keeper.leaving is not None]
-        await self._close_shelves(self._shelves, leaving)
+        await close_shelves(self._shelves, self._keeping.leaving, self._writes.settle)
         self._shelves.clear()
         return left
-
-    async def _close_shelves(self, shelves: Sequence[Shelf], leaving: Sequence[Shelf]) -> None:
-        """Close all at once, so that many hung disks take no longer than one."""
-        for shelf in (*shelves, *leaving):
-            shelf.queue.begin_stop()
-        end_s = time.monotonic() + CLOSE_S
-        stopped = [shelf.queue.stop(end_s) for shelf in shelves]
-        for shelf in leaving:
-            shelf.queue.stop(end_s)
-        while self._writes.settle():
-            pass  # what was written in time is kept
-        await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
-        for shelf, all_done in zip(shelves, stopped, strict=True):
-            if all_done:  # else the kernel still has I/O on these files
-                shelf.directory.close()
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
         return dirty(self._space.index, self._space.all_namespaces(), self._shelves)
@@ -467,38 +388,14 @@ class NvmeTier:
     def stats(self) -> dict[str, Any]:
         """What `stats` shows of this tier."""
         shelves = self._shelves
-        writes, promoted, extents = self._writes, self.promoted, self._extents
         return {
             "blocks": sum(table.blocks for shelf in shelves for table in shelf.index.tables.values()),
             "bytes": sum(shelf.allocator.used_bytes for shelf in shelves),
             "capacity_bytes": self._config.nvme_capacity_bytes,
-            "written_blocks": writes.written_blocks,
-            "written_bytes": writes.written_bytes,
-            "codec": writes.codec,
-            "saved_by_codec_bytes": writes.saved_bytes,
-            "write_amplification": self._write_amplification(),
-            "write_failed_blocks": writes.failed_blocks,
-            "skipped_by_budget": writes.skipped_by_budget,
-            "skipped_by_worth": writes.skipped_by_worth,
-            "skipped_by_quota": writes.skipped_by_quota,
-            "skipped_without_parent": writes.skipped_without_parent,
-            "skipped_queue_full": writes.skipped_queue_full,
-            "skipped_too_large": writes.skipped_too_large,
-            "write_queue_blocks": writes.queued,
-            "write_in_flight_bytes": writes.in_flight_bytes,
-            "write_budget_bytes_per_day": self._budget.bytes_per_day,
-            "write_budget_left": self._budget.fullness,
-            "promoted_blocks": promoted.blocks,
-            "promoted_bytes": promoted.stored_bytes,
-            "promotion_in_flight_bytes": self.promotion.in_flight_bytes(promoted),
             "evicted_blocks": sum(shelf.slots.evicted_blocks for shelf in shelves),
-            "direct_blocks": extents.direct_blocks,
-            "direct_bytes": extents.direct_bytes,
-            "direct_leases": extents.held_leases,
-            "direct_reported_blocks": extents.reported_blocks,
+            **viewing.write_figures(self._writes, self._budget, self._keepers),
+            **viewing.read_figures(self.sources.promoted, self.promotion, self._extents),
             **({} if self.grants is None else self.grants.stats()),
-            "bad_blocks": promoted.bad_blocks + extents.bad_blocks,
-            "failed_reads": promoted.failed,
             "directories": [keeper.stats() for keeper in self._keepers],
         }
 
@@ -506,21 +403,6 @@ class NvmeTier:
         """By directory: the source of histograms."""
         return {str(shelf.directory.path): shelf.queue for shelf in self._shelves}
 
-    def _write_amplification(self) -> float | None:
-        """Bytes written to the disks, padding, lost writes and databases included, per byte kept there.
-
-        None while too little was written: the database of an idle daemon over nothing is no ratio.
-        """
-        if self._writes.written_bytes < LEAST_AMPLIFIED_BYTES:
-            return None
-        written = [(one["written_bytes"], one["database_written_bytes"]) for one in map(Keeper.stats, self._keepers)]
-        return round(sum(map(sum, written)) / self._writes.written_bytes, 4)
-
     def reasons(self) -> list[str]:
         """What is not well, for `health`."""
         return [reason for keeper in self._keepers for reason in keeper.reasons()]
-
-
-def _tell_bug(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a directory is not seen to any more", exc_info=error)

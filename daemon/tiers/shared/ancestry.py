@@ -11,9 +11,9 @@ from tiercache.daemon.tiers.dram.space import Namespace
 MAX_PLACES = 65_536
 """Blocks remembered; the oldest are forgotten. Those of chains are found again by a walk."""
 MAX_WALK = 16_384
-"""Steps of such a walk: about three milliseconds. The end of a longer chain has none until it is asked for."""
+"""Steps of such a walk: about three milliseconds. Blocks further down have no place until a client asks for them."""
 NOTED_EVERY = 32
-"""Of the blocks passed by a walk one in so many is noted: the next walk from nearby ends there."""
+"""A walk remembers every 32nd block that it passes: the next walk from nearby ends there."""
 
 
 class ChainPlace(NamedTuple):
@@ -24,7 +24,7 @@ class ChainPlace(NamedTuple):
 
 
 _UNPLACED = ChainPlace(b"", -1)
-"""Of blocks that a walk in vain has passed: the next one, from a neighbour, ends at once."""
+"""Remembered for blocks on a walk that did not reach the root: the next walk, from a neighbour, ends at once."""
 
 
 class Ancestry:
@@ -68,8 +68,8 @@ class Ancestry:
         if not walked:
             return None
         if above is _UNPLACED or (above is None and entry != namespace.table.root):
-            for one in walked[::NOTED_EVERY]:
-                self._put(tenant, one, _UNPLACED)
+            for passed in walked[::NOTED_EVERY]:
+                self._put(tenant, passed, _UNPLACED)
             return None
         root, number = (walked[-1], -1) if above is None else above
         number += len(walked)  # of `key`

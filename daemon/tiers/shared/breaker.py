@@ -23,8 +23,8 @@ JITTER = 0.5
 """The random part of each pause."""
 RAMP_S = 5.0
 """How long after its return the store gets only some of the jobs, more and more of them."""
-WRITE_PAUSE_S = 10.0
-"""Nothing is written for so long after the store said that it is full or takes no writes."""
+FIRST_WRITE_PAUSE_S, LAST_WRITE_PAUSE_S = 1.0, 30.0
+"""Nothing is written for so long after the store said that it is full or takes no writes; each time twice as long."""
 _NO_WRITES = StoreProblem.FULL, StoreProblem.READ_ONLY
 
 
@@ -52,6 +52,8 @@ class Breaker:
         self._probe_s = 0.0
         self._closed_s = -math.inf
         self._no_writes_until_s = 0.0
+        self._write_pause_s = FIRST_WRITE_PAUSE_S
+        self._refused: set[object] = set()  # kinds of jobs that have not worked since the store took no writes
 
     @property
     def closed(self) -> bool:
@@ -69,7 +71,7 @@ class Breaker:
         return self.closed and self._clock_s() >= self._no_writes_until_s
 
     def admits(self) -> bool:
-        """Whether a look-up should be made now: soon after its return, the store gets some of them."""
+        """Whether a look-up should be made now: soon after its return, the store gets only some of them."""
         return self.share >= 1.0 or self._uniform(0.0, 1.0) < self.share
 
     def wants_probe(self) -> bool:
@@ -81,6 +83,12 @@ class Breaker:
 
     def worked(self, kind: object = None) -> None:
         """A job of some kind, or the probe, has worked."""
+        if kind in self._refused:
+            self._refused.discard(kind)
+            self._write_pause_s = FIRST_WRITE_PAUSE_S
+        self._answered(kind)
+
+    def _answered(self, kind: object) -> None:
         self._failures.pop(kind, None)
         if self.state is BreakerState.HALF_OPEN:
             self.state, self._closed_s = BreakerState.CLOSED, self._clock_s()
@@ -88,9 +96,8 @@ class Breaker:
             self.problem = ""
         elif self.closed and not self._failures and self._clock_s() >= self._no_writes_until_s:
             self.problem = ""
-            if (
-                self._clock_s() - self._closed_s >= LAST_PAUSE_S
-            ):  # else a store that comes and goes is asked all the time
+            # Not sooner: a store that comes and goes would be tried after a short pause each time.
+            if self._clock_s() - self._closed_s >= LAST_PAUSE_S:
                 self._pause_s = FIRST_PAUSE_S
 
     def failed(self, error: StoreError, kind: object = None) -> bool:
@@ -100,9 +107,11 @@ class Breaker:
         """
         now_s = self._clock_s()
         if error.problem in _NO_WRITES:
-            self.problem = error.text
-            self._no_writes_until_s = now_s + self._uniform(1 - JITTER, 1 + JITTER) * WRITE_PAUSE_S
-            self.worked(kind)  # it answers
+            self._refused.add(kind)
+            if now_s >= self._no_writes_until_s:  # else it was asked before it said so
+                self._no_writes_until_s = now_s + self._uniform(1 - JITTER, 1 + JITTER) * self._write_pause_s
+                self._write_pause_s = min(LAST_WRITE_PAUSE_S, 2 * self._write_pause_s)
+            self._answered(kind)
             self.problem = error.text
             return False
         self._failures[kind] = self._failures.get(kind, 0) + 1

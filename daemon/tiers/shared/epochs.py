@@ -11,14 +11,12 @@ from tiercache.daemon.tiers.shared.stores.store import Connection
 
 MAX_NOTES = 65_536
 """Notes that are remembered; beyond that all are forgotten and read again."""
-
-
 EPOCH_TRIES = 3
 """How often a job begins again because another host flushed meanwhile."""
 
 
 class StaleEpoch(Exception):
-    """Another host has replaced a note since the names in use were made."""
+    """Blocks have no names now: a note is to be replaced, and the store has yet to be told."""
 
 
 class Epochs:
@@ -44,7 +42,7 @@ class Epochs:
         return self.naming.epoch(known) if len(known) == len(found) else None
 
     def learn(self, notes: dict[bytes, bytes]) -> list[bytes]:
-        """Note what the store has; returns the names of notes that we knew otherwise."""
+        """Remember what the store has; returns the names of those notes that have changed."""
         notes = {name: note for name, note in notes.items() if name not in self.pending}
         changed = [name for name, note in notes.items() if self._notes.get(name, note) != note]
         if len(self._notes) + len(notes) > MAX_NOTES:
@@ -61,10 +59,10 @@ class Epochs:
 
 
 class EpochReader:
-    """Epochs of some scopes during one job of a thread: read with its first call, made where they are missing.
+    """The epochs of some scopes during one job: as this host knows them, then as the store's notes say.
 
-    A note that is missing is never taken for an old one: the store may have evicted it, and then what was stored before
-    the last flush would be found again. A new one is made in its place, which makes all of that unreachable.
+    Where the store has lost a note, the note that this host remembers is not used: it may be from before a flush, and
+    what was flushed would be found again. A new note is made, which makes all that was stored before unreachable.
     """
 
     def __init__(self, epochs: Epochs, scopes: Sequence[Scope]) -> None:
@@ -100,12 +98,14 @@ class EpochReader:
         return self._naming.epoch(known) if len(known) == len(found) else None
 
     def read(self, connection: Connection, deadline_s: float) -> None:
-        """Read all notes, and make those that are missing. Raises StoreError; StaleEpoch for notes to be replaced."""
+        """Read all notes, and make those that are missing or empty. Raises StoreError; StaleEpoch for notes to be
+        replaced. A host that ended while it made a note may have left an empty one.
+        """
         if not self._epochs.pending.isdisjoint(self.names):
             raise StaleEpoch
         notes = connection.exists((), self.names, deadline_s).notes
         made = [
-            note or connection.set_note(name, new_note(), deadline_s, only_if_missing=True)
+            note or connection.set_note(name, new_note(), deadline_s, only_if_missing=note is None)
             for name, note in zip(self.names, notes, strict=True)
         ]
         self.check(made)

@@ -19,24 +19,24 @@ from tiercache.daemon.tiers.shared.memory import frame_view, thread_scratch
 from tiercache.daemon.tiers.shared.naming import Scope, lifetime_s
 from tiercache.daemon.tiers.shared.presence import Presence
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, BlockIdentity, ValueForm, announced_bytes
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes
 from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
 from tiercache.protocol.messages import KEY_BYTES
 
 FETCH_S = 2.0
 SLOWEST_BYTES_PER_S = 10 << 20
-"""Deadline of a job, for all of its blocks: so long, and the time for their bytes at this rate."""
+"""Deadline of a job: `FETCH_S`, and the time that the bytes of its blocks take at this rate."""
 BLOCKS_EACH = 8
 BYTES_EACH = 8 << 20
 """Blocks in one job, and their bytes, unless one block is larger."""
 PACK_BYTES = 32 << 20
-"""The same of packs, which are read whole where that is possible: each request costs."""
+"""Bytes in one job of packs: more, since each request costs, and a pack is read in one where possible."""
 
 
 class HeldBlock(NamedTuple):
-    """Block `number` of a chain: at a place in the value of `pack` blocks named by `name_key`, the last one.
+    """Block `number` of a chain: the one at `place` in a value of `pack` blocks.
 
-    `generation`: see `Presence`.
+    name_key: of the last block in the value, which gives the value its name; generation: see `Presence`.
     """
 
     scope: Scope
@@ -83,7 +83,7 @@ def _nothing() -> memoryview:
 
 
 class FetchJob(SharedJob):
-    """Reads a few blocks. `ended_with(job)` is called when all of them are done."""
+    """Reads a few blocks. `ended(job)` is called on the event loop when all of them are done."""
 
     def __init__(
         self, form: ValueForm, epochs: Epochs, fetches: Sequence[Fetch], ttl_s: float, ended: Callable[[FetchJob], None]
@@ -102,8 +102,11 @@ class FetchJob(SharedJob):
         """See `SharedJob`."""
         reader = EpochReader(self._epochs, [fetch.held.scope for fetch in self.fetches])
         try:
+            if self.given_up():
+                self.idle = True
+                return
             if not reader.complete:
-                self.stale = True
+                self.stale = self.idle = True
                 return
             readings = {id(one.get): one for one in self._readings(reader)}
 
@@ -148,9 +151,7 @@ class FetchJob(SharedJob):
         return found
 
     def _name(self, held: HeldBlock, reader: EpochReader) -> bytes:
-        scope, naming = held.scope, self._epochs.naming
-        epoch = reader.of(scope)
-        return naming.block(scope.fingerprint, epoch, naming.mark(scope.fingerprint, epoch, held.name_key))
+        return self._epochs.naming.block(held.scope, reader.of(held.scope), held.name_key)
 
     def _arrived(self, reading: _Reading, epochs: dict[Scope, bytes]) -> None:
         get = reading.get
@@ -160,10 +161,8 @@ class FetchJob(SharedJob):
                 self._settle(fetch, outcome, 0)
             return
         for fetch, header, body in reading.records():
-            scope = fetch.held.scope
-            epoch, length = epochs[scope], fetch.namespace.spec.block_bytes
-            mark = self._epochs.naming.mark(scope.fingerprint, epoch, fetch.key)
-            whose = BlockIdentity(fetch.key, scope.fingerprint, epoch, mark, length)
+            scope, length = fetch.held.scope, fetch.namespace.spec.block_bytes
+            whose = self._epochs.naming.identity(scope, epochs[scope], fetch.key, length)
             outcome = FetchOutcome.CORRUPT
             if len(header) == HEADER_BYTES:
                 outcome = self._form.unpack(whose, header, body, frame_view(fetch.address, length))
@@ -174,9 +173,11 @@ class FetchJob(SharedJob):
         self.post(partial(fetch.done, fetch))
 
     def _settle_rest(self) -> None:
+        outcome = FetchOutcome.CANCELLED if self.idle else FetchOutcome.FAILED
+        outcome = FetchOutcome.MISSING if self.stale else outcome
         for fetch in self.fetches:
             if fetch.outcome is FetchOutcome.PENDING:
-                self._settle(fetch, FetchOutcome.MISSING if self.stale else FetchOutcome.FAILED, 0)
+                self._settle(fetch, outcome, 0)
 
     def ended(self) -> None:
         """See `SharedJob`."""
@@ -259,7 +260,8 @@ class SharedSource:
     def failed(self, fetch: Fetch) -> None:
         """See `Source`."""
         if fetch.outcome is not FetchOutcome.CANCELLED:
-            self._presence.could_not_fetch(fetch.namespace, fetch.key, fetch.held.generation)
+            bad = fetch.outcome in (FetchOutcome.CORRUPT, FetchOutcome.OTHER_VERSION)
+            self._presence.could_not_fetch(fetch.namespace, fetch.key, fetch.held.generation, bad)
 
     def cancel(self) -> None:
         """See `Source`. Its jobs have deadlines: they end by themselves."""

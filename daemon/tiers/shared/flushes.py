@@ -1,6 +1,7 @@
 """Flushes of the shared tier: the notes that the store has yet to replace, kept until it has, across restarts.
 
     begin ─► notes to replace ─► a job ─► the store has new ones ─► done(durable)
+                  │                 ├ full: it deletes them, which needs no room and is a flush too
                   │                 └ away: kept in memory and in a file, and told when the store is back
                   └ until then this host reads and writes nothing that they are about
 
@@ -12,19 +13,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tiercache.daemon.tiers.shared.epochs import Epochs, deadline, new_note
 from tiercache.daemon.tiers.shared.lines import SharedJob
-from tiercache.daemon.tiers.shared.stores.store import Connection
+from tiercache.daemon.tiers.shared.stores.store import Connection, StoreError, StoreProblem
 
 log = logging.getLogger("tiercache.daemon")
 
 TOLD_S = 5.0
 """Deadline of a job, and how long a flush waits for it before it is answered as not durable."""
-AGAIN_S = 0.5
-"""When a job failed and the store still counts as there."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
+"""Before a job that failed is tried again, each time twice as long. While the store is away, none is tried."""
+JITTER = 0.5
+"""The random part of each pause."""
 MAX_KEPT = 4096
 """Notes that are kept; with more, the whole deployment is flushed instead."""
 
@@ -36,13 +41,21 @@ class FlushJob(SharedJob):
         super().__init__()
         self.names = list(names)
         self.learned: dict[bytes, bytes] = {}
+        self.deleted: list[bytes] = []
+        """Notes for whose successors the store has no room: the host that next needs one makes it."""
         self._ended = ended
 
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
         until_s = deadline(TOLD_S)
         for name in self.names:
-            self.learned[name] = connection.set_note(name, new_note(), until_s)
+            try:
+                self.learned[name] = connection.set_note(name, new_note(), until_s)
+            except StoreError as error:
+                if error.problem is not StoreProblem.FULL:
+                    raise
+                connection.delete([name], until_s)
+                self.deleted.append(name)
 
     def ended(self) -> None:
         """See `SharedJob`."""
@@ -50,15 +63,26 @@ class FlushJob(SharedJob):
 
 
 class SharedFlushes:
-    """Event loop only, but for the file, which a thread writes."""
+    """Event loop only, but for the file, which a thread writes. `away()`: whether the store is; see `store_is_back`."""
 
     def __init__(
-        self, epochs: Epochs, state: Path, submit: Callable[[FlushJob], None], job_ended: Callable[[FlushJob], None]
+        self,
+        epochs: Epochs,
+        state: Path,
+        submit: Callable[[FlushJob], None],
+        job_ended: Callable[[FlushJob], None],
+        away: Callable[[], bool],
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._epochs = epochs
-        self._state = state
+        self._file = _StateFile(state)
         self._submit = submit
         self._job_ended = job_ended
+        self._away = away
+        self._uniform = uniform
+        self._pause_s = FIRST_PAUSE_S
+        self.tries = 0
+        """Jobs that were given to the store."""
         self._again: asyncio.TimerHandle | None = None
         self._closed = False
         self._notes: dict[bytes, int] = {}  # to be replaced, and by which flush they were last wanted
@@ -69,6 +93,8 @@ class SharedFlushes:
         self._saving: asyncio.Future[None] | None = None
         self._save_again = False
         self._saved = False
+        self._unsaved = 0
+        """Flushes up to this one are answered as not durable once they are in the file."""
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -81,16 +107,16 @@ class SharedFlushes:
     def open(self) -> None:
         """Tell the store what an earlier life of this daemon could not."""
         try:
-            kept = self._state.read_text().split()
+            kept = self._file.path.read_text().split()
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.error("%s cannot be read (%s): the whole shared tier is flushed instead", self._state, error)
+            log.error("%s cannot be read (%s): the whole shared tier is flushed instead", self._file.path, error)
             kept = [self._epochs.naming.deployment_note.hex()]
         try:
             names = [bytes.fromhex(name) for name in kept]
         except ValueError:
-            log.error("%s is damaged: the whole shared tier is flushed instead", self._state)
+            log.error("%s is damaged: the whole shared tier is flushed instead", self._file.path)
             names = [self._epochs.naming.deployment_note]
         self._saved = True
         self.begin(names or [self._epochs.naming.deployment_note], lambda durable: None)
@@ -112,26 +138,35 @@ class SharedFlushes:
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        if self._job is None and self._notes:
+        if self._job is None and self._notes and not self._away():
+            self.tries += 1
             self._job, self._job_flushes = FlushJob(self._notes, self._ended), self._flushes
             self._submit(self._job)
 
+    def store_is_back(self) -> None:
+        """It answers again: tell it now."""
+        self._pause_s = FIRST_PAUSE_S
+        self._tell()
+
     def _ended(self, job: FlushJob) -> None:
-        self._job = None
-        never = self._job_flushes + 1
-        told = {name: note for name, note in job.learned.items() if self._notes.get(name, never) < never}
+        self._job, flushes = None, self._job_flushes
+        never = flushes + 1
+        told = [name for name in (*job.learned, *job.deleted) if self._notes.get(name, never) < never]
         for name in told:
             del self._notes[name]  # the others were wanted again meanwhile
         if told:
             self._epochs.await_replacement(self._notes)
-            self._epochs.learn(told)
+            self._epochs.learn({name: job.learned[name] for name in told if name in job.learned})
         self._job_ended(job)
         if job.problem is not None:
             self._save()
             if not self._closed and self._again is None:
-                self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._tell)
+                pause_s = self._uniform(1 - JITTER, 1 + JITTER) * self._pause_s
+                self._pause_s = min(LAST_PAUSE_S, 2 * self._pause_s)
+                self._again = asyncio.get_running_loop().call_later(pause_s, self._tell)
             return
-        self._answer(self._job_flushes, True)
+        self._pause_s = FIRST_PAUSE_S
+        self._answer(flushes, True)
         if self._notes:
             self._tell()
         elif self._saved:
@@ -139,8 +174,8 @@ class SharedFlushes:
 
     def _time_is_up(self, number: int) -> None:
         if any(waiting <= number for waiting, _ in self._waiting):
+            self._unsaved = number
             self._save()
-            self._answer(number, False)
 
     def _answer(self, number: int, durable: bool) -> None:
         answered = [done for waiting, done in self._waiting if waiting <= number]
@@ -153,22 +188,25 @@ class SharedFlushes:
     def _save(self) -> None:
         """Write what is kept to the file, on a thread; a later call while that runs writes again."""
         if self._closed:
-            return  # `close` has written it
+            self._answer(self._unsaved, False)  # `close` has written it
+            return
         if self._saving is not None:
             self._save_again = True
             return
         names = list(self._notes)
         self._saved = bool(names)
-        self._saving = asyncio.get_running_loop().run_in_executor(None, _write, self._state, names)
+        self._saving = asyncio.get_running_loop().run_in_executor(None, self._file.write, self._file.begin(), names)
         self._saving.add_done_callback(self._was_saved)
 
     def _was_saved(self, saving: asyncio.Future[None]) -> None:
         self._saving = None
         if not saving.cancelled() and (error := saving.exception()) is not None:
-            log.error("flushes of the shared store cannot be kept in %s: %s", self._state, error)
+            log.error("flushes of the shared store cannot be kept in %s: %s", self._file.path, error)
         if self._save_again:
             self._save_again = False
             self._save()
+        else:
+            self._answer(self._unsaved, False)
 
     def close(self) -> None:
         """The daemon ends: keep what the store was not told."""
@@ -178,19 +216,37 @@ class SharedFlushes:
         if not self._notes and not self._saved:
             return
         try:
-            _write(self._state, list(self._notes))
+            self._file.write(self._file.begin(), list(self._notes))
         except OSError as error:
-            log.error("flushes of the shared store cannot be kept in %s: %s", self._state, error)
+            log.error("flushes of the shared store cannot be kept in %s: %s", self._file.path, error)
 
 
-def _write(path: Path, names: list[bytes]) -> None:
-    if not names:
-        path.unlink(missing_ok=True)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.new")
-    with fresh.open("w") as file:
-        file.write("\n".join(name.hex() for name in names))
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+class _StateFile:
+    """Holds what was written last by the order of `begin`, whichever thread comes first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._begun = self._written = 0
+
+    def begin(self) -> int:
+        """The number of the next write."""
+        self._begun += 1
+        return self._begun
+
+    def write(self, number: int, names: list[bytes]) -> None:
+        """Any thread. Raises OSError."""
+        with self._lock:
+            if number < self._written:
+                return
+            self._written = number
+            if not names:
+                self.path.unlink(missing_ok=True)
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self.path.with_name(f"{self.path.name}.new")
+            with fresh.open("w") as file:
+                file.write("\n".join(name.hex() for name in names))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self.path)

@@ -12,48 +12,55 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
+from enum import Enum
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, SharedStore, StoreError, StoreProblem
 
 log = logging.getLogger("tiercache.daemon")
 
-
 DELIVER_S = 0.001
-"""How long one go of the event loop takes in what the threads have posted; the call in progress is finished."""
+"""How long the event loop makes calls that the threads have posted, in one go. It finishes the call that has begun."""
 
 
-class LineUse(IntEnum):
-    """What a line is for, the most urgent first. A line does only jobs of the uses that it was made for."""
+class LineUse(Enum):
+    """What a line is for. A line does only jobs of the uses that it was made for."""
 
-    LOOKUP = 0
-    FETCH = 1
-    WRITE = 2
+    LOOKUP = "lookup"
+    FETCH = "fetch"
+    WRITE = "write"
 
 
-class SharedJob:
-    """Work for a thread with a connection. Subclasses implement `run`, which may raise StoreError, and `ended`."""
+class SharedJob(ABC):
+    """Work for a thread with a connection."""
 
     problem: StoreError | None = None
     """Why it failed, for `ended`."""
+    idle = False
+    """It ended without an answer of the store: that says nothing about the store."""
 
     def __init__(self) -> None:
+        self.given_up: Callable[[], bool] = lambda: False
+        """Any thread: whether the store went away since the job was queued. Then it is not asked."""
         self.post: Callable[[Callable[[], None]], None] = lambda call: None
         """In `run`: have something called on the event loop."""
 
+    @abstractmethod
     def run(self, connection: Connection) -> None:
-        """Do it; on a thread."""
-        raise NotImplementedError
+        """Do it, on a thread; may raise StoreError."""
 
+    @abstractmethod
     def ended(self) -> None:
         """It has ended; on the event loop."""
-        raise NotImplementedError
 
 
 class Lines:
-    """`uses`: one thread for each. `call_soon_threadsafe` is the event loop's."""
+    """The lines of one store. `uses`: for each line what it is for, the most urgent use first.
+
+    `call_soon_threadsafe` is the event loop's.
+    """
 
     def __init__(
         self,
@@ -76,10 +83,6 @@ class Lines:
         ]
         for thread in self._threads:
             thread.start()
-
-    def queued(self, use: LineUse) -> int:
-        """Jobs that no thread has begun."""
-        return len(self._queues[use])
 
     @property
     def waiting(self) -> int:

@@ -1,7 +1,7 @@
 """Look-ups in the store: how far it extends what this host has of a prompt.
 
-    match ─► is anything missing here? ─► a look-up under way, or a new one ─► claim ─► all who wait match again
-                                                     └─ not in time: they get what is here
+    match ─► is anything missing here? ─► a look-up under way, or a new one ─► claim ─► the requests that wait go on
+                                                     └─ not in time: they are answered from this host
 
 A look-up that comes too late is not wasted: its claim answers the next request.
 """
@@ -9,6 +9,7 @@ A look-up that comes too late is not wasted: its claim answers the next request.
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,10 @@ from tiercache.protocol.messages import KEY_BYTES
 LOOKUP_S = 2.0
 """Deadline of a look-up at the store; requests wait much less than that."""
 MAX_LOOKUPS = 256
-"""Look-ups under way; further requests are answered from this host."""
+"""Look-ups under way; further requests are answered from this host. A tenant has at most as many as there is room left
+for others, so its flood leaves room for each of them."""
+MAX_BEGUN = 4
+"""Look-ups given to the lines; those of each tenant wait in a queue of their own, and tenants take turns."""
 MAX_NAMESPACES = 64
 """A request for more namespaces is answered from this host: too many probes."""
 LATE_IN_A_ROW = 8
@@ -32,7 +36,7 @@ LATE_IN_A_ROW = 8
 
 
 class LookupJob(SharedJob):
-    """Finds the longest run of one prompt. `asks`: what this host has, by namespace."""
+    """Finds the longest run of one prompt. By namespace, `asks`: what this host has; `bad`: what cannot be fetched."""
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class LookupJob(SharedJob):
         keys: bytes,
         asks: Sequence[ChainAsk | WindowAsk],
         pack: int,
+        bad: Sequence[set[bytes]],
         done: Callable[[LookupJob], None],
     ) -> None:
         super().__init__()
@@ -56,6 +61,7 @@ class LookupJob(SharedJob):
         self._naming = epochs.naming
         self._known = epochs
         self._pack = pack
+        self.bad = bad
         self._done = done
         bucket = self._naming.bucket(keys[:KEY_BYTES])
         self._scopes = [Scope(one.fingerprint, bucket) for one in namespaces]
@@ -73,13 +79,13 @@ class LookupJob(SharedJob):
                     self.epochs = {scope: reader.of(scope) for scope in self._scopes}
                     return
         except StaleEpoch:
-            return  # someone keeps deleting notes: nothing can be promised
+            self.idle = True  # a note is to be replaced: nothing can be promised until the store has been told
         finally:
             self.learned = reader.learned
 
     def _search(self, connection: Connection, reader: EpochReader, until_s: float) -> bool:
         """One search under the epochs that are known; False when these turned out to be others."""
-        rounds = longest_run(self.asks, len(self.keys) // KEY_BYTES, self._pack)
+        rounds = longest_run(self.asks, self._good_chains_end(), self._pack)
         try:
             probes = next(rounds)
             while True:
@@ -87,18 +93,32 @@ class LookupJob(SharedJob):
                 there, notes = connection.exists(names, reader.names, until_s)
                 if not reader.check(notes):
                     return False
-                probes = rounds.send(there)
+                good = [is_there and not self._is_bad(probe) for probe, is_there in zip(probes, there, strict=True)]
+                probes = rounds.send(good)
         except StopIteration as end:
             self.end, self.stored = end.value
             return True
 
+    def _good_chains_end(self) -> int:
+        """How far the chains may reach; blocks of windows are told one by one."""
+        end = len(self.keys) // KEY_BYTES
+        for ask, bad in zip(self.asks, self.bad, strict=True):
+            if bad and isinstance(ask, ChainAsk):
+                end = next((number for number in range(ask.start, end) if self._key(number) in bad), end)
+        return end
+
+    def _is_bad(self, probe: Probe) -> bool:
+        place, number = probe
+        return isinstance(self.asks[place], WindowAsk) and self._key(number) in self.bad[place]
+
+    def _key(self, number: int) -> bytes:
+        return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+
     def _name_of(self, probe: Probe, reader: EpochReader) -> bytes:
         place, number = probe
         last = number if isinstance(self.asks[place], WindowAsk) else (number + 1) * self._pack - 1
-        scope, key = self._scopes[place], self.keys[last * KEY_BYTES : (last + 1) * KEY_BYTES]
-        epoch = reader.of(scope)
-        mark = self._naming.mark(scope.fingerprint, epoch, key)
-        return self._naming.block(scope.fingerprint, epoch, mark)
+        scope = self._scopes[place]
+        return self._naming.block(scope, reader.of(scope), self._key(last))
 
     def ended(self) -> None:
         """See `SharedJob`."""
@@ -129,14 +149,15 @@ def _gone() -> None:
 
 
 class _UnderWay(NamedTuple):
+    tenant: str
     waiters: list[Waiter]
     begun_s: float
 
 
 class SharedLookups:
-    """Look-ups under way, and who waits for them. Event loop only.
+    """Look-ups under way, and the requests that wait for them. Event loop only. `later(seconds, call)`: its timer.
 
-    `begin(namespaces, keys, asks)` gives a job to a thread; `later(seconds, call)` is the loop's timer.
+    What one tenant asks does not keep others from waiting for theirs: each has its own room, turns and late look-ups.
     """
 
     def __init__(
@@ -154,7 +175,10 @@ class SharedLookups:
         self._later = later
         self._clock_s = clock_s
         self._under_way: dict[PromptName, _UnderWay] = {}
-        self._late_in_a_row = 0
+        self._of_tenant: Counter[str] = Counter()  # look-ups under way
+        self._late_in_a_row: Counter[str] = Counter()
+        self._begun = 0
+        self._queues: dict[str, deque[Callable[[], None]]] = {}  # look-ups to begin, by tenant, the next one first
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -166,34 +190,53 @@ class SharedLookups:
 
         `begin()` starts it where it is not under way. False where the request should not wait: `go` is not called.
         """
-        name = prompt_name(namespaces, keys)
+        name, tenant = prompt_name(namespaces, keys), namespaces[0].spec.tenant
         under_way = self._under_way.get(name)
         if under_way is None:
-            if len(self._under_way) >= MAX_LOOKUPS:
+            if self._of_tenant[tenant] >= MAX_LOOKUPS - len(self._under_way):
                 return False
-            under_way = self._under_way[name] = _UnderWay([], self._clock_s())
+            under_way = self._under_way[name] = _UnderWay(tenant, [], self._clock_s())
+            self._of_tenant[tenant] += 1
             self.asked += 1
-            begin()
+            self._queues.setdefault(tenant, deque()).append(begin)
+            self._begin()
         else:
             self.shared += 1
-        if self._late_in_a_row >= LATE_IN_A_ROW or self._timeout_s <= 0:
+        if self._late_in_a_row[tenant] >= LATE_IN_A_ROW or self._timeout_s <= 0:
             return False
         waiter = Waiter(go)
         under_way.waiters.append(waiter)
-        self._later(self._timeout_s, lambda: self._time_is_up(waiter))
+        self._later(self._timeout_s, lambda: self._time_is_up(waiter, tenant))
         return True
 
-    def _time_is_up(self, waiter: Waiter) -> None:
+    def _begin(self) -> None:
+        """Begin look-ups, of each tenant in turn."""
+        while self._queues and self._begun < MAX_BEGUN:
+            tenant, queue = next(iter(self._queues.items()))
+            begin = queue.popleft()
+            del self._queues[tenant]
+            if queue:
+                self._queues[tenant] = queue  # behind the others
+            self._begun += 1
+            begin()
+
+    def _time_is_up(self, waiter: Waiter, tenant: str) -> None:
         if waiter.end():
             self.late += 1
-            self._late_in_a_row += 1
+            self._late_in_a_row[tenant] += 1
 
     def ended(self, namespaces: Sequence[Namespace], keys: bytes) -> None:
         """A look-up has ended: its claim, if any, is known."""
         under_way = self._under_way.pop(prompt_name(namespaces, keys), None)
         if under_way is None:
             return
+        tenant = under_way.tenant
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+        self._begun -= 1
+        self._begin()
         in_time = [waiter.end() for waiter in under_way.waiters]
         # Also where no request waited: it tells when waiting is of use again.
         if all(in_time) and self._clock_s() - under_way.begun_s < self._timeout_s:
-            self._late_in_a_row = 0
+            del self._late_in_a_row[tenant]

@@ -5,12 +5,12 @@
     tc1:DEPLOYMENT:FINGERPRINT:notes            the note of a namespace
     tc1:DEPLOYMENT:FINGERPRINT:notes:BUCKET     the note of a bucket of its chains
 
-The *mark* is a keyed hash of the block's key, the namespace and the epoch (BLAKE2b, RFC 7693). Without the key of the
-deployment no name can be made: so the store, and who reads it, cannot test whether a prompt is there.
+The *mark* is a keyed hash of the block's key, the namespace and the epoch (BLAKE2b, RFC 7693). Names cannot be made
+without the key of the deployment, so neither the store nor a stranger who reads it can test whether a prompt is there.
 
 An *epoch* is a hash of three notes: those of the deployment, of the namespace, and of the bucket in which the chain
-lies. A note is random. To flush is to replace a note: then all names below it are others, for every host that has read
-it, and what was stored under the former ones is never found again. A chain's bucket follows from its first block.
+lies. A note is random. To flush is to replace a note: that changes all names below it, for every host that has read the
+new one, and what was stored under the former names is never found again. A chain's bucket follows from its first block.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ BUCKETS = 64
 """A flush of one chain makes the other chains of its bucket unreachable too: the 64th part of its namespace."""
 _PERSON = b"tiercache-names"
 _EPOCH_SHOWN = 8  # hex digits of the epoch in a name: enough for operators to tell old from new
-
-
 DEEP = 1024
 """At this depth a block lives half as long as the first block of a chain."""
 
 
 def lifetime_s(ttl_s: float, number: int) -> float:
-    """How long a block of a chain lives after it was stored or read: a store that is full loses the ends of chains."""
+    """How long block `number` of a chain lives after it was stored or read.
+
+    Deeper blocks live shorter, so a full store drops the ends of chains first.
+    """
     return ttl_s * DEEP / (DEEP + number)
 
 
@@ -43,6 +44,19 @@ class Scope(NamedTuple):
 
     fingerprint: str
     bucket: int
+
+
+class BlockIdentity(NamedTuple):
+    """What a value must prove to be: this block of this namespace, stored under this epoch.
+
+    `mark` as in its name; `block_bytes` as the client stored it.
+    """
+
+    key: bytes
+    fingerprint: str
+    epoch: bytes
+    mark: bytes
+    block_bytes: int
 
 
 class Naming:
@@ -89,7 +103,11 @@ class Naming:
         told = fingerprint.encode() + epoch + key
         return hashlib.blake2b(told, digest_size=MARK_BYTES, key=self._secret, person=_PERSON).digest()
 
-    def block(self, fingerprint: str, epoch: bytes, mark: bytes) -> bytes:
-        """The name of a block."""
-        shown = epoch.hex()[:_EPOCH_SHOWN]
-        return b"%b%b:%b:%b" % (self._prefix, fingerprint.encode(), shown.encode(), mark.hex().encode())
+    def block(self, scope: Scope, epoch: bytes, key: bytes) -> bytes:
+        """The name of a block under the epoch of its scope."""
+        shown, mark = epoch.hex()[:_EPOCH_SHOWN], self.mark(scope.fingerprint, epoch, key).hex()
+        return b"%b%b:%b:%b" % (self._prefix, scope.fingerprint.encode(), shown.encode(), mark.encode())
+
+    def identity(self, scope: Scope, epoch: bytes, key: bytes, block_bytes: int) -> BlockIdentity:
+        """What the value of that block must prove to be."""
+        return BlockIdentity(key, scope.fingerprint, epoch, self.mark(scope.fingerprint, epoch, key), block_bytes)

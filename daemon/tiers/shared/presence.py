@@ -5,7 +5,10 @@ The store itself is the index of the tier. This is only memory of what it said, 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import Claim
@@ -19,11 +22,17 @@ KNOWN_S = 300.0
 """How long a block that this host stored or fetched counts as there, and is not sent again."""
 UNFETCHABLE_S = 10.0
 """How long a block that was claimed and could not be fetched is not claimed again: else a client asks for ever."""
+REPLACE_S = 600.0
+"""How long the next store of a block overwrites a value that proved to be another one: computing it may take minutes,
+and a prompt that is asked for again and again would keep it there for ever."""
 MAX_CLAIMS = 4096
 MAX_IN_WINDOWS = 262_144
 """Blocks of windows that all claims name together."""
 MAX_BLOCKS = 131_072
 MAX_UNFETCHABLE = 4096
+MAX_BAD = 16_384
+
+_KEY = struct.Struct(f"{KEY_BYTES}s")
 
 PromptName = tuple[tuple[int, ...], int, bytes, bytes]
 """Numbers of the namespaces that were asked for; the length of the keys, the first and the last one.
@@ -32,8 +41,16 @@ The last key alone would do for chains, but a client may send keys that are no c
 """
 
 
+class _Believed(NamedTuple):
+    """A claim, until when it is believed, and the generations of its namespaces under which it was found."""
+
+    claim: Claim
+    until_s: float
+    generations: tuple[int, ...]
+
+
 class Presence:
-    """Claims by prompt, blocks known to be in the store, and blocks that could not be fetched.
+    """Claims by prompt, blocks known to be in the store, and blocks that could not be fetched or are to be replaced.
 
     Each namespace has a *generation*, which begins anew when its names have changed: what was found under an earlier
     one is not true any more.
@@ -43,10 +60,11 @@ class Presence:
         self._clock_s = clock_s
         self._every = 0  # generations of all namespaces together
         self._generations: dict[int, int] = {}
-        self._claims: dict[PromptName, tuple[Claim, tuple[int, ...]]] = {}
+        self._claims: dict[PromptName, _Believed] = {}
         self._claimed_in_windows = 0
         self._blocks: dict[tuple[int, bytes], tuple[float, int]] = {}
         self._unfetchable: dict[tuple[int, bytes], tuple[float, int]] = {}
+        self._bad: dict[tuple[int, bytes], tuple[float, int]] = {}
 
     def generation(self, namespace: Namespace) -> int:
         """The present one of a namespace."""
@@ -66,65 +84,69 @@ class Presence:
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
         """What the last look-up for this prompt found, if that is not long ago."""
-        claim, generations = self._claims.get(prompt_name(namespaces, keys), (None, ()))
-        if claim is None or self._clock_s() >= claim.until_s:
+        believed = self._claims.get(prompt_name(namespaces, keys))
+        if believed is None or self._clock_s() >= believed.until_s:
             return None
-        return claim if generations == tuple(map(self.generation, namespaces)) else None
+        return believed.claim if believed.generations == tuple(map(self.generation, namespaces)) else None
 
     def claimed(
-        self,
-        namespaces: Sequence[Namespace],
-        keys: bytes,
-        end: int,
-        starts: dict[int, int],
-        stored: dict[int, set[int]],
+        self, namespaces: Sequence[Namespace], keys: bytes, found: Claim, known: Sequence[set[bytes]] = ()
     ) -> None:
-        """A look-up has ended, under the names of now: all have, or can fetch, blocks 0 ..< `end`."""
-        generations = tuple(map(self.generation, namespaces))
-        end = self._fetchable(namespaces, keys, end, starts, stored)
-        more = any(end > start for start in starts.values()) or any(stored.values())
-        name, until_s = prompt_name(namespaces, keys), self._clock_s() + (CLAIM_S if more else NO_CLAIM_S)
+        """A look-up has ended, and `found` this under the names of now: believe it, up to what cannot be fetched.
+
+        `known`: what `unfetchable` said when it began, which it has left out.
+        """
+        name, until_s = prompt_name(namespaces, keys), self._clock_s()
         self._drop_claim(name)
-        self._claims[name] = Claim(end, starts, stored, until_s), generations
-        self._claimed_in_windows += sum(map(len, stored.values()))
+        end = self._fetchable(namespaces, keys, found, known)
+        if end < found.end and found.stored:
+            return  # other blocks of the windows would be needed there: the next look-up finds an end that is whole
+        generations = tuple(map(self.generation, namespaces))
+        claim = found._replace(end=end)
+        more = any(claim.end > start for start in claim.starts.values()) or any(claim.stored.values())
+        until_s += CLAIM_S if more else NO_CLAIM_S
+        self._claims[name] = _Believed(claim, until_s, generations)
+        self._claimed_in_windows += claim.blocks_in_windows
         while len(self._claims) > MAX_CLAIMS or (self._claimed_in_windows > MAX_IN_WINDOWS and len(self._claims) > 1):
             self._drop_claim(next(iter(self._claims)))
 
     def _drop_claim(self, name: PromptName) -> None:
-        claim, _ = self._claims.pop(name, (None, ()))
-        if claim is not None:
-            self._claimed_in_windows -= sum(map(len, claim.stored.values()))
+        believed = self._claims.pop(name, None)
+        if believed is not None:
+            self._claimed_in_windows -= believed.claim.blocks_in_windows
 
     def _fetchable(
-        self,
-        namespaces: Sequence[Namespace],
-        keys: bytes,
-        end: int,
-        starts: dict[int, int],
-        stored: dict[int, set[int]],
+        self, namespaces: Sequence[Namespace], keys: bytes, claim: Claim, known: Sequence[set[bytes]]
     ) -> int:
-        """The run up to the first block that could not be fetched a short time ago."""
-        self._drop_fetchable_again()
-        generations = {one.number: self.generation(one) for one in namespaces}
-        bad: dict[int, set[bytes]] = {}
-        for (number, key), (_, generation) in self._unfetchable.items():
-            if generations.get(number) == generation:
-                bad.setdefault(number, set()).add(key)
-        if not bad:
-            return end
+        """Where the run ends at the latest: at the first block that could not be fetched a short time ago."""
+        end, starts, stored = claim.end, claim.starts, claim.stored
+        bad = self.unfetchable(namespaces)
+        bad = [its - was for its, was in zip(bad, known, strict=True)] if known else bad
         # One pass over the keys, however many namespaces: prompts are long.
-        keys_of_any = set().union(*bad.values())
-        for number in range(0 if stored else min(starts.values(), default=end), end):
-            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+        keys_of_any = set().union(*bad)
+        first = 0 if stored else min(starts.values(), default=end)
+        run = keys[first * KEY_BYTES : end * KEY_BYTES] if keys_of_any else b""
+        if keys_of_any.isdisjoint(chain.from_iterable(_KEY.iter_unpack(run))):
+            return end
+        for number, (key,) in enumerate(_KEY.iter_unpack(run), first):
             if key in keys_of_any and any(
-                key in bad.get(one.number, ())
-                and (number in stored[place] if place in stored else number >= starts.get(place, end))
-                for place, one in enumerate(namespaces)
+                key in its and (number in stored[place] if place in stored else number >= starts.get(place, end))
+                for place, its in enumerate(bad)
             ):
                 return number
         return end
 
-    def _drop_fetchable_again(self) -> None:
+    def unfetchable(self, namespaces: Sequence[Namespace]) -> list[set[bytes]]:
+        """For each of these, the blocks that could not be fetched a short time ago."""
+        self._forget_old_failures()
+        bad: dict[int, set[bytes]] = {one.number: set() for one in namespaces}
+        generations = {one.number: self.generation(one) for one in namespaces}
+        for (number, key), (_, generation) in self._unfetchable.items():
+            if generations.get(number) == generation:
+                bad[number].add(key)
+        return [bad[one.number] for one in namespaces]
+
+    def _forget_old_failures(self) -> None:
         now_s = self._clock_s()
         while self._unfetchable:
             oldest = next(iter(self._unfetchable))
@@ -147,18 +169,24 @@ class Presence:
         """The store has this block, as a job found that began in this `generation`."""
         if generation == self.generation(namespace):
             self._unfetchable.pop((namespace.number, key), None)
+            self._bad.pop((namespace.number, key), None)
             self._put(self._blocks, MAX_BLOCKS, namespace, key, KNOWN_S)
 
-    def could_not_fetch(self, namespace: Namespace, key: bytes, generation: int) -> None:
-        """The store claimed this block, and did not deliver it, or not what was stored; `generation` as in `note`."""
+    def could_not_fetch(self, namespace: Namespace, key: bytes, generation: int, bad: bool = False) -> None:
+        """The store claimed this block, and did not deliver it; `generation` as in `note`.
+
+        `bad`: what it delivered is another value, which has to be replaced.
+        """
         if generation == self.generation(namespace):
             self._blocks.pop((namespace.number, key), None)
             self._put(self._unfetchable, MAX_UNFETCHABLE, namespace, key, UNFETCHABLE_S)
+            if bad:
+                self._put(self._bad, MAX_BAD, namespace, key, REPLACE_S)
             self.drop_claims()
 
-    def is_unfetchable(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether it is in vain to ask for this block now. The next store of it overwrites what is there."""
-        return self._holds(self._unfetchable, namespace, key)
+    def is_to_replace(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether a store of this block overwrites what is there."""
+        return any(self._holds(where, namespace, key) for where in (self._bad, self._unfetchable))
 
     def _put(
         self, where: dict[tuple[int, bytes], tuple[float, int]], most: int, of: Namespace, key: bytes, seconds: float

@@ -17,7 +17,7 @@ from typing import NamedTuple
 PROBES = 32
 """Places probed in one round: three rounds are enough for 32,768 blocks."""
 MAX_PROBES = 1024
-"""In one round, of all namespaces together."""
+"""Probes in one round, for all namespaces together."""
 SAMPLED = 32
 """Places of what is claimed that are probed with the last round."""
 WINDOW_ROUNDS = 4
@@ -60,7 +60,7 @@ def longest_run(asks: Sequence[ChainAsk | WindowAsk], blocks: int, pack: int = 1
     windows = {place: ask for place, ask in enumerate(asks) if isinstance(ask, WindowAsk)}
     least = min((ask.start for ask in chains.values()), default=0)
     end = (yield from _chain_end(chains, blocks, pack, least)) if chains else blocks
-    return (yield from _whole_windows(windows, end, least))
+    return (yield from _whole_windows(windows, end))
 
 
 def _chain_end(
@@ -102,9 +102,7 @@ def _first_missing(
     return next((number for (_, number), here in zip(probes, there, strict=True) if not here), None)
 
 
-def _whole_windows(
-    windows: dict[int, WindowAsk], end: int, least: int
-) -> Generator[list[Probe], list[bool], StoredRun]:
+def _whole_windows(windows: dict[int, WindowAsk], end: int) -> Generator[list[Probe], list[bool], StoredRun]:
     stored: dict[int, set[int]] = {place: set() for place in windows}
     asked: dict[int, set[int]] = {place: set() for place in windows}
     for _ in range(WINDOW_ROUNDS if windows else 0):
@@ -113,7 +111,7 @@ def _whole_windows(
             wanted = [number for number in range(max(0, end - ask.window), end) if not ask.here[number]]
             probes += [(place, number) for number in wanted if number not in asked[place]]
         if len(probes) > MAX_PROBES:
-            return StoredRun(least, {})
+            return StoredRun(0, {})
         if probes:
             there = yield probes
             for (place, number), here in zip(probes, there, strict=True):
@@ -123,10 +121,12 @@ def _whole_windows(
         missing = [number for place, ask in windows.items() for number in _gaps(ask, stored[place], end)]
         if not missing:
             return StoredRun(end, stored)
-        end = min(missing)  # a missing block rules out every cut from the next block to the window's length behind it
-        if end <= least:
+        # A missing block rules out every cut from the next block to the window's length behind it. The cut may well be
+        # shorter than the chains that are on this host: their windows need not be here.
+        end = min(missing)
+        if not end:
             break
-    return StoredRun(end, stored) if not windows else StoredRun(least, {})
+    return StoredRun(end, stored) if not windows else StoredRun(0, {})
 
 
 def _gaps(ask: WindowAsk, stored: set[int], end: int) -> list[int]:

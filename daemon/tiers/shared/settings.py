@@ -12,6 +12,7 @@ from tiercache.daemon.tiers.shared.naming import Naming
 from tiercache.daemon.tiers.shared.stores import open_store
 from tiercache.daemon.tiers.shared.stores.store import SharedStore
 from tiercache.daemon.tiers.shared.value import ValueForm
+from tiercache.errors import ConfigError
 
 _PERSON_OF_NAMES = b"shared-names"
 
@@ -31,11 +32,18 @@ class SharedSettings:
 
 
 def shared_settings(config: DaemonConfig) -> SharedSettings:
-    """Those of a daemon. Raises ConfigError for what can never work: a bad URL, a missing library or key."""
+    """Those of a daemon.
+
+    Raises ConfigError for what can never work: a bad URL, a missing library or key, settings that rule each other out.
+    """
     cipher = None if config.shared_key is None else load_cipher(config.shared_key, "shared_key")
     secret = b"" if cipher is None else cipher.derived_key(_PERSON_OF_NAMES)
+    store = open_store(config.shared.full)
+    if config.shared_write == "evicted" and store.pack_blocks > 1:
+        text = f"DRAM evicts single blocks, and {store.address} keeps packs of {store.pack_blocks}"
+        raise ConfigError(f"shared_write = evicted: {text}: write all or reused, or ?pack=1 in the store's URL")
     return SharedSettings(
-        store=open_store(config.shared.full),
+        store=store,
         naming=Naming(config.shared_deployment, secret),
         form=ValueForm(cipher, codec_number(config.shared_codec)),
         state=(config.shared_state or config.run_dir) / f"shared-flushes-{config.shared_deployment}",

@@ -1,11 +1,12 @@
 """The shared tier: what the daemon has in a store that other hosts use too.
 
-    SharedLookups      how far the store extends what this host has       ──► Presence: claims, for a short time
-    SharedSource store → DRAM, a source of promotions
-    SharedWrites DRAM → store, behind
-    Epochs       flushes by any host
-    Breaker      whether to ask the store at all
-    Lines        threads, each with a connection
+    SharedLookups   how far the store extends what this host has ──► Presence: claims, for a short time
+    SharedSource    store → DRAM, a source of promotions
+    SharedWrites    DRAM → store, behind
+    SharedFlushes   flushes by this host, until the store has been told
+    Epochs          flushes by any host
+    Breaker         whether to ask the store at all
+    Lines           threads, each with a connection
 
 All on the event loop, except what the lines do. No request waits for the store longer than the time-out of a look-up,
 and nothing waits for one that is away.
@@ -21,8 +22,7 @@ from typing import Any
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
 from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.daemon.tiers.shared.ancestry import Ancestry
 from tiercache.daemon.tiers.shared.breaker import Breaker, BreakerState
@@ -46,13 +46,16 @@ log = logging.getLogger("tiercache.daemon")
 
 LOOKUP_LINES = 2
 MAX_WINDOW_LOOKUPS = 8192
-"""Blocks of windows that are looked up on this host for one look-up in the store; with more there is none."""
+"""Blocks of windows that one request may look up on this host; with more, nothing is asked of the store for it."""
 CLOSE_S = 5.0
 _POLL_S = 0.01
 
 
 class SharedTier:
-    """Made, attached, opened, closed. `landed`-like callbacks and clocks are parameters; see `LowerTiers`."""
+    """The shared tier of one daemon: made, attached below DRAM, opened, and closed once. Event loop only.
+
+    `soon()` asks for a slice of `work` before the next tick; `clock_s`: monotonic.
+    """
 
     name = "shared"
 
@@ -68,7 +71,9 @@ class SharedTier:
         self.breaker = Breaker(clock_s)
         self.presence = Presence(clock_s)
         self.epochs = Epochs(settings.naming)
-        self.flushes = SharedFlushes(self.epochs, settings.state, self._submit_flush, self._flush_ended)
+        self.flushes = SharedFlushes(
+            self.epochs, settings.state, self._submit_flush, self._flush_ended, lambda: not self.breaker.closed
+        )
         self.source = SharedSource(self._fetch, self.scope_of, self.pack_of, lambda: self.away, self.presence, soon)
         self._regions = regions
         self._soon = soon
@@ -77,9 +82,10 @@ class SharedTier:
         self._lookups = SharedLookups(settings.lookup_timeout_s, self._later)
         self._closing = False
 
-    def attach(self, space: Space) -> None:
-        """Attach it below DRAM."""
+    def attach(self, space: Space, lookup_local: Callable[[Namespace], Callable[[bytes], bool] | None]) -> None:
+        """Attach it below DRAM; `lookup_local`: see `TierBelow.lookup`, of the tiers between."""
         self._space = space
+        self._lookup_local = lookup_local
         settings = self.settings
         self._ancestry = Ancestry(space.index)
         self._writes = SharedWrites(
@@ -95,7 +101,7 @@ class SharedTier:
             pack_of=self.pack_of,
             scope_of=self.scope_of,
             may_write=lambda: self.breaker.may_write,
-            submit=lambda job: self._submit(job, LineUse.WRITE),
+            submit=lambda job: self._submit(job, LineUse.WRITE, self._gone),
             share=lambda: self.breaker.share,
             ended=self._job_ended,
             soon=self._soon,
@@ -133,9 +139,14 @@ class SharedTier:
         """Whether nothing should be asked of the store now."""
         return self._lines is None or self._closing or not self.breaker.closed
 
-    def _submit(self, job: SharedJob, use: LineUse) -> None:
+    def _submit(self, job: SharedJob, use: LineUse, given_up: Callable[[], bool] | None = None) -> None:
         assert self._lines is not None
+        job.given_up = given_up or job.given_up
         self._lines.submit(job, use)
+
+    def _gone(self) -> bool:
+        """Whether the breaker is open. Any thread: this only reads one field."""
+        return not self.breaker.closed
 
     def _submit_flush(self, job: SharedJob) -> None:
         self._submit(job, LineUse.LOOKUP)
@@ -145,20 +156,16 @@ class SharedTier:
         self._loop.call_later(seconds, call)
 
     def _job_ended(self, job: LookupJob | FetchJob | WriteJob | ProbeJob) -> None:
-        """What every job teaches: the notes, and whether the store is well."""
+        """Take in what each job tells: notes, and whether the store is well."""
         self._names_changed(self.epochs.learn(job.learned))
-        if job.problem is None:
-            was = self.breaker.state
-            self.breaker.worked(type(job))
-            if was is BreakerState.HALF_OPEN and self.breaker.closed:
-                log.warning("the shared store %s answers again", self.store.address)
-                self.presence.drop_claims()
-        elif not self._closing:
+        if job.problem is not None and not self._closing:
             self._failed(job.problem, type(job))
+        elif job.problem is None and not job.idle:
+            self._worked(type(job))
 
     def _flush_ended(self, job: FlushJob) -> None:
         if job.problem is None:
-            self.breaker.worked(FlushJob)
+            self._worked(FlushJob)
         elif not self._closing:
             self._failed(job.problem, FlushJob)
 
@@ -169,10 +176,23 @@ class SharedTier:
         about = {self.epochs.naming.fingerprint_of(note) for note in notes}
         self.presence.forget(None if "" in about else self._space.numbers(about).values())
 
+    def _worked(self, kind: object) -> None:
+        was = self.breaker.state
+        self.breaker.worked(kind)
+        self._may_be_back(was)
+
     def _failed(self, error: StoreError, kind: object = None) -> None:
+        was = self.breaker.state
         if self.breaker.failed(error, kind):
             log.error("the shared store %s is away: %s", self.store.address, error.text)
             self.presence.drop_claims()
+        self._may_be_back(was)  # one that is full, or takes no writes, answers
+
+    def _may_be_back(self, was: BreakerState) -> None:
+        if was is BreakerState.HALF_OPEN and self.breaker.closed:
+            log.warning("the shared store %s answers again", self.store.address)
+            self.presence.drop_claims()
+            self.flushes.store_is_back()
 
     def _probe(self) -> None:
         self._submit(ProbeJob(self.epochs.naming.deployment_note, self._job_ended), LineUse.LOOKUP)
@@ -195,11 +215,28 @@ class SharedTier:
         return self._lookups.wait(namespaces, keys, go, lambda: self._look_up(namespaces, keys, lengths))
 
     def _is_claimed(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> bool:
-        """Whether the last look-up still says all: it does not where this host has lost blocks since."""
+        """Whether the last look-up still answers this: it does not if this host has lost blocks since."""
         claim = self.presence.claim(namespaces, keys)
-        return claim is not None and all(lengths[place] >= start for place, start in claim.starts.items())
+        if claim is None or any(lengths[place] < start for place, start in claim.starts.items()):
+            return False
+        for place, namespace in enumerate(namespaces):
+            if place not in claim.starts and not self._has_window(
+                namespace, keys, claim, claim.stored.get(place, set())
+            ):
+                return False
+        return True
+
+    def _has_window(self, namespace: Namespace, keys: bytes, claim: Claim, stored: set[int]) -> bool:
+        """Whether this host still has what the store lacks of the window before the end of a claim."""
+        numbers = [one for one in range(first_of_window(namespace, claim.end), claim.end) if one not in stored]
+        if not numbers:
+            return True
+        return all(self._here(namespace, b"".join(keys[one * KEY_BYTES : (one + 1) * KEY_BYTES] for one in numbers)))
 
     def _look_up(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> None:
+        if self.away:  # since it was queued: its deadline, and those of all behind it, would pass one after another
+            self._later(0.0, lambda: self._lookups.ended(namespaces, keys))
+            return
         asks: list[ChainAsk | WindowAsk] = []
         for namespace, length in zip(namespaces, lengths, strict=True):
             if namespace.table.windowed:
@@ -207,20 +244,23 @@ class SharedTier:
             else:
                 asks.append(ChainAsk(length))
         pack = max(self.pack_of(namespace) for namespace in namespaces)
-        job = LookupJob(self.epochs, namespaces, keys, asks, pack, self._looked_up)
+        bad = self.presence.unfetchable(namespaces)
+        job = LookupJob(self.epochs, namespaces, keys, asks, pack, bad, self._looked_up)
         self._submit(job, LineUse.LOOKUP)
 
     def _here(self, namespace: Namespace, keys: bytes) -> bytes:
-        get = namespace.table.get
+        """Which blocks this host has, in any tier."""
+        lookups = [self._space.index.lookup(namespace.table), self._lookup_local(namespace)]
+        here = [lookup for lookup in lookups if lookup is not None]
         starts = range(0, len(keys), KEY_BYTES)
-        return bytes(get(keys[start : start + KEY_BYTES]) != NO_ENTRY for start in starts)
+        return bytes(any(has(keys[start : start + KEY_BYTES]) for has in here) for start in starts)
 
     def _looked_up(self, job: LookupJob) -> None:
         self._job_ended(job)
         still = all(self.epochs.of(scope) == epoch for scope, epoch in job.epochs.items())
         if job.found and still and not self.away:
             starts = {place: ask.start for place, ask in enumerate(job.asks) if isinstance(ask, ChainAsk)}
-            self.presence.claimed(job.namespaces, job.keys, job.end, starts, job.stored)
+            self.presence.claimed(job.namespaces, job.keys, Claim(job.end, starts, job.stored), job.bad)
         self._lookups.ended(job.namespaces, job.keys)
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
@@ -238,7 +278,8 @@ class SharedTier:
 
     def _fetch(self, fetches: list[Fetch]) -> None:
         ttl_s = self.settings.ttl_s
-        self._submit(FetchJob(self.settings.form, self.epochs, fetches, ttl_s, self._job_ended), LineUse.FETCH)
+        job = FetchJob(self.settings.form, self.epochs, fetches, ttl_s, self._job_ended)
+        self._submit(job, LineUse.FETCH, self._gone)
 
     # --- what DRAM tells -------------------------------------------------------------------------
 
@@ -328,6 +369,7 @@ class SharedTier:
             "fetched_blocks": tally.blocks,
             "fetched_bytes": tally.stored_bytes,
             "bad_blocks": tally.bad_blocks,
+            "other_version_blocks": tally.other_version,
             "failed_fetches": tally.failed,
             "written_blocks": writes.written_blocks,
             "written_bytes": writes.written_bytes,
@@ -340,6 +382,7 @@ class SharedTier:
             "skipped_unplaced": writes.skipped_unplaced,
             "epoch_changes": self.epochs.changes,
             "flushes_waiting": len(self.flushes),
+            "flush_tries": self.flushes.tries,
         }
 
     def reasons(self) -> list[str]:

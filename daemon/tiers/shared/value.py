@@ -12,30 +12,21 @@ reaches a client before it is proved, and a value that fails is a miss.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, Cipher, CipherError
 from tiercache.daemon.tiers.shared.memory import address_of
+from tiercache.daemon.tiers.shared.naming import BlockIdentity
 from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.protocol.checksums import CHECKSUM_XXH3, block_checksum, block_seed
 
 MAGIC = b"tcKV"
 VERSION = 1
+"""Of the header's fields: the byte behind MAGIC. A header of another length needs other names too (`naming`)."""
 _HEADER = struct.Struct("<4sBBBxQQQ16s16s16s16x")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == 96
 _SEALED = 0  # in the place of a kind of checksum: the tag of the cipher is one
-
-
-class BlockIdentity(NamedTuple):
-    """What a value must prove to be. `mark` and `epoch`: see `naming`; `block_bytes` as the client stored it."""
-
-    key: bytes
-    fingerprint: str
-    epoch: bytes
-    mark: bytes
-    block_bytes: int
 
 
 def announced_bytes(header: bytes) -> int:
@@ -81,8 +72,12 @@ class ValueForm:
     def unpack(self, whose: BlockIdentity, header: bytes, body: memoryview, frame: memoryview) -> FetchOutcome:
         """Prove a value and write its block to `frame`, which may be where `body` begins.
 
-        OK, OTHER_KEY where it is sealed and we have no key or the reverse, else CORRUPT. Then `frame` holds rubbish.
+        Returns OK; OTHER_VERSION for a header that begins as one of another release; or CORRUPT. Unless it is OK,
+        `frame` holds rubbish. Sealed and plain values have different names, so a value of one kind under a name of the
+        other was forged.
         """
+        if header[: len(MAGIC)] == MAGIC and header[len(MAGIC)] != VERSION:
+            return FetchOutcome.OTHER_VERSION
         magic, version, codec, kind, block_bytes, body_bytes, checksum, mark, fingerprint, epoch = _HEADER.unpack(
             header
         )
@@ -91,7 +86,7 @@ class ValueForm:
         if told != expected or len(frame) != whose.block_bytes or not codecs.known(codec) or codec & codecs.SEALED:
             return FetchOutcome.CORRUPT
         if (kind == _SEALED) is not (self._cipher is not None):
-            return FetchOutcome.OTHER_KEY
+            return FetchOutcome.CORRUPT
         if self._cipher is not None:
             return self._unseal(whose, header, codec, body, frame)
         if kind != CHECKSUM_XXH3 or block_checksum(body, _seed(whose, codec)) != checksum:

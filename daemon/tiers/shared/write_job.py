@@ -14,7 +14,7 @@ from tiercache.daemon.tiers.shared.lines import SharedJob
 from tiercache.daemon.tiers.shared.memory import frame_view, thread_scratch
 from tiercache.daemon.tiers.shared.naming import Scope
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put
-from tiercache.daemon.tiers.shared.value import BlockIdentity, ValueForm
+from tiercache.daemon.tiers.shared.value import ValueForm
 
 WRITE_S = 10.0
 """Deadline of a job."""
@@ -70,6 +70,9 @@ class WriteJob(SharedJob):
         until_s = deadline(WRITE_S)
         reader = EpochReader(self._epochs, [value.scope for value in self.values])
         try:
+            if self.given_up():
+                self.idle = True
+                return
             if not reader.complete:
                 reader.read(connection, until_s)
             for _ in range(EPOCH_TRIES):
@@ -81,7 +84,7 @@ class WriteJob(SharedJob):
                 if not reader.complete:
                     reader.read(connection, until_s)
         except StaleEpoch:
-            return
+            self.idle = True
         finally:
             self.learned = reader.learned
 
@@ -123,17 +126,14 @@ class WriteJob(SharedJob):
         return sum(self._form.body_bytes(block.namespace.spec.block_bytes) for block in value.blocks)
 
     def _name(self, value: ValueWrite, reader: EpochReader) -> bytes:
-        scope, naming = value.scope, self._epochs.naming
-        epoch = reader.of(scope)
-        return naming.block(scope.fingerprint, epoch, naming.mark(scope.fingerprint, epoch, value.blocks[-1].key))
+        return self._epochs.naming.block(value.scope, reader.of(value.scope), value.blocks[-1].key)
 
     def _parts(self, value: ValueWrite, reader: EpochReader, scratch: memoryview) -> list[memoryview | bytes]:
-        scope, form = value.scope, self._form
-        epoch, parts, at = reader.of(scope), list[memoryview | bytes](), 0
+        form, naming = self._form, self._epochs.naming
+        epoch, parts, at = reader.of(value.scope), list[memoryview | bytes](), 0
         for block in value.blocks:
             length = block.namespace.spec.block_bytes
-            mark = self._epochs.naming.mark(scope.fingerprint, epoch, block.key)
-            whose = BlockIdentity(block.key, scope.fingerprint, epoch, mark, length)
+            whose = naming.identity(value.scope, epoch, block.key, length)
             room = form.body_bytes(length)
             header, body = form.pack(whose, frame_view(block.address, length), scratch[at : at + room])
             at += room

@@ -29,10 +29,11 @@ from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT
 
 MAX_QUEUED = 65_536
 MAX_IN_FLIGHT_BYTES = 64 << 20
+"""Frames on their way."""
 MAX_EVICTED_BYTES = 32 << 20
 """Frames of evicted blocks that wait to be sent, or are on their way."""
-EVICTED_SHARE = 1 / 8
-"""The same, as a part of the arena."""
+HELD_SHARE = 1 / 8
+"""Either, as a part of the arena: a store that does not answer must not keep DRAM from making room."""
 BLOCKS_EACH = 16
 BYTES_EACH = 8 << 20
 """Blocks of one job, and their bytes, unless one value is larger."""
@@ -131,17 +132,16 @@ class SharedWrites:
             return
         if self._ancestry.place(namespace, key) is None or self._pack_of(namespace) > 1:
             self.skipped_unplaced += 1
-        elif self._evicted_bytes + self.in_flight_bytes + size > self._most_evicted_bytes:
+        elif self._evicted_bytes + self.in_flight_bytes + size > self._at_most(MAX_EVICTED_BYTES):
             self.skipped_queue_full += 1
         elif (namespace.number, key) not in self._queued:
             self._evicted_bytes += size
             self._space.allocator.hold(frame)
             self._put(_Queued(namespace, key, (frame, size)))
 
-    @property
-    def _most_evicted_bytes(self) -> int:
+    def _at_most(self, size_bytes: int) -> int:
         """In a small arena less: what is evicted to make room must make room."""
-        return min(MAX_EVICTED_BYTES, int(self._space.allocator.arena_bytes * EVICTED_SHARE))
+        return min(size_bytes, int(self._space.allocator.arena_bytes * HELD_SHARE))
 
     def _add(self, namespace: Namespace, key: bytes) -> None:
         name = namespace.number, key
@@ -175,7 +175,7 @@ class SharedWrites:
         """Give jobs to the lines, as many as there is room for; True when it stopped to let others run."""
         self._offer_chains()
         considered, values, size_bytes = 0, list[ValueWrite](), 0
-        may_write, most_bytes = self._may_write(), MAX_IN_FLIGHT_BYTES * self._share()
+        may_write, most_bytes = self._may_write(), self._at_most(MAX_IN_FLIGHT_BYTES) * self._share()
         if not may_write:
             self._let_evicted_go()
         while may_write and self._queue and considered < CONSIDERED_AT_ONCE:
@@ -218,7 +218,7 @@ class SharedWrites:
                 self._space.allocator.unhold(block.frame)
             return None
         self._in_flight.update((namespace.number, block.key) for block in blocks)
-        overwrite = any(self._presence.is_unfetchable(namespace, block.key) for block in blocks)
+        overwrite = any(map(self._is_to_replace, blocks))
         ttl_s = lifetime_s(self._ttl_s, place.number)
         return ValueWrite(self._scope_of(namespace, place.root), blocks, ttl_s, overwrite)
 
@@ -239,6 +239,9 @@ class SharedWrites:
             self._space.allocator.hold(frame)
         return [self._block(namespace, its, frame) for its, frame in reversed(found)]
 
+    def _is_to_replace(self, block: SharedWrite) -> bool:
+        return self._presence.is_to_replace(block.namespace, block.key)
+
     def _block(self, namespace: Namespace, key: bytes, frame: int) -> SharedWrite:
         address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
         return SharedWrite(namespace, key, frame, address)
@@ -246,14 +249,16 @@ class SharedWrites:
     def _ended(self, job: WriteJob) -> None:
         told = zip(job.values, job.fates, job.sent_bytes, job.generations, job.outdated, strict=True)
         for value, fate, sent, generation, outdated in told:
+            # What was there turned out meanwhile to be another value: it does not count as there.
+            bad = fate is Fate.DONE and not sent and any(map(self._is_to_replace, value.blocks))
             for block in value.blocks:
                 self._space.allocator.unhold(block.frame)
                 self._in_flight.discard((block.namespace.number, block.key))
                 self.in_flight_bytes -= block.namespace.size_class.frame_bytes
-                if fate is Fate.DONE:
+                if fate is Fate.DONE and not bad:
                     self._presence.note(block.namespace, block.key, generation)
             count = len(value.blocks)
-            if outdated:
+            if outdated or bad:
                 self._add(value.blocks[-1].namespace, value.blocks[-1].key)  # sent if it is still in DRAM
             elif fate is not Fate.DONE:
                 self.failed_blocks += count

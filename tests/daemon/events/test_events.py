@@ -314,6 +314,12 @@ def test_without_the_setting_there_is_nothing(tmp_path: Path) -> None:
         ({"kv_events": "inproc://here"}, "ipc:// and the path"),
         ({"kv_events": "ipc://here"}, "ipc:// and the path"),
         ({"kv_events": "ipc:///" + "x" * 200}, "ipc:// and the path"),
+        ({"kv_events": "tcp://epp.llm-d:5557"}, "is no address to bind"),
+        ({"kv_events": "tcp://epp.llm-d:5557", "kv_events_connect": "yes"}, "--kv-events-allow-remote yes"),
+        ({"kv_events": "tcp://*:5557", "kv_events_connect": "yes"}, "is no address to connect to"),
+        ({"kv_events": "tcp://[::]:5557", "kv_events_connect": "yes"}, "is no address to connect to"),
+        ({"kv_events": "tcp://a_b:5557", "kv_events_connect": "yes"}, "is no address"),
+        ({"kv_events_connect": "yes"}, "mean nothing without kv_events"),
         ({"kv_events_replay": "ipc:///r"}, "mean nothing without kv_events"),
         ({"kv_events": "ipc:///r", "kv_events_replay": "ipc:///r"}, "choose another one"),
         ({"kv_events": "ipc:///r", "kv_events_buffer": "0"}, "1 to 1000000"),
@@ -333,6 +339,16 @@ def test_addresses_of_this_host_are_taken(address: str) -> None:
 def test_other_hosts_are_let_in_only_when_told_so() -> None:
     for address in ("tcp://*:5557", "tcp://10.1.2.3:5557", "tcp://[::]:5557"):
         assert DaemonConfig(kv_events=address, kv_events_allow_remote=True).kv_events == address
+
+
+def test_a_subscriber_that_listens_may_have_a_name() -> None:
+    for address, remote in (
+        ("tcp://epp.llm-d:5557", True),
+        ("tcp://10.1.2.3:5557", True),
+        ("tcp://localhost:5557", False),
+    ):
+        taken = DaemonConfig(kv_events=address, kv_events_connect=True, kv_events_allow_remote=remote)
+        assert taken.kv_events == address
 
 
 def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Path) -> None:

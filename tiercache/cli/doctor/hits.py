@@ -146,6 +146,14 @@ def _shared(tree: Tree) -> Iterator[Finding]:
     if late > max(ENOUGH_BLOCKS, lookups / 10):
         figure = f"{int(late):,} requests did not wait for the end of theirs, of {int(lookups):,} in the shared store"
         yield warning(TOPIC, "look-ups", figure, "raise --shared-lookup-timeout, or use a store that is nearer")
+    if waiting := int(at(tree, "tiers.shared.flushes_waiting")):
+        tries = int(at(tree, "tiers.shared.flush_tries"))
+        figure = f"flush not told yet: {waiting:,} notes wait after {tries:,} tries"
+        remedy = "bring the store back, or let this daemon write to it; until then other hosts find what was flushed"
+        yield warning(TOPIC, "shared flush", figure, remedy)
+    if other := int(at(tree, "tiers.shared.other_version_blocks")):
+        remedy = "upgrade all hosts of the deployment to one release"
+        yield warning(TOPIC, "other release", f"{other:,} blocks in the shared store are in its form", remedy)
     if bad := int(at(tree, "tiers.shared.bad_blocks")):
         remedy = "check that all hosts have the same --shared-key, and who else writes to the store"
         yield warning(TOPIC, "bad blocks", f"{bad:,} in the shared store were not what a host has stored", remedy)

@@ -15,10 +15,10 @@ from tiercache.cli.doctor.findings import Finding, failure, ok, skipped, warning
 from tiercache.cli.readings import Tree
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
-from tiercache.daemon.tiers.shared.naming import EPOCH_BYTES, FORMAT, MARK_BYTES
+from tiercache.daemon.tiers.shared.naming import EPOCH_BYTES, FORMAT, MARK_BYTES, BlockIdentity
 from tiercache.daemon.tiers.shared.settings import SharedSettings, shared_settings
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, Put, StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, BlockIdentity
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES
 from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
@@ -73,13 +73,14 @@ def prefill_of(model: str, tokens_per_s: float | None) -> Prefill:
     from tiercache.plan.sizes import Form
 
     known = load_model(model)
+    form = Form(known, "auto", 16, 1)
     compute_s = known.prefill_flops(HIT_TOKENS) / (GPUS[_GPU].flops * _MFU)
     name = f"{known.name} on an {_GPU}"
     if tokens_per_s is not None:
         if not tokens_per_s > 0:
             raise ConfigError(f"--prefill {tokens_per_s:g}: is a number of tokens per second, more than 0")
         name, compute_s = f"{known.name} at {tokens_per_s:,.0f} tokens/s", HIT_TOKENS / tokens_per_s
-    return Prefill(name, compute_s, round(HIT_TOKENS * Form(known, "auto", 16, 1).token_bytes))
+    return Prefill(name, compute_s, round(HIT_TOKENS * form.token_bytes) + form.state_gpu_bytes)
 
 
 def examine(config: DaemonConfig, tree: Tree, url: str, prefill: Prefill, measure: bool) -> list[Finding]:

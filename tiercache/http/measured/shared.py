@@ -22,6 +22,11 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
         "bad_blocks",
         "Blocks of the shared store whose bytes are not those that a host stored there; they were not used.",
     ),
+    (
+        "other_version_blocks",
+        "other_version_blocks",
+        "Blocks of the shared store that a host of another release stored in a form of its own; they were not used.",
+    ),
     ("failed_fetches", "failed_fetches", "Fetches of blocks that the shared store failed or did not answer in time."),
     ("written_blocks", "written_blocks", "Blocks sent to the shared store."),
     ("written_bytes", "written_bytes", "Bytes sent to the shared store for these blocks, as they are stored."),

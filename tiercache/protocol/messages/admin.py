@@ -91,10 +91,14 @@ class StatsReply(Reply, tag="stats_reply"):
 
 
 class ModelList(Reply, tag="model_list"):
-    """Models of the open sessions, each once, and the numbers of their namespaces by fingerprint."""
+    """Models of the open sessions, each once, and the numbers of their namespaces by fingerprint.
+
+    `windows`: the windows of those namespaces that have one, in blocks. None: an earlier daemon, which does not say.
+    """
 
     models: list[ModelCard]
     namespaces: dict[str, int]
+    windows: dict[str, int] | None = None
 
 
 class CheckReply(Reply, tag="check_reply"):

@@ -1,15 +1,17 @@
-"""A directory as a source of promotions: finds a block's slot, holds it, and reads it into a frame."""
+"""Directories as sources of promotions: which of them has a block; its slot is held, and read into a frame."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+from tiercache.daemon.ground.slices import PINS, Steps
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
-from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
+from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.protocol.messages import KEY_BYTES
 
 MAX_UNREADABLE = 4096
@@ -45,6 +47,44 @@ class Unreadable:
             del self.blocks[next(iter(self.blocks))]
         self.blocks[name] = None
         return False
+
+
+class ShelfSources:
+    """All open directories: implements `LowerTier`. `promoted`, `unreadable`: over all of them. Event loop only."""
+
+    def __init__(self, placement: ShelfPlacement) -> None:
+        self.promoted = FetchTally()
+        self.unreadable = Unreadable()
+        self._placement = placement
+        self._sources: dict[Shelf, ShelfSource] = {}
+
+    def of(self, shelf: Shelf) -> ShelfSource:
+        """The one of an open directory."""
+        source = self._sources.get(shelf)
+        if source is None:
+            source = self._sources[shelf] = ShelfSource(shelf, self.promoted, self.unreadable)
+        return source
+
+    def gone(self, shelf: Shelf) -> None:
+        """A directory has gone, and its promotions were given up."""
+        self._sources.pop(shelf, None)
+
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
+        """See `LowerTier`: a chain lives in one directory, each block of a window in any."""
+        if not namespace.table.windowed:
+            first, end = wanted[0], wanted[-1] + 1
+            shelf, length = self._placement.find(namespace, keys, end)
+            if shelf is None or length <= first:
+                return TierParts([], wanted)
+            return TierParts([SourcePart(self.of(shelf), range(first, length))], range(length, end))
+        found, rest = dict[Shelf, list[int]](), list[int]()
+        for looked, number in enumerate(wanted, 1):
+            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+            shelf = self._placement.with_block(namespace, key, to_read=True)
+            (rest if shelf is None else found.setdefault(shelf, [])).append(number)
+            if not looked % PINS:
+                yield
+        return TierParts([SourcePart(self.of(shelf), numbers) for shelf, numbers in found.items()], rest)
 
 
 class ShelfSource:

@@ -1,4 +1,4 @@
-"""Stores that hosts share. `store` says what the tier asks of each; a folder each implements it for one kind.
+"""Stores that hosts share: the interface in `store`, and a folder for each kind of store that implements it.
 
 store      the interface, and how a store's failures are told
 valkey/    Valkey, Redis and what speaks like them, over sockets of our own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from tiercache.daemon.tiers.shared.memory import address_of
+
 SMALL_BYTES = 64 << 10
 PIECE_BYTES = 256 << 10
 """What cannot be copied without the interpreter's lock is copied in such pieces, between which it may change hands."""
@@ -14,12 +16,8 @@ def copy_view(source: memoryview, target: memoryview) -> None:
     size = len(source)
     assert size <= len(target)
     if size > SMALL_BYTES and not source.readonly:
-        ctypes.memmove(_address(target), _address(source), size)
+        ctypes.memmove(address_of(target), address_of(source), size)
         return
     for start in range(0, size, PIECE_BYTES):
         piece = source[start : start + PIECE_BYTES]
         target[start : start + len(piece)] = piece
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -327,7 +327,7 @@ def test_others_are_served_while_a_long_request_is_answered(client: Client, run_
     client.send("ping")
     assert client.answer()[0] == "done"
     answer = client.answer()
-    assert (answer[0], answer[3:]) == ("peeked", [0, 0, [[0, 0]] * 4])
+    assert (answer[0], answer[3:6]) == ("peeked", [0, 0, [[0, 0]] * 4])
     # A client that has gone gets no answer, and nothing of its request stays.
     with Client(run_dir) as leaver:
         leaver.send("match", numbers, wanted, 1000)
@@ -491,7 +491,7 @@ def test_cards_are_looked_at_in_slices_whether_or_not_they_may_be_told() -> None
     models = {number.to_bytes(2, "little"): card for number in range(300)}
     sessions = {number: SimpleNamespace(tenant="t", registered={}, models=models) for number in range(10)}
     context = SimpleNamespace(sessions=sessions)
-    space = SimpleNamespace(numbers=lambda names: {})
+    space = SimpleNamespace(numbers=lambda names: {}, windows=lambda names: {})
     ours: Any = SimpleNamespace(_context=context, _space=space, _generation=1)
     asking: Any = SimpleNamespace(tenant="t")
     steps = AdminRequests._models(ours, asking, m.Models(1, b"", 1, 0))

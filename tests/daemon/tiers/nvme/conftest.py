@@ -7,8 +7,8 @@ from catalog_bench import bench
 
 from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
-from tiercache.daemon.tiers.nvme import keeper, tier
-from tiercache.daemon.tiers.nvme.moves import offers
+from tiercache.daemon.tiers.nvme import keeper
+from tiercache.daemon.tiers.nvme.moves import offers, shelf_source
 
 __all__ = ["bench"]
 
@@ -31,7 +31,7 @@ def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
             (growing_leases, "PINS"),
             (read_leases, "PINS"),
             (runs, "PINS"),
-            (tier, "PINS"),
+            (shelf_source, "PINS"),
             (promotion, "GROW_NS"),
             (offers, "LOOKED_AT_ONCE"),
         ):

@@ -29,7 +29,7 @@ def store(client: Client, number: int, keys: bytes) -> None:
 
 def where(client: Client, number: int, keys: bytes) -> tuple[int, int]:
     """How many blocks are in DRAM, and how many more are below; looking does not count as a use."""
-    tag, dram, below, _ = client.ask("peek", [number], keys)
+    tag, dram, below, *_ = client.ask("peek", [number], keys)
     assert tag == "peeked"
     return dram, below
 

@@ -13,7 +13,8 @@ import pytest
 from chains import chain_of, key_of
 from disk_rig import segment_path
 from keeper_rig import CHAINS, filled, found, states, take_away
-from tier_rig import TierRig, played
+from played import played
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers.nvme import flushes
 from tiercache.errors import ConfigError

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from chains import chain_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module

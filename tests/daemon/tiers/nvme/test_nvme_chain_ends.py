@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from chains import chain_of, key_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.index.chain_ends import TAIL_S
 from tiercache.daemon.tiers.dram.leases import Owner

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 pytest.importorskip("cryptography")
 

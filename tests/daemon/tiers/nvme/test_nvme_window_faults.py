@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import BLOCK_BYTES, TierRig, play
+from played import play
+from tier_rig import BLOCK_BYTES, TierRig
 from window_rig import WINDOW, check_closed, spaces_of, spread
 
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, pack_row, unpack_row

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from chains import chain_of
-from tier_rig import TierRig, played
+from played import played
+from tier_rig import TierRig
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of, spread
 
 from tiercache.daemon.index.entries import Table

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from lives import live
-from tier_rig import TierRig, played
+from played import played
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 

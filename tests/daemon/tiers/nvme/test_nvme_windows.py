@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
-from tier_rig import BLOCK_BYTES, TierRig, played
+from played import played
+from tier_rig import BLOCK_BYTES, TierRig
 from window_rig import WINDOW, broken, check_closed, homes, spaces_of
 
 pytestmark = pytest.mark.usefixtures("slices")
@@ -156,7 +157,7 @@ async def test_where_the_rest_does_not_come_the_cut_of_dram_is_still_there(tmp_p
         rig.check()
         rig.forget_blocks(spaces[0], key_of(chain, 6))
         await rig.settled()
-        rig.tier._unreadable.blocks.clear()  # a second failure of a block would be its last
+        rig.tier.sources.unreadable.blocks.clear()  # a second failure of a block would be its last
     assert await rig.load_all(spaces, chain) == 12, "a block that failed once may be good the next time"
     await rig.close()
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from chains import chain_of
 from keeper_rig import CHAINS, filled, found, states
-from tier_rig import TierRig, play, played
+from played import play, played
+from tier_rig import TierRig
 
 pytestmark = pytest.mark.usefixtures("soon")
 

@@ -12,7 +12,8 @@ import pytest
 from catalog_bench import Bench
 from chains import chain_of, key_of
 from disk_troubles import fail
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram import reads
@@ -172,7 +173,7 @@ def test_frames_that_a_hung_disk_may_still_write_to_are_not_given_away(tmp_path:
         assert lease is not None
         await rig.until(lambda: shelf.queue.in_flight == 4)
         under_way = allocator.used_bytes
-        rig.tier.promotion.give_up(rig.tier._source(shelf))
+        rig.tier.promotion.give_up(rig.tier.sources.of(shelf))
         running = shelf.queue.in_flight
         assert running > 0
         assert under_way - allocator.used_bytes == (4 - running) * space.size_class.frame_bytes
@@ -319,13 +320,13 @@ def test_so_many_unreadable_blocks_are_remembered(tmp_path: Path, monkeypatch: p
         for chain in chains:
             disk.hook = fail("preadv", 0)
             assert await rig.load(space, chain) == 0
-        assert [key for _, key in rig.tier._unreadable.blocks] == chains[1:]
+        assert [key for _, key in rig.tier.sources.unreadable.blocks] == chains[1:]
         assert await rig.load(space, chains[2]) == 1
-        assert [key for _, key in rig.tier._unreadable.blocks] == chains[1:2]
+        assert [key for _, key in rig.tier.sources.unreadable.blocks] == chains[1:2]
         disk.hook = fail("preadv", 0)
         assert await rig.load(space, chains[1]) == 0
         assert not rig.shelves[0].has(space, chains[1]), "twice is enough"
-        assert not rig.tier._unreadable.blocks
+        assert not rig.tier.sources.unreadable.blocks
         rig.check()
         await rig.close()
 

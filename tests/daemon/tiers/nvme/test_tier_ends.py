@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from chains import chain_of, key_of
 from disk_troubles import hang
-from tier_rig import BLOCK_BYTES, TierRig, play
+from played import play
+from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.tiers.nvme import flushes
 

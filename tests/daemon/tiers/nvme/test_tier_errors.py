@@ -10,9 +10,10 @@ import pytest
 from chains import chain_of, key_of
 from disk_rig import segment_path
 from disk_troubles import fail
-from tier_rig import BLOCK_BYTES, TierRig, play
+from played import play
+from tier_rig import BLOCK_BYTES, TierRig
 
-from tiercache.daemon.tiers.nvme import tier
+from tiercache.daemon.tiers.nvme import keepers
 
 # --- every error path -----------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ def test_a_hung_disk_is_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_end_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(tier, "CLOSE_S", 0.2)
+        monkeypatch.setattr(keepers, "CLOSE_S", 0.2)
         rig = await TierRig(tmp_path, disks=2).open()
         space = rig.namespace()
         gate = rig.disks[rig.dirs[0]].gate

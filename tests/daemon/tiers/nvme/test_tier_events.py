@@ -11,7 +11,8 @@ from pathlib import Path
 import msgpack
 import pytest
 from chains import chain_of, key_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.events.events import Events, Named, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher

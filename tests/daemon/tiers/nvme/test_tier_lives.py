@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from chains import chain_of, key_of
 from lives import live
-from tier_rig import TierRig, played
+from played import played
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers.nvme import recovery
 from tiercache.daemon.tiers.nvme.catalog.rows import RowBatch
@@ -170,7 +171,7 @@ async def test_a_chain_that_was_flushed_and_stored_again_keeps_no_old_tail(tmp_p
 async def test_write_amplification_counts_blocks_and_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await TierRig(tmp_path).open()
     assert rig.tier.stats()["write_amplification"] is None, "an idle daemon has none"
-    monkeypatch.setattr("tiercache.daemon.tiers.nvme.tier.LEAST_AMPLIFIED_BYTES", 1)
+    monkeypatch.setattr("tiercache.daemon.tiers.nvme.inspection.LEAST_AMPLIFIED_BYTES", 1)
     assert rig.tier.stats()["write_amplification"] is None
     rig.store(rig.namespace(), chain_of("a", 40))
     await rig.settled()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from chains import chain_of
 from disk_troubles import hang
-from tier_rig import BLOCK_BYTES, TierRig, play
+from played import play
+from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.nvme import slots

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +41,6 @@ def right(namespace: Namespace, key: bytes) -> bytes:
     """What is stored under a key in a namespace; no two have the same."""
     whose = namespace.fingerprint if namespace.spec.tp_rank or namespace.table.windowed else ""
     return content(key + whose.encode(), namespace.spec.block_bytes)
-
-
-Scenario = Callable[[], Coroutine[Any, Any, None]]
-
-
-def play(scenario: Scenario) -> None:
-    """Run it on a loop of its own; an error in a callback of the loop fails the test too."""
-    errors: list[dict[str, Any]] = []
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-        await scenario()
-
-    asyncio.run(run())
-    assert not errors, errors
-
-
-def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test is a scenario, and is played."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        play(lambda: test(*args, **options))
-
-    return run
 
 
 class TierRig:
@@ -125,7 +99,7 @@ class TierRig:
 
     async def crash(self) -> None:
         """As much like kill -9 as one process allows: nothing that waits is written any more."""
-        self.tier._stop_keeping()
+        self.tier._keeping.stop()
         for shelf in self.shelves:
             self.disks[shelf.directory.path].gate.set()
             shelf.queue.stop(time.monotonic() + DEADLINE_S)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,39 +171,40 @@ class HostRig:
         assert not self.cache.space.allocator._holders, "a frame is held for ever"
 
 
-def hosts_play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run it on a loop of its own; an error in a callback of the loop fails the test too."""
-    errors: list[dict[str, Any]] = []
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-        await scenario()
-
-    asyncio.run(run())
-    assert not errors, errors
-
-
-def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test is a scenario, and is played."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        hosts_play(lambda: test(*args, **options))
-
-    return run
-
-
 def host(store: SharedStore, tmp_path: Path, name: str, **settings: Any) -> HostRig:
     """An open host whose requests wait as long as it takes."""
     return HostRig(store, tmp_path / name, **{"lookup_timeout_s": 60.0, **settings}).open()
 
 
-def names_of(one: HostRig, chain: bytes) -> list[bytes]:
+def names_of(one: HostRig, chain: bytes, namespace: Namespace | None = None) -> list[bytes]:
     """The names of a chain's blocks in the store, as a host knows them."""
-    shared, space = one.shared, one.namespace()
+    shared, space = one.shared, namespace or one.namespace()
     scope = shared.scope_of(space, chain[:KEY_BYTES])
     epoch = shared.epochs.of(scope)
     assert epoch is not None
     naming = shared.epochs.naming
-    marks = [naming.mark(scope.fingerprint, epoch, key_of(chain, place)) for place in range(len(chain) // KEY_BYTES)]
-    return [naming.block(scope.fingerprint, epoch, mark) for mark in marks]
+    return [naming.block(scope, epoch, key_of(chain, place)) for place in range(len(chain) // KEY_BYTES)]
+
+
+class Hosts:
+    """Hosts of one deployment, each with a store object of its own; `async with` checks and closes them."""
+
+    def __init__(self, open_store: Callable[[], SharedStore], tmp_path: Path) -> None:
+        self._open_store = open_store
+        self._tmp_path = tmp_path
+        self._hosts: list[HostRig] = []
+
+    def open(self, store: SharedStore | None = None, **settings: Any) -> HostRig:
+        name = f"host{len(self._hosts)}"
+        self._hosts.append(host(store or self._open_store(), self._tmp_path, name, **settings))
+        return self._hosts[-1]
+
+    async def __aenter__(self) -> Hosts:
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        for one in self._hosts:
+            if kind is None:
+                await one.until(lambda one=one: one.below.settled and not one.shared._writes._in_flight)  # type: ignore[misc]
+                one.check()
+            await one.close(grace_s=0.0)

@@ -118,11 +118,28 @@ def test_a_full_store_gets_no_writes_for_a_while(breaker: Breaker, clock: Clock)
     assert breaker.may_write
     for problem in (StoreProblem.FULL, StoreProblem.READ_ONLY):
         for _ in range(FAILURES + 1):
-            assert not breaker.failed(StoreError(problem, "no room"))
+            assert not breaker.failed(StoreError(problem, "no room"), "write")
         assert breaker.closed
         assert not breaker.may_write
         assert breaker.problem == "no room"
-        clock.now_s += module.WRITE_PAUSE_S
+        clock.now_s += module.FIRST_WRITE_PAUSE_S
         assert breaker.may_write
-        breaker.worked()
+        breaker.worked("write")
         assert breaker.problem == ""
+
+
+def test_a_store_that_stays_full_is_tried_less_and_less(breaker: Breaker, clock: Clock) -> None:
+    full, waited = StoreError(StoreProblem.FULL, "no room"), list[float]()
+    for _ in range(7):
+        for _ in range(3):
+            breaker.failed(full, "write")  # several were under way
+        began_s = clock.now_s
+        while not breaker.may_write:
+            clock.now_s += 0.25
+        waited.append(clock.now_s - began_s)
+        breaker.worked("fetch")
+    assert waited == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    breaker.worked("write")
+    breaker.failed(full, "write")
+    clock.now_s += module.FIRST_WRITE_PAUSE_S
+    assert breaker.may_write, "it has taken writes since"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 
 import pytest
 from chains import chain_of
-from host_rig import host, hosts_play, played
+from host_rig import host
 from memory_store import MemoryStore
+from played import play, played
 
-from tiercache.daemon.tiers.shared.stores.store import StoreProblem
+from tiercache.daemon.tiers.shared.breaker import FAILURES, BreakerState
+from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
@@ -32,7 +35,7 @@ def test_whatever_a_store_says_it_is_a_miss(tmp_path: Path, problem: StoreProble
         for one in (a, b):
             await one.close(grace_s=0.0)
 
-    hosts_play(scenario)
+    play(scenario)
 
 
 @played
@@ -127,4 +130,73 @@ async def test_requests_go_on_when_their_time_is_up(tmp_path: Path) -> None:
         await a.until(lambda: len(a.shared._lookups) == 0)
     assert a.below.wait([space], chain_of("last", 2), [0], lambda: None)
     await a.until(lambda: len(a.shared._lookups) == 0)
+    await a.close()
+
+
+@played
+async def test_what_was_queued_when_a_store_went_away_does_not_wait_for_it(tmp_path: Path) -> None:
+    """Each look-up and each fetch would wait until its own deadline, one after another."""
+    store = MemoryStore()
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    chain = chain_of("x", 400)
+    space, its = a.namespace(), b.namespace()
+    a.store(space, chain)
+    await a.sent()
+    assert await b.look_up([its], chain) == 400
+    asked, answers = list[str](), threading.Semaphore(0)
+
+    def before(call: str) -> None:
+        asked.append(call)
+        answers.acquire(timeout=60)
+        raise StoreError(StoreProblem.TIMEOUT, "no answer")
+
+    store.before = before
+    went: list[int] = []
+    for number in range(60):
+        assert b.below.wait([its], chain_of(f"y{number}", 2), [0], functools.partial(went.append, number))
+    lease = b.cache.match(b.owner, [its], chain, 60.0, promote=True).lease
+    assert lease is not None
+    await b.until(lambda: {"get", "exists"} <= {*asked})
+    while b.shared.breaker.closed:
+        so_far = len(asked)
+        answers.release()
+        await b.until(lambda so_far=so_far: len(asked) > so_far or not b.shared.breaker.closed)  # type: ignore[misc]
+    answers.release(100)
+    await b.until(lambda: len(went) == 60 and lease.lease_id not in b.cache.reads.growing.leases)
+    assert b.shared.breaker.state is not BreakerState.CLOSED
+    assert asked.count("exists") < 10
+    assert asked.count("get") < 10, "of 50 jobs"
+    assert b.cache.reads.release(b.owner, lease.lease_id)
+    store.work()
+    await b.until(lambda: b.shared.breaker.closed)
+    for one in (a, b):
+        await one.until(lambda one=one: one.below.settled)  # type: ignore[misc]
+        one.check()
+        await one.close()
+
+
+@played
+async def test_jobs_that_ask_nothing_do_not_speak_for_the_store(tmp_path: Path) -> None:
+    """While a flush waits, look-ups for what was flushed end at once: they do not keep the breaker closed."""
+    store = MemoryStore()
+    a = host(store, tmp_path, "a")
+    flushed, other = a.namespace(), a.namespace(tp_rank=1)
+    await a.look_up([flushed], chain_of("x", 2))
+    problems = {"set_note": StoreProblem.READ_ONLY}
+
+    def before(call: str) -> None:
+        if call in problems:
+            raise StoreError(problems[call], "no")
+
+    store.before = before
+    a.shared.flush([flushed], b"", lambda durable: None, named=True)
+    await a.until(lambda: a.shared.stats()["flush_tries"] > 1)
+    problems["exists"] = StoreProblem.UNREACHABLE
+    for number in range(FAILURES):
+        assert a.shared.breaker.closed
+        await a.look_up([flushed], chain_of(f"y{number}", 2))
+        await a.look_up([other], chain_of(f"y{number}", 2))
+    assert not a.shared.breaker.closed
+    store.work()
+    await a.until(lambda: not a.shared.flushes.waiting)
     await a.close()

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from chains import chain_of, key_of
-from host_rig import BLOCK_BYTES, PATIENCE_S, REGION_BYTES, HostRig, hosts_play
+from host_rig import BLOCK_BYTES, PATIENCE_S, REGION_BYTES, host
 from memory_store import MemoryConnection, MemoryStore
+from played import play, played
 
 from tiercache.daemon.ground.slices import Slices
 from tiercache.daemon.requests.service import Service
+from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.daemon.tiers.shared import ancestry, flushes, presence, tier
 from tiercache.daemon.tiers.shared.stores.store import Get, StoreError, StoreProblem
 from tiercache.protocol.messages import BlockState
 
-
-def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        hosts_play(lambda: test(*args, **options))
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine takes its time; what is believed for a moment is believed for a test."""
-    monkeypatch.setattr(presence, "NO_CLAIM_S", 0.0)
-
-
-def host(store: MemoryStore, tmp_path: Path, name: str, **settings: Any) -> HostRig:
-    return HostRig(store, tmp_path / name, **{"lookup_timeout_s": 60.0, **settings}).open()
+pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
 
 @played
@@ -79,7 +63,8 @@ async def test_many_flushes_of_a_store_that_refuses_are_one_job_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One timer, whatever is asked meanwhile; and once the store was told, nothing is left to complain of."""
-    monkeypatch.setattr(flushes, "AGAIN_S", 0.2)
+    monkeypatch.setattr(flushes, "LAST_PAUSE_S", 0.2)
+    monkeypatch.setattr(flushes, "FIRST_PAUSE_S", 0.2)
     store = MemoryStore()
     a = host(store, tmp_path, "a")
     space, tries = a.namespace(), list[str]()
@@ -94,7 +79,7 @@ async def test_many_flushes_of_a_store_that_refuses_are_one_job_at_a_time(
     for _ in range(20):
         seen = len(tries)
         a.shared.flush([space], b"", answers.append)
-        await a.until(lambda seen=seen: len(tries) > seen)
+        await a.until(lambda seen=seen: len(tries) > seen or a.shared.away)
         await a.until(lambda: a.shared.flushes._job is None)
     timers = [one for one in asyncio.get_running_loop()._scheduled if not one.cancelled() and "_tell" in repr(one)]
     assert len(timers) <= 1
@@ -197,13 +182,20 @@ def test_blocks_that_cannot_be_fetched_cost_one_pass_over_a_long_prompt() -> Non
     keys = Keys(chain_of("x", 500))
     known.could_not_fetch(spaces[7], key_of(keys, 400), 0)
     known.could_not_fetch(spaces[7], key_of(chain_of("y", 2), 1), 0)
-    known.claimed(spaces, keys, 500, dict.fromkeys(range(32), 3), {})
+    found = Claim(500, dict.fromkeys(range(32), 3), {})
+    known.claimed(spaces, keys, found)
     claim = known.claim(spaces, keys)
     assert claim is not None
     assert claim.end == 400
-    assert Keys.slices < 600
+    assert Keys.slices < 10
+    bad = known.unfetchable(spaces)
+    known.could_not_fetch(spaces[8], key_of(keys, 450), 0)
+    known.claimed(spaces, keys, found, bad)
+    claim = known.claim(spaces, keys)
+    assert claim is not None
+    assert claim.end == 450, "what could not be fetched before, the look-up has left out"
     now[0] += presence.UNFETCHABLE_S
-    known.claimed(spaces, keys, 500, dict.fromkeys(range(32), 3), {})
+    known.claimed(spaces, keys, found)
     claim = known.claim(spaces, keys)
     assert claim is not None
     assert claim.end == 500
@@ -249,7 +241,7 @@ def test_a_block_that_is_read_lives_on_for_as_long_as_one_that_is_stored(tmp_pat
         for one in (a, b):
             await one.close()
 
-    hosts_play(scenario)
+    play(scenario)
 
 
 @played

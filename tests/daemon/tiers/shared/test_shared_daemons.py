@@ -9,79 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from daemon_rig import BLOCKS, Host, content, flush, keys, started_by
 from mooncake_rig import MooncakeMaster, own_network
 from s3_rig import KEY, SECRET, RcloneServer
 from seaweed_rig import SeaweedServer
 from valkey_rig import ValkeyServer
 from waiting import wait_until
-
-import tiercache
-
-BLOCK_BYTES = 16 << 10
-BLOCKS = 40
-SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=BLOCK_BYTES)
-
-
-class Host:
-    """A daemon, and a client with a pool."""
-
-    def __init__(self, run_dir: Path, store: str, **settings: str) -> None:
-        self.daemon = tiercache.launch("32MiB", run_dir=run_dir, shared=store, shared_lookup_timeout="1s", **settings)
-        self.pool = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        self.connector = tiercache.connect(
-            self.daemon.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(self.pool)
-        )
-
-    def store(self, name: str) -> None:
-        """Store a prompt of so many blocks."""
-        self.pool[:] = content(name)
-        assert self.connector.store(keys(name), list(range(BLOCKS))).stored == BLOCKS
-
-    def load(self, name: str) -> int:
-        """Good blocks of a prompt; all of them are compared."""
-        self.pool[:] = 0
-        found = self.connector.match(keys(name))
-        if not found.blocks:
-            self.connector.release(found)
-            return 0
-        good = self.connector.load(found, list(range(found.blocks)))
-        assert (self.pool[:good] == content(name)[:good]).all()
-        return good
-
-    def stats(self) -> dict[str, Any]:
-        tree: dict[str, Any] = self.connector.client.stats()
-        return tree
-
-    def shared(self, name: str) -> Any:
-        return self.stats()["tiers"]["shared"][name]
-
-    def forget_dram(self) -> None:
-        flush(self, "dram")
-
-    def close(self) -> None:
-        self.connector.close()
-        self.daemon.close()
-
-
-def keys(name: str) -> bytes:
-    chain = tiercache.KeyChain(tiercache.root_key(name), block_size=4)
-    chain.extend(range(4 * BLOCKS))
-    return chain.packed()
-
-
-def content(name: str) -> Any:
-    seed = int.from_bytes(name.encode(), "little") % (1 << 32)
-    return np.random.default_rng(seed).integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
-
-
-def flush(host: Host, tier: str) -> None:
-    from tiercache.protocol.messages import Flush
-
-    host.connector.client.call(Flush, timeout_s=60.0, tier=tier, namespaces=[], key=b"")
 
 
 @pytest.fixture
@@ -95,6 +30,12 @@ def key_file(tmp_path: Path) -> str:
     path.write_text("5a" * 32)
     path.chmod(0o600)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def brief() -> Iterator[None]:
+    with started_by("brief_daemon.py"):
+        yield
 
 
 Make = Callable[..., Host]
@@ -156,30 +97,6 @@ def test_a_store_that_stops_answering_stops_no_host(make: Make, valkey: ValkeySe
     finally:
         valkey.go_on()
     wait_until(lambda: b.load("one") == BLOCKS)
-
-
-@pytest.mark.faults
-def test_a_flush_on_one_host(make: Make, valkey: ValkeyServer) -> None:
-    a, b = make(), make()
-    a.store("one")
-    wait_until(lambda: a.shared("written_blocks") == BLOCKS)
-    assert b.load("one") == BLOCKS
-    flush(a, "all")
-    flush(b, "dram")
-    assert b.load("one") == 0
-    assert a.load("one") == 0
-    b.store("one")
-    wait_until(lambda: a.load("one") == BLOCKS)
-
-
-@pytest.mark.faults
-def test_a_daemon_that_is_killed_while_it_sends_leaves_nothing_wrong(make: Make, key_file: str) -> None:
-    a, b = make(), make()
-    for number in range(6):
-        a.store(f"p{number}")
-    a.daemon.kill()
-    assert all(b.load(f"p{number}") in range(BLOCKS + 1) for number in range(6))
-    assert b.shared("bad_blocks") == 0
 
 
 @pytest.mark.faults

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
-from host_rig import host, played
+from host_rig import host
 from memory_store import MemoryStore
+from played import played
 
 from tiercache.daemon.tiers.shared.stores.store import StoreProblem
 
@@ -92,7 +93,7 @@ async def test_a_flush_that_waits_concerns_its_namespace_alone(tmp_path: Path, m
     from tiercache.daemon.tiers.shared import flushes
 
     monkeypatch.setattr(flushes, "TOLD_S", 0.05)
-    monkeypatch.setattr(flushes, "AGAIN_S", 60.0)
+    monkeypatch.setattr(flushes, "FIRST_PAUSE_S", 60.0)
     store = MemoryStore()
     a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
     chain, answers = chain_of("x", 10), list[bool]()
@@ -135,4 +136,23 @@ async def test_notes_that_the_store_has_lost_bring_nothing_back(tmp_path: Path) 
     assert await a.load([a.namespace()], chain) == 0
     for one in (a, b):
         one.check()
+        await one.close()
+
+
+@played
+async def test_an_empty_note_is_made_anew(tmp_path: Path) -> None:
+    """As a host leaves it that ends while it makes one, in a folder without hard links."""
+    store = MemoryStore()
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    chain = chain_of("x", 10)
+    a.store(a.namespace(), chain)
+    await a.sent()
+    store.notes.update(dict.fromkeys(store.notes, b""))
+    assert await b.load([b.namespace()], chain) == 0
+    b.store(b.namespace(), chain)
+    await b.sent()
+    assert all(store.notes.values())
+    a.forget_dram()
+    assert await a.load([a.namespace()], chain) == 10
+    for one in (a, b):
         await one.close()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, Cipher
-from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
+from tiercache.daemon.tiers.shared.naming import BUCKETS, BlockIdentity, Naming, Scope
 from tiercache.daemon.tiers.shared.settings import _PERSON_OF_NAMES
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, BlockIdentity, ValueForm
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm
 from tiercache.daemon.tiers.source import FetchOutcome
 
 TEXT = (Path(__file__).parents[4] / "daemon" / "SHARED_FORMAT.md").read_text()
@@ -42,9 +42,8 @@ def test_names_are_what_the_document_says() -> None:
     naming, scope = Naming("default", secret), Scope(FINGERPRINT, bucket)
     assert (naming.bucket(KEY), naming.epoch(NOTES), BUCKETS) == (bucket, epoch, 64)
     assert naming.mark(FINGERPRINT, epoch, KEY) == mark
-    assert (
-        naming.block(FINGERPRINT, epoch, mark).decode() == f"tc1:default:{FINGERPRINT}:{epoch.hex()[:8]}:{mark.hex()}"
-    )
+    assert naming.block(scope, epoch, KEY).decode() == f"tc1:default:{FINGERPRINT}:{epoch.hex()[:8]}:{mark.hex()}"
+    assert naming.identity(scope, epoch, KEY, 4096) == BlockIdentity(KEY, FINGERPRINT, epoch, mark, 4096)
     assert [name.decode() for name in naming.notes(scope)] == [
         "tc1:default:notes",
         f"tc1:default:{FINGERPRINT}:notes",
@@ -78,4 +77,4 @@ def test_a_header_is_what_the_document_says(sealed: bool) -> None:
     frame = memoryview(bytearray(len(BLOCK)))
     assert form.unpack(whose, header, memoryview(bytearray(body)), frame) is FetchOutcome.OK
     newer = header[:4] + b"\x02" + header[5:]
-    assert form.unpack(whose, newer, memoryview(bytearray(body)), frame) is FetchOutcome.CORRUPT
+    assert form.unpack(whose, newer, memoryview(bytearray(body)), frame) is FetchOutcome.OTHER_VERSION

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from chains import chain_of, key_of
-from host_rig import PATIENCE_S, HostRig, hosts_play
+from host_rig import PATIENCE_S, host
 from memory_store import MemoryConnection, MemoryStore
+from played import play, played
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.shared import breaker, lines, presence
+from tiercache.daemon.tiers.shared import breaker, lines
 from tiercache.daemon.tiers.shared.lookups import SharedLookups
 from tiercache.daemon.tiers.shared.stores.store import Get
 from tiercache.daemon.tiers.shared.value import ValueForm
 from tiercache.daemon.tiers.source import FetchTally, SourcePart, TierParts
 
-
-def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        hosts_play(lambda: test(*args, **options))
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine takes its time; what is believed for a moment is believed for a test."""
-    monkeypatch.setattr(presence, "NO_CLAIM_S", 0.0)
-
-
-def host(store: MemoryStore, tmp_path: Path, name: str, **settings: Any) -> HostRig:
-    return HostRig(store, tmp_path / name, **{"lookup_timeout_s": 60.0, **settings}).open()
+pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
 
 @pytest.mark.parametrize("whose", ["own", "other"])
@@ -76,7 +60,7 @@ def test_what_was_on_its_way_before_a_flush_is_not_sent_after_it(tmp_path: Path,
             one.check()
             await one.close()
 
-    hosts_play(scenario)
+    play(scenario)
 
 
 @played
@@ -264,14 +248,14 @@ def test_what_arrives_after_a_flush_is_not_served(tmp_path: Path, what: str, mon
             one.check()
             await one.close()
 
-    hosts_play(scenario)
+    play(scenario)
 
 
 def test_requests_do_not_wait_for_a_store_that_is_always_too_slow() -> None:
     """And wait again once it is quick."""
     now, timers = [0.0], list[Callable[[], None]]()
     looked = SharedLookups(0.02, lambda seconds, call: timers.append(call), lambda: now[0])
-    spaces: list[Any] = [SimpleNamespace(number=1)]
+    spaces: list[Any] = [SimpleNamespace(number=1, spec=SimpleNamespace(tenant=""))]
 
     def look_up(number: int, seconds: float) -> bool:
         chain = chain_of(f"x{number}", 2)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chains import chain_of, key_of
-from host_rig import HostRig, host, names_of, played
+from host_rig import HostRig, host, names_of
 from memory_store import MemoryStore
+from played import played
+from valkey_rig import ValkeyServer
+
+from tiercache.daemon.tiers.shared.stores import open_store
+from tiercache.daemon.tiers.shared.stores.store import SharedStore
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
+
+
+@pytest.fixture
+def valkey(one_valkey: ValkeyServer) -> Callable[[], SharedStore]:
+    """Opens a real store, which is empty."""
+    assert one_valkey.ask("FLUSHALL") == b"+OK"
+    return lambda: open_store(one_valkey.url)
 
 
 @played
@@ -33,12 +46,11 @@ async def test_what_one_stores_the_other_finds(tmp_path: Path) -> None:
 
 
 @played
-async def test_what_a_host_may_not_read_it_cannot_name(tmp_path: Path) -> None:
-    store = MemoryStore()
-    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
-    other_key = host(store, tmp_path, "c", secret=bytes(32))
-    other_deployment = host(store, tmp_path, "d", deployment="staging")
-    plain = host(store, tmp_path, "e", secret=None)
+async def test_what_a_host_may_not_read_it_cannot_name(valkey: Callable[[], SharedStore], tmp_path: Path) -> None:
+    a, b = host(valkey(), tmp_path, "a"), host(valkey(), tmp_path, "b")
+    other_key = host(valkey(), tmp_path, "c", secret=bytes(32))
+    other_deployment = host(valkey(), tmp_path, "d", deployment="staging")
+    plain = host(valkey(), tmp_path, "e", secret=None)
     chain = chain_of("x", 8)
     a.store(a.namespace(), chain)
     await a.sent()
@@ -92,11 +104,10 @@ async def test_windows_and_ranks_are_found_together(tmp_path: Path) -> None:
     assert b.shared.source.tally.blocks == 64, "of the window only what is needed"
     c = host(store, tmp_path, "c")
     rank_1 = a.namespace(tp_rank=1)
-    epoch = a.shared.epochs.of(a.shared.scope_of(rank_1, chain[:16]))
+    scope = a.shared.scope_of(rank_1, chain[:16])
+    epoch = a.shared.epochs.of(scope)
     assert epoch is not None
-    naming = a.shared.epochs.naming
-    mark = naming.mark(rank_1.fingerprint, epoch, key_of(chain, 20))
-    del store.values[naming.block(rank_1.fingerprint, epoch, mark)]
+    del store.values[a.shared.epochs.naming.block(scope, epoch, key_of(chain, 20))]
     assert await c.load(spaces(c), chain) == 20, "what all have"
     for one in (a, b, c):
         one.check()
@@ -123,30 +134,6 @@ async def test_packs(tmp_path: Path) -> None:
 
 
 @played
-async def test_an_abort_during_a_fetch(tmp_path: Path) -> None:
-    import threading
-
-    store, gate = MemoryStore(), threading.Event()
-    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
-    chain = chain_of("x", 20)
-    a.store(a.namespace(), chain)
-    await a.sent()
-    space = b.namespace()
-    await b.look_up([space], chain)
-    store.before = lambda call: gate.wait(60) and None
-    lease = b.cache.match(b.owner, [space], chain, 60.0, promote=True).lease
-    assert lease is not None
-    await b.until(lambda: b.cache.below.settled is False)
-    b.cache.reads.release(b.owner, lease.lease_id)
-    b.forget_dram()
-    gate.set()
-    await b.until(lambda: b.below.settled)
-    b.check()
-    for one in (a, b):
-        await one.close()
-
-
-@played
 async def test_a_client_that_said_when_it_returns_finds_its_prompt_in_dram(tmp_path: Path) -> None:
     from tiercache.daemon.hints.hints import hint_given_at
 
@@ -165,10 +152,9 @@ async def test_a_client_that_said_when_it_returns_finds_its_prompt_in_dram(tmp_p
 
 
 @played
-async def test_a_prompt_larger_than_dram(tmp_path: Path) -> None:
+async def test_a_prompt_larger_than_dram(valkey: Callable[[], SharedStore], tmp_path: Path) -> None:
     """What has room arrives; the rest is a miss, and nothing hangs."""
-    store = MemoryStore()
-    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b", regions=1)
+    a, b = host(valkey(), tmp_path, "a"), host(valkey(), tmp_path, "b", regions=1)
     chain = chain_of("x", 700)
     a.store(a.namespace(), chain)
     await a.sent()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from daemon_rig import started_by
 from prometheus_client.parser import text_string_to_metric_families
 from valkey_rig import ValkeyServer
 from waiting import wait_until
@@ -73,6 +74,7 @@ def hosts(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
     place = tmp_path_factory.mktemp("hosts")
     settings: dict[str, Any] = {"shared": url, "shared_plain": True, "shared_lookup_timeout": "1s"}
     with (
+        started_by("brief_daemon.py"),
         tiercache.launch("8MiB", **settings, log=place / "a.log") as one,
         tiercache.launch("8MiB", **settings, log=place / "b.log") as other,
     ):

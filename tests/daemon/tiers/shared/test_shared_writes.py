@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of
-from host_rig import host, hosts_play, names_of, played
+from host_rig import host, names_of
 from memory_store import MemoryStore
+from played import play, played
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import StoreUrl
+from tiercache.daemon.tiers.shared import settings
+from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
@@ -51,7 +57,22 @@ def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
             one.check()
             await one.close()
 
-    hosts_play(scenario)
+    play(scenario)
+
+
+@pytest.mark.parametrize(("when", "pack", "works"), [("evicted", 16, False), ("evicted", 1, True), ("all", 16, True)])
+def test_single_evicted_blocks_make_no_packs(
+    monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool
+) -> None:
+    """The daemon would send nothing: it says so before it serves."""
+    monkeypatch.setattr(settings, "open_store", lambda url: MemoryStore(pack_blocks=pack))
+    config = DaemonConfig(shared=StoreUrl("s3://bucket"), shared_plain=True, shared_write=when)
+    if works:
+        assert settings.shared_settings(config).write == when
+        return
+    with pytest.raises(ConfigError, match=r"^shared_write = evicted: .* packs of 16: .*\?pack=1") as caught:
+        settings.shared_settings(config)
+    assert "\n" not in str(caught.value)
 
 
 @played

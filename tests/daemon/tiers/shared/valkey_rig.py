@@ -93,6 +93,7 @@ class ValkeyServer:
     def __init__(self, *options: str) -> None:
         self._program = server_program()
         self._options = options
+        self._password = ""
         self.folder = Path(tempfile.mkdtemp(prefix="tiercache-valkey-"))
         self.socket_path = self.folder / "socket"
         self.start()
@@ -138,6 +139,9 @@ class ValkeyServer:
         encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         request = b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)
         with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as link:
+            if self._password:
+                link.sendall(f"AUTH {self._password}\r\n".encode())
+                assert link.recv(64) == b"+OK\r\n"
             link.sendall(request)
             reply = link.recv(1 << 16)
             if reply[:1] == b"$" and reply[:3] != b"$-1":
@@ -151,6 +155,12 @@ class ValkeyServer:
         """A number of INFO."""
         line = next(line for line in self.ask("INFO").splitlines() if line.startswith(field.encode() + b":"))
         return int(line.partition(b":")[2])
+
+    def change_password(self, password: str) -> None:
+        """Clients that are connected must connect again, with this one; empty: with none."""
+        assert self.ask("CONFIG", "SET", "requirepass", password) == b"+OK"
+        self._password = password
+        self.ask("CLIENT", "KILL", "TYPE", "normal")
 
     def stop(self) -> None:
         """It accepts connections, as the kernel does that for it, and answers nothing."""

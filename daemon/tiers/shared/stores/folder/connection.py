@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from tiercache.daemon.tiers.shared.stores.folder.files import Files
 from tiercache.daemon.tiers.shared.stores.folder.settings import FolderSettings
-from tiercache.daemon.tiers.shared.stores.folder.tree import Tree, as_store_error
+from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, READ_FILE, Tree, as_store_error
 from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
@@ -34,8 +34,6 @@ SLOW_S = 0.001
 LOOKERS = 8
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class FolderConnection:
@@ -117,7 +115,7 @@ class FolderConnection:
     @staticmethod
     def _read_note(tree: Tree, name: bytes) -> bytes | None:
         try:
-            fd = os.open(file_name(name), _READ, dir_fd=tree.notes)
+            fd = os.open(file_name(name), READ_FILE, dir_fd=tree.notes)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV):
                 return None
@@ -132,7 +130,7 @@ class FolderConnection:
 
     @staticmethod
     def _write_note(folder: int, name: str, mode: int, value: bytes) -> None:
-        fd = os.open(name, _CREATE, mode, dir_fd=folder)
+        fd = os.open(name, CREATE_FILE, mode, dir_fd=folder)
         try:
             while value:
                 value = value[os.write(fd, value) :]

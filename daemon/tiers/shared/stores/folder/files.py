@@ -16,13 +16,11 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 
-from tiercache.daemon.tiers.shared.stores.folder.tree import Tree
+from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, READ_FILE, Tree
 from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import Fate, Get, Put
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not wait for its writer
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 _NONE_OF_OURS = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
@@ -49,7 +47,7 @@ class Files:
         direct = self.direct and not len(get.head) and get.offset % PAGE_BYTES == 0 and _aligned(get.body)
         try:
             with tree.home_of(get.name) as home:
-                fd = self._open(file_name(get.name), _READ, home, direct)
+                fd = self._open(file_name(get.name), READ_FILE, home, direct)
         except OSError as error:
             if error.errno in _MISSING:
                 get.fate = Fate.MISSING
@@ -108,7 +106,7 @@ class Files:
         parts = [memoryview(part).cast("B") for part in put.parts if len(part)]
         total = sum(map(len, parts))
         direct = self.direct and len(parts) == 1 and _aligned(parts[0])
-        fd = self._open(draft, _CREATE, tree.tmp, direct, tree.file_mode)
+        fd = self._open(draft, CREATE_FILE, tree.tmp, direct, tree.file_mode)
         try:
             if direct and self.direct:
                 rest = total % PAGE_BYTES

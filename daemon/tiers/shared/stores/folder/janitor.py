@@ -27,12 +27,12 @@ SLICE_FILES = 256
 SLICE_PAUSE_S = 0.01
 PASS_PAUSE_S = 60.0
 TRY_S = 60.0
-"""How often a host that has no lease tries to get it, and how long a failed step is followed by none."""
+"""How often a host without the lease tries to get it, and the pause after a step that failed."""
 DRAFT_S = 3600.0
 """A file in `tmp` that is older belongs to a process that is gone."""
 STEP_S = 60
 STEPS = 20_000
-"""Ages are counted in so many steps; older than all is one more."""
+"""Bytes are counted by age, in steps of `STEP_S`. All that is older than so many steps counts as one more."""
 KEEP_SHARE = 0.95
 """A full folder is brought down to this share of its size, so that not every pass removes."""
 _FAN = re.compile(r"[0-9a-f]{3}")
@@ -122,8 +122,8 @@ class Janitor:
     def _remove_drafts(self, base: int, now_ns: int) -> Iterator[None]:
         folder = _open(base, "tmp")
         try:
-            for _ in _slices(folder):
-                for name in _:
+            for names in _slices(folder):
+                for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                         if stat.S_ISREG(found.st_mode) and now_ns - found.st_mtime_ns > DRAFT_S * 1e9:
@@ -142,7 +142,7 @@ class Janitor:
     def _look_at(self, folder: int, name: str, this: _Pass) -> None:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
-            return  # none of ours
+            return  # no value
         written_ns, surplus = found.st_mtime_ns, this.surplus
         if this.now_ns - written_ns > self._settings.ttl_s * 1e9 or written_ns < surplus.all_before_ns:
             goes = True

@@ -16,15 +16,13 @@ import socket
 import stat
 import time
 
-from tiercache.daemon.tiers.shared.stores.folder.tree import Tree
+from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, READ_FILE, Tree
 
 NAME = "janitor"
 RENEW_S = 20.0
 OLD_S = 120.0
 """After so long without a sign of life another host takes over."""
 _MAX_TEXT_BYTES = 512
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class JanitorLease:
@@ -53,7 +51,7 @@ class JanitorLease:
             found = os.stat(NAME, dir_fd=tree.base, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode):
                 return b"", OLD_S + 1  # none of ours
-            fd = os.open(NAME, _READ, dir_fd=tree.base)
+            fd = os.open(NAME, READ_FILE, dir_fd=tree.base)
         except FileNotFoundError:
             return None, 0.0
         try:
@@ -68,7 +66,7 @@ class JanitorLease:
         draft = f"lease-{self._id}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(draft, dir_fd=tree.tmp)
-        fd = os.open(draft, _CREATE, tree.file_mode, dir_fd=tree.tmp)
+        fd = os.open(draft, CREATE_FILE, tree.file_mode, dir_fd=tree.tmp)
         try:
             os.write(fd, self._text)
         finally:
@@ -90,7 +88,7 @@ def file_system_time_ns(tree: Tree, draft: str) -> int:
     name = f"clock-{draft}"
     with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
         os.unlink(name, dir_fd=tree.tmp)
-    fd = os.open(name, _CREATE, tree.file_mode, dir_fd=tree.tmp)
+    fd = os.open(name, CREATE_FILE, tree.file_mode, dir_fd=tree.tmp)
     try:
         os.write(fd, b"?")
         return os.fstat(fd).st_mtime_ns

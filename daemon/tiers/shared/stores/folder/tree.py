@@ -21,6 +21,9 @@ from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 
 OURS = "tiercache-1"
 """Our folder in the configured one, with the version of its layout: whatever else is there stays untouched."""
+READ_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Opening a FIFO, which a stranger may have put there, must not wait for its writer."""
+CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = _FOLDER | os.O_NOFOLLOW
 _STRANGE = "something else stands where a folder or file of tiercache should be: move it away"

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.store import Connection, Get, Put, SharedStore, StoreError, StoreProblem
@@ -51,19 +51,18 @@ def _serve(control: socket.socket) -> int:
     store: SharedStore = getattr(importlib.import_module(module), maker)(start.url)
     beside = getattr(store, "run_beside", None)
     if beside is not None:
-        threading.Thread(target=_surely, args=(beside,), name="beside", daemon=True).start()
+        threading.Thread(target=_logged, args=(beside,), name="beside", daemon=True).start()
     control.send(messages.encode(messages.Ready()))
     while True:
         packet, fds, _, _ = socket.recv_fds(control, messages.MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             return 0
         worker = _Worker(store.connect(), socket.socket(fileno=fds[0]))
-        threading.Thread(target=_surely, args=(worker.run,), name="line", daemon=True).start()
+        threading.Thread(target=_logged, args=(worker.run,), name="line", daemon=True).start()
 
 
-def _surely(work: object) -> None:
-    """A thread's work, whose unexpected end is told."""
-    assert callable(work)
+def _logged(work: Callable[[], object]) -> None:
+    """Do a thread's work, and log the error that ends it."""
     try:
         work()
     except Exception:
@@ -79,7 +78,7 @@ class _Worker:
         self._slots: list[memoryview] = []
 
     def run(self) -> None:
-        """Until the line is closed."""
+        """Serve calls until the line is closed."""
         try:
             with contextlib.suppress(ConnectionError):  # the daemon has given up this line
                 while self._serve_one():

@@ -20,8 +20,9 @@ T = TypeVar("T", Get, Put)
 class HelperConnection:
     """`store.Connection` by way of a helper process. A call that is late costs its line; the next one gets another."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, puts_together: int) -> None:
         self._supervisor = supervisor
+        self._puts_together = puts_together
         self._calling = threading.Lock()
         self._its: HelperProcess | None = None
         self._line: WorkerLine | None = None
@@ -79,8 +80,8 @@ class HelperConnection:
 
         with self._call(deadline_s) as call:
             call.line.make_room(max((sum(map(len, put.parts)) for put in values), default=0), deadline_s)
-            # One in each message: the worker writes it while the next one is copied.
-            return call.transfer(values, notes, ask, settle, together=1)
+            # Those of one message are written while those of the next one are copied.
+            return call.transfer(values, notes, ask, settle, together=self._puts_together)
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
         with self._call(deadline_s) as call:
@@ -144,7 +145,7 @@ class _Call:
     def __init__(self, its: HelperProcess, line: WorkerLine, deadline_s: float) -> None:
         self.line = line
         self.under_way = 0
-        """Messages that are not answered yet. With some at its end, the line cannot be used again."""
+        """Messages that are not answered yet. If there are any when the call ends, its line is given up."""
         self._its = its
         self._deadline_s = deadline_s
 

@@ -18,10 +18,10 @@ from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.ground.units import round_up
 
 STAGING_BYTES = 16 << 20
-"""Of one line, unless two values need more."""
+"""The buffer of one line, unless two values need more."""
 MAX_SLOTS, MIN_SLOTS = 8, 2
 _ALIGNMENT_BYTES = 64 << 10
-"""Of slots: pages of all machines, for direct I/O."""
+"""Where slots begin: at a page, however large a machine's pages are, for direct I/O."""
 
 
 class LineLost(Exception):

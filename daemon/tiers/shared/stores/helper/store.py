@@ -16,19 +16,23 @@ class HelperStore:
         maker: `module:function` that makes the store from its URL, called in the process. The store may have a method
             `run_beside`, which the process runs in a thread.
         url, address, connections, pack_blocks: of the store.
+        puts_together: how many values to give the store at once; 1 where it writes one after another anyway.
     """
 
-    def __init__(self, maker: str, url: str, address: str, connections: int, pack_blocks: int = 1) -> None:
+    def __init__(
+        self, maker: str, url: str, address: str, connections: int, pack_blocks: int = 1, puts_together: int = 1
+    ) -> None:
         self.address = address
         self.connections = connections
         self.pack_blocks = pack_blocks
+        self._puts_together = puts_together
         self.supervisor = Supervisor(maker, url, address)
 
     def connect(self) -> HelperConnection:
         """A new connection. The process starts now, so that it is there for the first call."""
         with contextlib.suppress(StoreError):  # the first call tries again
             self.supervisor.begin()
-        return HelperConnection(self.supervisor)
+        return HelperConnection(self.supervisor, self._puts_together)
 
     def stats(self) -> dict[str, object]:
         """Counts and state of the process, as plain values."""

@@ -30,9 +30,9 @@ STEADY_S = 5.0
 """A process that lived so long has started well: the next one follows at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MAX_LATE_LINES = 16
-"""Lines given up whose workers are not back: with so many, there is no other."""
+"""Lines that were given up and whose workers are not back: with so many, no line is opened."""
 HUNG_S = 10.0
-"""A process that has answered nothing since a call so long ago hangs; so does a late line after that time."""
+"""The process hangs if a call is so old, and it has answered nothing since or has `MAX_LATE_LINES` late lines."""
 MAX_UNDEAD = 4
 """Killed processes that are still in the kernel: with so many, no other is started."""
 _REAP_S = 1.0
@@ -54,7 +54,7 @@ class HelperProcess:
 
 
 class Supervisor:
-    """Of one store's process.
+    """Keeps the helper process of one store running.
 
     Attributes:
         starts, ends, given_up: how often a process was started, ended by itself, and was killed because it hung.

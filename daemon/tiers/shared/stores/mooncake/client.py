@@ -60,7 +60,7 @@ class MooncakeClient:
             return self._native
 
     def failed(self, error: StoreError, code: int) -> None:
-        """A call got this. Where that is the master's, no other call waits for it until it answers again."""
+        """A call has failed. If the master was not reached, calls fail at once until it answers again."""
         if codes.is_of_master(code):
             with self._changed:
                 self._problem = error
@@ -102,7 +102,7 @@ class MooncakeClient:
             self._changed.notify_all()
 
     def _start(self) -> StoreError | None:
-        """One try; what was in its way."""
+        """Try once to start the client; returns what was in its way."""
         its = self._settings
         try:
             # Mooncake's own try would stop every thread of this process until it ends.

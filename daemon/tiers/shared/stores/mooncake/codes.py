@@ -8,7 +8,7 @@ NO_ROOM = -200
 INVALID = -600
 """The buffer is too small for the value, among others."""
 _OBJECT_CODES = range(-799, -699)
-"""Of one value alone: it is not there, not whole yet, or in use."""
+"""About one value alone: it is not there, not whole yet, or in use."""
 _TRANSFER_CODES = range(-899, -799)
 """The host that has the value, or that should have it, does not answer."""
 _MASTER_CODES = range(-999, -899)
@@ -41,7 +41,7 @@ def is_of_master(code: int) -> bool:
 
 
 def is_of_object(code: int) -> bool:
-    """Whether it concerns one value alone."""
+    """Whether it is about one value alone."""
     return code in _OBJECT_CODES
 
 

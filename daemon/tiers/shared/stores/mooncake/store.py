@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
 from tiercache.daemon.tiers.shared.stores.mooncake.client import MooncakeClient, prepare_process
-from tiercache.daemon.tiers.shared.stores.mooncake.connection import MooncakeConnection
+from tiercache.daemon.tiers.shared.stores.mooncake.connection import VALUES_TOGETHER, MooncakeConnection
 from tiercache.daemon.tiers.shared.stores.mooncake.library import check_library
 from tiercache.daemon.tiers.shared.stores.mooncake.settings import parse_mooncake_url
 
@@ -41,4 +41,5 @@ def pooled_memory(url: str) -> HelperStore:
     """The store, as the daemon has it. Raises ConfigError."""
     settings = parse_mooncake_url(url)
     check_library(settings.address)
-    return HelperStore(f"{__name__}:mooncake_in_helper", url, settings.address, settings.connections)
+    its = url, settings.address, settings.connections
+    return HelperStore(f"{__name__}:mooncake_in_helper", *its, puts_together=VALUES_TOGETHER)

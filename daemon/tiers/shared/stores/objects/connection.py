@@ -32,7 +32,7 @@ WIDTH = 8
 """Transfers side by side for one call: as many values may be in memory besides their frames."""
 LOOK_WIDTH = 32
 MAX_WHOLE_BYTES = 512 << 20
-"""Of an object that is read as a whole for a part of it."""
+"""The largest object that is read whole where a part of it is wanted."""
 
 log = logging.getLogger("tiercache.daemon")
 

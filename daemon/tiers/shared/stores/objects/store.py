@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 3
 REQUEST_S = 30
-"""Of one request, in case it is not cancelled earlier: each call has its own deadline."""
+"""Time-out of one request. The deadline of the call, which cancels it, is nearly always earlier."""
 
 
 class ObjectsStore:

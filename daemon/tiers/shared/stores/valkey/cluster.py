@@ -22,7 +22,7 @@ from tiercache.daemon.tiers.shared.stores.valkey.slots import ask_slots, hash_sl
 from tiercache.daemon.tiers.shared.stores.valkey.url import Place, ValkeySettings
 
 MOST_REDIRECTS = 5
-"""So often are commands of one call sent elsewhere."""
+"""How often the commands of one call are sent on to other nodes."""
 MOST_NODES = 128
 """A connection has at most so many lines: a server could name a new node with each redirect."""
 
@@ -134,7 +134,7 @@ class Cluster(ValkeyConnection):
                 queue.append(command)
         return queues
 
-    # --- its nodes ---
+    # --- nodes ---
 
     def _share_s(self, count: int) -> float:
         """The deadline of the first of so many steps, of which none should keep the others from their turn."""

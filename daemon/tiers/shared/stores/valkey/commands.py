@@ -7,6 +7,7 @@ place in the stream is lost, and the line is closed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from tiercache.daemon.tiers.shared.stores.store import MAX_NOTE_BYTES, Arrived, Fate, Get, Put
@@ -28,7 +29,7 @@ def _life_ms(seconds: float) -> bytes:
     return b"%d" % max(1, int(seconds * 1000))
 
 
-class ValkeyCommand:
+class ValkeyCommand(ABC):
     """One command, and what its reply settles."""
 
     __slots__ = ("name", "replies", "reply_bytes", "request", "request_bytes")
@@ -38,17 +39,17 @@ class ValkeyCommand:
         self.request = request
         self.request_bytes = request_bytes
         self.reply_bytes = reply_bytes
-        """So many are expected."""
+        """How many are expected of its replies."""
         self.replies = 1
-        """So many come: a run of equal commands has more than one."""
+        """How many replies come: more than one for a run of equal commands."""
 
     def read_ahead(self, line: ValkeyLine, due: int) -> int:
         """Settle replies that were read ahead, up to those that are due, if this command can do so; how many."""
         return 0
 
+    @abstractmethod
     def read(self, first: bytes, line: ValkeyLine) -> None:
         """Read the rest of a reply that begins with this line, and is no error. Raises StoreError."""
-        raise NotImplementedError
 
     def refuse(self) -> bool:
         """The server answered with an error that is about this command alone. False: the call must fail."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -39,10 +40,10 @@ from tiercache.daemon.tiers.shared.stores.valkey.url import Place, ValkeySetting
 RUN_NAMES = 512
 """Names in one run: its requests are sent as one, and must leave room for others within the window."""
 NOTE_TRIES = 4
-"""So often is a note set that others delete at the same time."""
+"""How often to set a note that other clients delete at the same time."""
 
 
-class ValkeyConnection:
+class ValkeyConnection(ABC):
     """What connections to one server and to a cluster have in common. See `store.Connection`.
 
     After `close` every call raises StoreError.
@@ -139,9 +140,9 @@ class ValkeyConnection:
 
     # --- how they run ---
 
+    @abstractmethod
     def _run(self, notes: list[ValkeyCommand], commands: Sequence[ValkeyCommand], window: PipelineWindow) -> None:
         """Read the notes, then run the commands. Raises StoreError."""
-        raise NotImplementedError
 
     def _exists_commands(self, names: Sequence[bytes], there: list[bool]) -> list[ValkeyCommand]:
         """What asks for these names, and sets their places in `there`."""

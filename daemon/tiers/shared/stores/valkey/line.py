@@ -51,7 +51,7 @@ class ValkeyLine:
         self.place = place
         self.deadline_s = 0.0
         self._socket: socket.socket | None = None
-        self._lock = threading.Lock()  # between the end of the socket and its shutdown
+        self._lock = threading.Lock()  # so that `shutdown` never meets a socket that `close` has ended
         self._ended = False
         self._ahead = bytearray(READ_AHEAD_BYTES)
         self._view = memoryview(self._ahead)
@@ -61,7 +61,7 @@ class ValkeyLine:
         """Whether it has ever answered."""
         self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # 0: for ever
 
-    # --- its life ---
+    # --- opening and closing ---
 
     def open(self) -> None:
         """Connect, before the deadline. Raises StoreError."""
@@ -135,14 +135,14 @@ class ValkeyLine:
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the thread that uses it."""
+        """Close the socket. Only by the thread that uses the line."""
         with self._lock:
             if self._socket is not None:
                 with contextlib.suppress(OSError):
                     self._socket.close()
                 self._socket = None
 
-    # --- its errors ---
+    # --- errors ---
 
     def breach(self, text: str) -> StoreError:
         """The error for an answer that breaks the protocol."""
@@ -213,7 +213,7 @@ class ValkeyLine:
         return bytes(self._view[self._start : min(self._end, self._start + most_bytes)])
 
     def pass_over(self, count: int) -> None:
-        """So many bytes of what was peeked at are done with."""
+        """Count so many of the bytes that were peeked at as read."""
         assert count <= self._end - self._start
         self._start += count
 

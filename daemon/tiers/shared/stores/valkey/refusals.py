@@ -12,10 +12,10 @@ from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.stores.valkey.url import is_host
 
 SLOTS = 16384
-"""Of a cluster; each name belongs to one."""
+"""Slots of a cluster; each name belongs to one."""
 
 SHOWN_BYTES = 160
-"""So much of a server's text goes into ours: others may have written it."""
+"""How much of a server's text goes into ours: strangers may have written it."""
 
 _PROBLEMS = {
     "OOM": StoreProblem.FULL,

@@ -1,7 +1,7 @@
 """Addresses of a host's name, until a deadline.
 
-`getaddrinfo` cannot be told to end: it runs on a thread that may be left behind. Those who ask for one name at once
-share a thread, and there are at most `MOST_LOOKUPS` of them in the process, so a name server that hangs costs no more.
+`getaddrinfo` cannot be told to end: it runs on a thread that may be left behind. Connections that ask for the same name
+at once share a thread, and the process has at most `MOST_LOOKUPS` such threads: a name server that hangs costs no more.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tiercache.daemon.tiers.shared.stores.valkey.url import Place
 
 MOST_LOOKUPS = 16
 MOST_ADDRESSES = 8
-"""Of a name with more, the first ones are tried."""
+"""Addresses of one name that are tried: the first ones."""
 LOOK_S = 0.05
-"""How often who waits for a name looks whether its connection was closed."""
+"""How often a thread that waits for a name checks whether its connection was closed."""
 
 
 class Address(NamedTuple):

@@ -14,9 +14,9 @@ from tiercache.daemon.tiers.shared.stores.valkey.refusals import SLOTS, read_ref
 from tiercache.daemon.tiers.shared.stores.valkey.url import Place, is_host
 
 MOST_BYTES = 32 << 20
-"""Of memory for one answer: 16,384 ranges with their nodes, and some more."""
+"""Memory that one answer may take: enough for 16,384 ranges with their nodes, and some more."""
 ITEM_BYTES = 64
-"""Of memory for each number, text or list, besides the text."""
+"""What each number, text or list counts for, besides the bytes of the text."""
 MOST_DEPTH = 5
 MOST_TEXT_BYTES = 4096
 
@@ -59,7 +59,7 @@ def ask_slots(line: ValkeyLine) -> list[Place | None]:
 
 
 def _place(line: ValkeyLine, host: Reply, port: Reply) -> Place:
-    """A node's place. A node that does not know its own host is where we asked."""
+    """A node's place. A node that does not know its own host is at the place that was asked."""
     text = host.decode("ascii", "replace") if isinstance(host, bytes) else ""
     if text in ("", "?"):
         text = line.place.host

@@ -59,7 +59,7 @@ class ValkeySettings:
     database: int
     user: bytes = field(default=b"", repr=False)
     password: bytes = field(default=b"", repr=False)
-    """Empty without one."""
+    """Empty: the store wants none."""
 
 
 def is_host(text: str) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
-from tier_rig import TierRig, played
+from played import played
+from tier_rig import TierRig
 from window_rig import WINDOW, spaces_of, spread
 
 from tiercache.daemon.ground.slices import finish

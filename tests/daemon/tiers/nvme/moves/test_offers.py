@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import USED, Touch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from chains import chain_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.queue import MAX_RUN_OPS

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from chains import chain_of, key_of
-from tier_rig import TierRig, play
+from played import play
+from tier_rig import TierRig
 
 from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth

@@ -20,13 +20,6 @@ from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 HOUR_S = 3600
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "kv"
-    path.mkdir()
-    return path
-
-
 def store(folder: Path, query: str = "") -> FolderStore:
     return FolderStore(f"file://{folder}{query}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,7 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chains import chain_of
+from host_rig import Hosts
 from mooncake_rig import MooncakeMaster, own_network
+from played import play
 from store_calls import content, put, read, room, soon
 from waiting import wait_until
 
@@ -172,6 +176,40 @@ def test_a_process_that_is_killed_costs_what_it_held(make: Callable[..., HelperS
     assert other.exists([], [b"note"], soon()).notes[0] in (b"on two hosts", None)
     assert other.set_note(b"note", b"new", soon()) == b"new"
     assert line.exists([], [b"note"], soon()).notes == [b"new"]
+
+
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_a_host_whose_memory_holds_the_blocks_goes_away(
+    make: Callable[..., HelperStore], tmp_path: Path, end: str
+) -> None:
+    """Between the look-up and the fetch of another host: that has a miss in time, and not a wrong byte."""
+
+    async def scenario() -> None:
+        chain = chain_of("x", 12)
+        async with Hosts(make, tmp_path) as hosts:
+            owner = make()
+            ready(owner)
+            a = hosts.open(owner)
+            a.store(a.namespace(), chain)  # the pool is the memory of this host alone
+            await a.sent()
+            other = make()
+            ready(other)
+            b = hosts.open(other)
+            assert await b.look_up([b.namespace()], chain) == 12
+            pid = owner.stats()["pid"]
+            assert isinstance(pid, int)
+            os.kill(pid, signal.SIGSTOP)
+            if end == "dies":
+                os.kill(pid, signal.SIGKILL)
+            assert await b.load([b.namespace()], chain) == 0
+            assert b.shared.source.tally.bad_blocks == 0
+            other_chain = chain_of("y", 12)
+            b.store(b.namespace(), other_chain)
+            assert await b.load([b.namespace()], other_chain) == 12, "DRAM serves"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    play(scenario)
 
 
 def test_a_master_that_restarts_knows_nothing_and_serves(

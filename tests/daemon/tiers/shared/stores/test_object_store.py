@@ -29,16 +29,6 @@ LATE_S = 0.3
 OBJECT = "prefix/values/a"
 
 
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
-    server = RcloneServer(tmp_path_factory.mktemp("s3"))
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.end()
-
-
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
     server = FakeServer()

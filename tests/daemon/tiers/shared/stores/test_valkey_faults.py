@@ -74,13 +74,17 @@ def test_values_that_drip_in_turn() -> None:
         connection.close()
 
 
-def test_a_late_reply_reaches_no_later_call() -> None:
+@pytest.mark.parametrize("when", ["before the next call", "after its request"])
+def test_a_late_reply_reaches_no_later_call(when: str) -> None:
     late = threading.Event()
 
     def script(peer: Peer) -> None:
         assert peer.command()
         if peer.number == 0:
-            late.wait(ENOUGH_S)
+            if when == "before the next call":
+                late.wait(ENOUGH_S)
+            else:
+                peer.command()  # on this connection no other comes: it is closed
             peer.send(bulk(content(1, SIZE)))
         else:
             peer.send(GOOD)

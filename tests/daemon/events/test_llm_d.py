@@ -1,0 +1,269 @@
+"""llm-d's KV indexer follows the events of a real daemon, and ends with what the daemon has."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from llm_d import Indexer, Undecodable, decode_event, parse_topic
+from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
+from waiting import wait_until
+
+import tiercache
+
+TOPIC = "kv@10.0.0.7:8000@Qwen3-8B"
+MODEL = "Qwen3-8B"
+SIZE = 4
+BLOCK_BYTES = 256 << 10
+
+
+class Subscription:
+    """As llm-d's subscriber: asks for all batches when it connects, then for what it has missed."""
+
+    def __init__(self, folder: Path, indexer: Indexer) -> None:
+        self.indexer = indexer
+        self.next = 0
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.connect(f"ipc://{folder}/events")
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        self._folder = folder
+
+    def replay(self) -> None:
+        """A DEALER for each replay."""
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.connect(f"ipc://{self._folder}/replay")
+        dealer.send_multipart([b"", self.next.to_bytes(8, "big")])
+        while True:
+            assert dealer.poll(WAIT_S * 1000), "the replay does not end"
+            frames = dealer.recv_multipart()
+            topic, number, payload = frames[1:] if not frames[0] else frames
+            if not payload:
+                break
+            assert int.from_bytes(number, "big") == self.next, "a gap"
+            self.indexer.receive(topic, number, payload)
+            self.next += 1
+        dealer.close(0)
+
+    def take(self, wait_ms: int) -> None:
+        """What has been published since, until nothing comes for so long."""
+        while self._sub.poll(wait_ms):
+            topic, number, payload = self._sub.recv_multipart()
+            found = int.from_bytes(number, "big")
+            if found > self.next:
+                self.replay()
+            if found == self.next:
+                self.indexer.receive(topic, number, payload)
+                self.next += 1
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def following(folder: Path) -> Iterator[tuple[Client, Subscription]]:
+    flags = ["--arena", "4MiB", "--region", "2MiB", "--nvme", f"{folder}/nvme", "--nvme-size", "16MiB"]
+    flags += ["--nvme-segment", "4MiB", "--kv-events", f"ipc://{folder}/events"]
+    flags += ["--kv-events-replay", f"ipc://{folder}/replay", "--kv-events-topic", TOPIC]
+    with daemon(folder / "run", *flags), Client(folder / "run") as client:
+        client.await_arena()
+        subscription = Subscription(folder, Indexer(SIZE))
+        try:
+            subscription.replay()
+            yield client, subscription
+        finally:
+            subscription.close()
+
+
+class Prompt:
+    """A prompt with an engine's hashes of its blocks."""
+
+    def __init__(self, number: int, blocks: int, hashes: list[Any]) -> None:
+        self.tokens = [number * 1000 + at for at in range(blocks * SIZE)]
+        self.keys = new_chain(blocks)
+        self.hashes = hashes
+
+    def store(self, client: Client, namespace: int, first: int = 0, end: int | None = None) -> int:
+        """Blocks that became visible of `first ..< end`."""
+        end = len(self.hashes) if end is None else end
+        tokens = self.tokens[first * SIZE : end * SIZE]
+        said = [
+            self.hashes[first:end],
+            self.hashes[first - 1] if first else None,
+            struct.pack(f"<{len(tokens)}I", *tokens),
+            0,
+            "full_attention",
+        ]
+        parent = self.keys[(first - 1) * 16 : first * 16] if first else b""
+        answer = client.ask("reserve", namespace, parent, self.keys[first * 16 : end * 16], 10_000, said)
+        if answer[0] != "reserved" or not answer[1]:
+            return 0
+        frames = [index for index, state in enumerate(answer[2]) if state == 2]
+        return [*client.commit(answer[1], frames)].count(VISIBLE)
+
+
+def in_the_daemon(client: Client, prompt: Prompt) -> list[set[str]]:
+    """For each block the tiers that it is in, in llm-d's words."""
+    names = {"dram": "cpu", "nvme": "storage"}
+    keys = (prompt.keys[at : at + 16] for at in range(0, len(prompt.keys), 16))
+    return [{names[view[1]] for view in client.ask("inspect", [], key)[1]} for key in keys]
+
+
+def prompts() -> list[Prompt]:
+    rng = random.Random(3)
+    found = []
+    for number in range(12):
+        blocks = rng.randrange(6, 16)
+        as_bytes = number % 2
+        hashes = [rng.randbytes(32) if as_bytes else rng.getrandbits(64) | 1 << 63 for _ in range(blocks)]
+        found.append(Prompt(number, blocks, hashes))
+    return found
+
+
+def test_the_indexer_ends_with_what_the_daemon_has(tmp_path: Path) -> None:
+    """Stores that push earlier blocks to NVMe and from there out, loads from NVMe, flushes of a part and of all."""
+    with following(tmp_path) as (client, subscription):
+        namespace, asked = client.namespace(BLOCK_BYTES), prompts()
+        seen: set[frozenset[str]] = set()
+
+        def agrees() -> bool:
+            subscription.take(wait_ms=20)
+            known = [subscription.indexer.places(prompt.tokens, MODEL) for prompt in asked]
+            seen.update(frozenset(tiers) for places in known for tiers in places)
+            return known == [in_the_daemon(client, prompt) for prompt in asked]
+
+        rng = random.Random(5)
+        for prompt in asked:
+            cut = rng.randrange(1, len(prompt.hashes))
+            prompt.store(client, namespace, 0, cut)
+            wait_until(agrees, "what is stored is known")
+            prompt.store(client, namespace, cut)
+            wait_until(agrees, "what follows is known")
+        assert {frozenset(), frozenset({"storage"}), frozenset({"cpu", "storage"})} <= seen
+        assert sum(map(bool, in_the_daemon(client, asked[0]))) < len(asked[0].hashes), "some were lost from NVMe too"
+        last = asked[-1]
+        wait_until(lambda: all("storage" in tiers for tiers in in_the_daemon(client, last)), "they are written")
+        client.ask("flush", "dram", [], b"")
+        wait_until(agrees, "DRAM is empty")
+        assert in_the_daemon(client, last) == [{"storage"}] * len(last.hashes)
+        assert client.ask("prefetch", [namespace], last.keys)[2] == len(last.hashes)
+        wait_until(lambda: client.ask("peek", [namespace], last.keys)[2] == 0, "they are read into DRAM")
+        wait_until(agrees, "they are in both tiers")
+        assert in_the_daemon(client, last) == [{"cpu", "storage"}] * len(last.hashes)
+        score = subscription.indexer.score(last.tokens, MODEL, {"cpu": 0.8, "storage": 0.5})
+        assert score == pytest.approx(0.8 * len(last.hashes))
+        assert subscription.indexer.skipped == []
+        client.ask("flush", "all", [], last.keys[3 * 16 : 4 * 16])
+        wait_until(agrees, "the end of a prompt is flushed")
+        assert list(map(bool, in_the_daemon(client, last))) == [number < 3 for number in range(len(last.hashes))]
+        client.ask("flush", "all", [], b"")
+        wait_until(agrees, "all is flushed")
+        assert not any(subscription.indexer.tiers.values())
+        last.store(client, namespace)
+        wait_until(agrees, "the first blocks after that are known")
+        late = Subscription(tmp_path, Indexer(SIZE))
+        late.replay()
+        assert late.indexer.places(last.tokens, MODEL) == in_the_daemon(client, last)
+        late.close()
+
+
+def test_a_daemon_of_a_node_connects_to_the_router(tmp_path: Path) -> None:
+    """The router listens for daemons of nodes. It comes later than the daemon, and goes and comes again."""
+    context, where = zmq.Context(), f"ipc://{tmp_path}/router"
+    flags = ["--arena", "4MiB", "--kv-events", where, "--kv-events-connect", "yes"]
+    flags += ["--kv-events-topic", "kv@node:worker-3@Qwen3-8B"]
+    with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
+        client.await_arena()
+        for life in range(2):
+            router, indexer = context.socket(zmq.SUB), Indexer(SIZE)
+            router.setsockopt(zmq.SUBSCRIBE, b"kv@")
+            router.bind(where)
+            numbers = itertools.count(100 * life)
+            while not router.poll(20):
+                prompt = Prompt(number := next(numbers), 1, [1 << 63 | number])
+                assert prompt.store(client, client.namespace()) == 1
+            indexer.receive(*router.recv_multipart())
+            assert {place for places in indexer.tiers.values() for place in places} == {("node:worker-3", "cpu")}
+            router.close(0)
+    context.term()
+
+
+def test_blocks_from_a_shared_store_are_in_no_event(tmp_path: Path) -> None:
+    """The host that fetches them has neither tokens nor hashes of them, so the router cannot place what follows."""
+    (store := tmp_path / "store").mkdir()
+    settings: dict[str, Any] = {"shared": f"file://{store}", "shared_plain": "yes", "shared_lookup_timeout": "1s"}
+    spec = tiercache.NamespaceSpec(engine="t", layout="x", dtype="uint8", block_size=SIZE, block_bytes=BLOCK_BYTES)
+    chain = tiercache.KeyChain(tiercache.root_key("shared"), SIZE, list(range(10 * SIZE)))
+    with ExitStack() as stack:
+
+        def host(name: str, **more: str) -> tiercache.Connector:
+            daemon = stack.enter_context(tiercache.launch("8MiB", run_dir=tmp_path / name, **settings, **more))
+            pool = tiercache.Pool.from_blocks(np.ones((10, BLOCK_BYTES), np.uint8))
+            return stack.enter_context(tiercache.connect(daemon.address, namespace=spec, pool=pool, required=True))
+
+        first = host("a")
+        first.store(chain.packed(6), range(6))
+        wait_until(lambda: first.client.stats()["tiers"]["shared"]["written_blocks"] == 6, "the store has them")
+        addresses = {"kv_events": f"ipc://{tmp_path}/events", "kv_events_replay": f"ipc://{tmp_path}/replay"}
+        second = host("b", **addresses, kv_events_topic=TOPIC)
+
+        def loaded() -> bool:
+            match = second.match(chain.packed(6))
+            if match.blocks == 6:
+                return second.load(match, range(6)) == 6
+            second.release(match)
+            return False
+
+        wait_until(loaded, "they are fetched")
+        assert second.store(chain.packed(), range(6, 10), first=6, events=chain.events(6, 4)).stored == 4
+        subscription = Subscription(tmp_path, Indexer(SIZE))
+        stack.callback(subscription.close)
+
+        def told() -> list[str]:
+            subscription.replay()
+            return subscription.indexer.skipped
+
+        assert wait_until(told, "the blocks that follow are told") == ["unknown parent"]
+        assert subscription.indexer.places(list(range(10 * SIZE)), MODEL) == [set()] * 10
+
+
+def test_topics() -> None:
+    assert parse_topic(TOPIC.encode()) == ("10.0.0.7:8000", "Qwen3-8B")
+    assert parse_topic(b"kv@node:worker-3@Qwen3-8B") == ("node:worker-3", "Qwen3-8B")
+    assert parse_topic(b"") == ("", "")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"type": "BlockMoved"},
+        {"block_hashes": [1]},
+        {"type": "BlockStored", "block_hashes": [1], "block_size": 4},
+        {"type": "BlockStored", "block_hashes": [b""], "token_ids": [1], "block_size": 1},
+        {"type": "BlockStored", "block_hashes": ["1"], "token_ids": [1], "block_size": 1},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": b"\1\0\0\0", "block_size": 1},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "medium": 3},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "extra_keys": ["x"]},
+        ["BlockStored", [1], None, [1]],
+        "BlockStored",
+    ],
+)
+def test_the_decoder_is_strict(wrong: Any) -> None:
+    with pytest.raises(Undecodable):
+        decode_event(wrong)
+
+
+def test_the_decoder_skips_what_it_does_not_know() -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [bytes(24) + b"\0" * 7 + b"\5"], "medium": "CPU", "later": [1]}
+    assert decode_event(event) == {"type": "BlockRemoved", "block_hashes": [5], "medium": "CPU"}
+    assert decode_event(["BlockRemoved", [5], "CPU", None, "later"])["medium"] == "CPU"
+    assert decode_event(msgpack.unpackb(msgpack.packb(["AllBlocksCleared"])))["type"] == "AllBlocksCleared"

@@ -1,0 +1,98 @@
+"""Look-ups for namespaces with a window: what this host has on disk counts, and what cannot be fetched does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chains import chain_of, key_of
+from host_rig import HostRig, host, names_of
+from memory_store import MemoryStore
+from played import played
+
+from tiercache.daemon.tiers.dram.space import Namespace
+
+pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
+
+CHAIN = chain_of("x", 30)
+
+
+def spaces(one: HostRig) -> list[Namespace]:
+    return [one.namespace(), one.namespace(window_blocks=4)]
+
+
+async def stored(store: MemoryStore, tmp_path: Path) -> HostRig:
+    """A host that has stored CHAIN in both namespaces."""
+    a = host(store, tmp_path, "a")
+    for space in spaces(a):
+        a.store(space, CHAIN)
+    await a.sent()
+    return a
+
+
+@played
+async def test_an_end_without_the_block_that_cannot_be_fetched_is_found_at_once(tmp_path: Path) -> None:
+    """A claim that is cut short there would need other blocks of the window, and nothing would look for them."""
+    store = MemoryStore()
+    a, b = await stored(store, tmp_path), host(store, tmp_path, "b")
+    victim = names_of(a, CHAIN, spaces(a)[1])[28]
+    store.values[victim] = store.values[victim][:-1] + b"?"
+    assert await b.load(spaces(b), CHAIN) < 28, "what was promised does not all arrive"
+    assert await b.load(spaces(b), CHAIN) == 28
+    for one in (a, b):
+        one.check()
+        await one.close()
+
+
+@played
+async def test_a_claim_whose_window_becomes_unfetchable_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    store = MemoryStore()
+    a, b = await stored(store, tmp_path), host(store, tmp_path, "b")
+    chain, window = spaces(b)
+    await b.look_up([chain, window], CHAIN)
+    claim = b.shared.claim([chain, window], CHAIN)
+    assert claim is not None
+    presence = b.shared.presence
+    presence.could_not_fetch(window, key_of(CHAIN, 27), presence.generation(window))
+    presence.claimed([chain, window], CHAIN, claim)
+    assert b.shared.claim([chain, window], CHAIN) is None, "the next request looks again"
+    assert await b.load([chain, window], CHAIN) == 27
+    for one in (a, b):
+        one.check()
+        await one.close()
+
+
+@played
+async def test_blocks_of_a_window_on_this_hosts_disks_count(tmp_path: Path) -> None:
+    store = MemoryStore()
+    a, b = await stored(store, tmp_path), host(store, tmp_path, "b")
+    for name in names_of(a, CHAIN, spaces(a)[1])[-3:]:
+        del store.values[name]
+    on_disk = {key_of(CHAIN, number) for number in (27, 28, 29)}
+    chain, window = spaces(b)
+    b.shared._lookup_local = lambda namespace: on_disk.__contains__ if namespace is window else None
+    await b.look_up([chain, window], CHAIN)
+    claim = b.shared.claim([chain, window], CHAIN)
+    assert claim is not None
+    assert (claim.end, claim.stored) == (30, {1: {26}})
+    for one in (a, b):
+        one.check()
+        await one.close()
+
+
+@played
+async def test_a_claim_that_lost_a_window_on_this_host_is_looked_up_anew(tmp_path: Path) -> None:
+    store = MemoryStore()
+    a, b = await stored(store, tmp_path), host(store, tmp_path, "b")
+    chain, window = spaces(b)
+    b.store(window, CHAIN)
+    await b.sent()
+    assert await b.look_up([chain, window], CHAIN) == 30
+    claim = b.shared.claim([chain, window], CHAIN)
+    assert claim is not None
+    assert not any(claim.stored.values()), "the window is here"
+    b.forget_dram()
+    assert await b.load([chain, window], CHAIN) == 30
+    for one in (a, b):
+        one.check()
+        await one.close()
