@@ -39,6 +39,9 @@ def token_bytes(name: str, dtype: str = "auto") -> float:
         ("gpt-oss-20b", 48 * KIB),
         ("gpt-oss-120b", 72 * KIB),
         ("DeepSeek-V3", 576 * 2 * 61),
+        ("Qwen3-Next-80B-A3B", 24 * KIB),
+        ("LFM2-1.2B", 12 * KIB),
+        ("Jamba-v0.1", 16 * KIB),
         ("Phi-3-mini", 384 * KIB),
     ],
 )
@@ -60,6 +63,9 @@ def test_a_token_of_a_known_model(name: str, size: int) -> None:
         ("gpt-oss-20b", 20.9, 3.0),
         ("gpt-oss-120b", 117, 4.55),
         ("DeepSeek-V3", 671, 35.7),
+        ("Qwen3-Next-80B-A3B", 79.7, 3.25),
+        ("LFM2-1.2B", 1.17, 1.036),
+        ("Jamba-v0.1", 51.6, 11.6),
         ("Phi-3-mini", 3.82, 3.6),
     ],
 )
@@ -152,6 +158,7 @@ def test_defaults_and_nested_configurations() -> None:
         ({**SMALL, "hidden_size": "big"}, ["hidden_size", "'big'", "whole number"]),
         ({**SMALL, "torch_dtype": "int3"}, ["int3", "bfloat16"]),
         ({**SMALL, "layer_types": ["full_attention"]}, ["layer_types", "4 layers"]),
+        ({**SMALL, "layer_types": ["linear_attention", "full_attention"] * 2}, ["linear_attention", "not known here"]),
         ({**SMALL, "quantization_config": {"quant_method": "awq"}}, ["awq", "--weights"]),
         ([1], ["no config.json", "list"]),
     ],

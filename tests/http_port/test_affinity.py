@@ -55,7 +55,7 @@ def matched(connector: tiercache.Connector, keys: bytes) -> dict[str, int]:
     """What a real match finds, in tokens by tier."""
     match = connector.match(keys)
     connector.release(match)
-    return {"dram": (match.blocks - match.below_blocks) * BLOCK, "nvme": match.below_blocks * BLOCK}
+    return {"dram": (match.blocks - match.below_blocks) * BLOCK, "nvme": match.below_blocks * BLOCK, "shared": 0}
 
 
 def test_the_answer_is_what_a_match_finds(client: tiercache.Client, opened: Connect, url: str) -> None:
@@ -65,8 +65,10 @@ def test_the_answer_is_what_a_match_finds(client: tiercache.Client, opened: Conn
     connector.store(chain(tokens)[: 13 * 16], range(13))
     answer = ask(client, [*tokens, 7, 8])
     assert (answer["tokens"], answer["matched"]) == (82, 52)
-    assert answer["matched_tokens"] == matched(connector, chain(tokens)) == {"dram": 52, "nvme": 0}
-    assert answer["chains"][0]["namespaces"] == [{"fingerprint": spec().fingerprint(), "dram": 52, "nvme": 0}]
+    assert answer["matched_tokens"] == matched(connector, chain(tokens)) == {"dram": 52, "nvme": 0, "shared": 0}
+    assert answer["chains"][0]["namespaces"] == [
+        {"fingerprint": spec().fingerprint(), "dram": 52, "nvme": 0, "shared": 0}
+    ]
     assert affinity(url, model="demo", tokens=[*tokens, 7, 8], salt=SALT).tree == answer
     by_content = affinity(url, model=content_id("weights").hex(), tokens=[*tokens, 7, 8], salt=SALT).tree
     assert by_content["chains"] == answer["chains"]
@@ -101,10 +103,14 @@ def test_blocks_on_nvme_are_told_apart(tmp_path: Path, opened: Connect) -> None:
         wait_until(is_recorded, "all blocks are on NVMe, and will be found there after a kill")
         connector.flush(tier="dram")
         connector.store(chain(other)[: 5 * 16], range(5))
-        assert ask(connector.client, tokens)["matched_tokens"] == {"dram": 0, "nvme": 120}
-        assert ask(connector.client, other)["matched_tokens"] == {"dram": 20, "nvme": 28}
-        assert matched(connector, chain(other)) == {"dram": 20, "nvme": 28}
-        assert ask(connector.client, tokens)["matched_tokens"] == {"dram": 0, "nvme": 120}  # nothing came up for it
+        assert ask(connector.client, tokens)["matched_tokens"] == {"dram": 0, "nvme": 120, "shared": 0}
+        assert ask(connector.client, other)["matched_tokens"] == {"dram": 20, "nvme": 28, "shared": 0}
+        assert matched(connector, chain(other)) == {"dram": 20, "nvme": 28, "shared": 0}
+        assert ask(connector.client, tokens)["matched_tokens"] == {
+            "dram": 0,
+            "nvme": 120,
+            "shared": 0,
+        }  # nothing came up for it
         os.kill(daemon.pid, signal.SIGKILL)
     with tiercache.launch("16MiB", run_dir=run_dir, **settings):  # the engine is met again, and announces again
         wait_until(lambda: connector.available, "the connector is back")
@@ -269,9 +275,12 @@ def test_the_command_asks_a_daemon_or_a_port(client: tiercache.Client, opened: C
     ("arguments", "status", "words"),
     [
         (["--tokens", "-"], 2, "--salt is missing"),
-        (["--salt", ""], 2, "give either --text or --tokens"),
+        (["--salt", ""], 2, "give either --text, --tokens or --segments"),
         (["--salt", "", "--tokens", "/nowhere"], 2, "--tokens /nowhere cannot be read"),
         (["--salt", "", "--tokens", "-"], 2, "has no list of token ids"),
+        (["--salt", "", "--tokens", "-", "--segments", "-"], 2, "give either --text, --tokens or --segments"),
+        (["--salt", "", "--segments", "/nowhere"], 2, "--segments /nowhere cannot be read"),
+        (["--salt", "", "--segments", "-"], 2, "has no JSON of a prompt in parts"),
         (["--address", "http://127.0.0.1:1", "--salt", "", "--tokens", "/dev/null"], 1, "does not answer"),
         (["--address", "/nowhere", "--salt", "", "--tokens", "/dev/null"], 1, "no daemon at /nowhere"),
     ],

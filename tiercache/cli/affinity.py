@@ -28,6 +28,8 @@ TIMEOUT_S = 10.0
   tiercache affinity --model ./Qwen3-0.6B --text "$(cat prompt.txt)" --salt ''
                                       asks the daemon of this host
   tiercache affinity --address http://10.0.0.7:8181 --model Qwen3-8B --tokens ids.json --salt s3
+  tiercache affinity --model Qwen3-8B --segments parts.json --salt ''
+                                      the order of the parts in which most is stored
 """,
     f"0 something is stored, 1 nothing is, or no daemon runs, 2 a wrong command line, {SILENT}",
 )
@@ -41,6 +43,15 @@ def affinity(
     ] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="FILE", help="The prompt as token ids, [1, 2, 3]; - is stdin.")
+    ] = None,
+    segments: Annotated[
+        str | None,
+        typer.Option(
+            "--segments",
+            metavar="FILE",
+            help='The prompt in parts, [[1, 2], {"unordered": [[3], [4, 5]]}]: token ids, and groups of '
+            "documents that may come in any order; - is stdin.",
+        ),
     ] = None,
     salt: Salt = None,
     lora: Annotated[str, typer.Option("--lora", metavar="NAME", help="A LoRA adapter.")] = "",
@@ -57,13 +68,19 @@ def affinity(
         ),
     ] = None,
 ) -> int:
-    """Show how many tokens of a prompt are stored, by tier. Changes nothing."""
-    if (text is None) == (tokens is None):
-        raise ConfigError("give either --text or --tokens")
+    """Show how many tokens of a prompt are stored, by tier. Changes nothing.
+
+    With --segments also the order of the documents with the longest stored beginning: send the prompt in that order.
+    """
+    if [text, tokens, segments].count(None) != 2:
+        raise ConfigError("give either --text, --tokens or --segments")
     if salt is None:
         raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
-    ids = _read_tokens(tokens) if tokens is not None else tokenise(model, text or "")
-    fields: dict[str, Any] = {"model": model, "tokens": ids, "salt": salt, "lora": lora, "cache_salt": cache_salt}
+    fields: dict[str, Any] = {"model": model, "salt": salt, "lora": lora, "cache_salt": cache_salt}
+    if segments is not None:
+        fields["segments"] = _read_segments(segments)
+    else:
+        fields["tokens"] = _read_tokens(tokens) if tokens is not None else tokenise(model, text or "")
     if Path(model).is_dir():
         fields["model"] = Path(model).resolve().name
     by_http = address is not None and address.startswith(("http://", "https://"))
@@ -78,12 +95,26 @@ def affinity(
 def _read_tokens(path: str) -> list[int]:
     """Token ids from a file (`-`: stdin): a JSON array, or numbers separated by spaces or commas."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+        text = _read("--tokens", path)
         return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()]
-    except OSError as error:
-        raise ConfigError(f"--tokens {path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"--tokens {path} has no list of token ids: write them as [1, 2, 3]") from None
+
+
+def _read_segments(path: str) -> Any:
+    """A prompt in parts from a file (`-`: stdin), as the body of a query has it. What it must be, the query checks."""
+    try:
+        return json.loads(_read("--segments", path))
+    except (ValueError, RecursionError):
+        known = 'write [[1, 2], {"unordered": [[3], [4, 5]]}]'
+        raise ConfigError(f"--segments {path} has no JSON of a prompt in parts: {known}") from None
+
+
+def _read(option: str, path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
 
 
 def tokenise(model: str, text: str) -> list[int]:
@@ -137,6 +168,9 @@ def _refusal(error: HTTPError) -> RequestRefused:
         return RequestRefused(f"http {error.code}", str(error.reason))
 
 
+_TIERS = {"dram": "DRAM", "nvme": "NVMe", "shared": "shared store"}
+
+
 def _sections(answer: dict[str, Any]) -> list[Section]:
     tiers = answer["matched_tokens"]
     total = answer["tokens"]
@@ -147,9 +181,22 @@ def _sections(answer: dict[str, Any]) -> list[Section]:
         [
             ("prompt", f"{total:,}"),
             ("stored", f"{answer['matched']:,}{share}"),
-            *((tier.upper() if tier == "dram" else "NVMe", f"{count:,}") for tier, count in tiers.items()),
+            *((_TIERS.get(tier, tier), f"{count:,}") for tier, count in tiers.items()),
         ],
     )
+    order = []
+    if "order" in answer:
+        rest = "" if answer["complete"] else " (the search ended at its limits: there may be a better one)"
+        order = [
+            Section(
+                "order with the longest stored prefix" + rest,
+                ("", ""),
+                [
+                    ("stored in the order given", f"{answer['matched_as_given']:,}"),
+                    *((f"group {number}", " ".join(map(str, one))) for number, one in enumerate(answer["order"])),
+                ],
+            )
+        ]
     rows = [
         (
             chain["names"][0] if chain["names"] else "",
@@ -157,11 +204,10 @@ def _sections(answer: dict[str, Any]) -> list[Section]:
             chain["hashing"],
             f"{chain['block_size']}",
             space["fingerprint"][:8],
-            f"{space['dram']:,}",
-            f"{space['nvme']:,}",
+            *(f"{space[tier]:,}" for tier in tiers),
         )
         for chain in answer["chains"]
         for space in chain["namespaces"]
     ]
-    columns = ("model", "adapter", "hashing", "block", "namespace", "DRAM", "NVMe")
-    return [summary, Section("by namespace", columns, rows)]
+    columns = ("model", "adapter", "hashing", "block", "namespace", *(_TIERS.get(tier, tier) for tier in tiers))
+    return [summary, *order, Section("by namespace", columns, rows)]

@@ -70,6 +70,12 @@ _LIST = (
     ),
     Listed("inspect", LOOK, "tiercache.cli.inspect", "Show where a block is stored, or how much of a prompt."),
     Listed("affinity", LOOK, "tiercache.cli.affinity", "Show how many tokens of a prompt are stored, by tier."),
+    Listed(
+        "lint",
+        LOOK,
+        "tiercache.cli.lint.command",
+        "Find what keeps prompts from being reused: times and ids at the front, tools or documents in changing order.",
+    ),
     Listed("ping", LOOK, "tiercache.cli.ping", "Check whether the daemon answers, and how long it takes."),
     Listed("flush", CHANGE, "tiercache.cli.flush", "Forget blocks."),
     Listed(

@@ -67,8 +67,15 @@ def plan(
     ] = None,
     kv_dtype: KvDtype = "auto",
     block_size: Annotated[
-        int, typer.Option("--block-size", metavar="N", min=1, max=4096, help="Tokens in a block.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            "--block-size",
+            metavar="N",
+            min=1,
+            max=4096,
+            help="Tokens in a block (default: 16; for a model with recurrent layers as vLLM chooses).",
+        ),
+    ] = None,
     lengths: Annotated[
         list[int] | None,
         typer.Option("--length", metavar="N", help="Tokens of a sequence (repeatable; default: several)."),
@@ -131,7 +138,8 @@ def plan(
         shared_round_trip_s=as_seconds("--shared-round-trip", shared_round_trip),
     )
     traffic = _tokens_per_s(tokens_per_s, requests_per_s, lengths or [])
-    tree = sizes.plan(model, sizes.Form(model, dtype, block_size, gpus), plant, tokens, traffic)
+    form = sizes.Form(model, dtype, block_size or sizes.usual_block_size(model, dtype, gpus), gpus)
+    tree = sizes.plan(model, form, plant, tokens, traffic)
     if as_json:
         print_json(with_human(tree))
         return EXIT_OK
@@ -211,12 +219,19 @@ def _facts(tree: dict[str, Any]) -> list[tuple[str, str]]:
     attention = f"a latent of {model['latent']}" if model["latent"] else heads
     if model["windowed_layers"]:
         attention += f"; {model['windowed_layers']} layers look back {model['window_tokens']:,} tokens"
+    if model["state_layers"]:
+        attention += f"; {model['state_layers']} layers keep a state"
     parameters = f"{model['parameters'] / 1e9:.1f}B parameters"
     if model["active_parameters"] < model["parameters"] / 2:
         parameters += f", {model['active_parameters'] / 1e9:.1f}B active"
+    states = []
+    if tree["state"] is not None:
+        figure = f"{format_bytes(tree['state']['bytes'])}, as much as the KV of {tree['state']['as_tokens']:,} tokens"
+        states = [("a state", figure)]
     return [
         ("model", f"{model['name']}: {parameters}, {model['layers']} layers, {attention}"),
         ("KV of a token", f"{_exact(kv['token_bytes'])} in {kv['dtype']}, all layers"),
+        *states,
         (
             "a block",
             f"{kv['block_size']} tokens: {format_bytes(kv['gpu_block_bytes'])} on each GPU, "
@@ -264,7 +279,18 @@ def _sentences(tree: dict[str, Any]) -> list[str]:
         lines.append(
             "The sequences at once assume an engine that frees the blocks outside the window; tiers keep all blocks."
         )
+    if tree["state"] is not None:
+        lines.append(_state_sentence(tree["state"]))
     return lines
+
+
+def _state_sentence(state: dict[str, Any]) -> str:
+    figure = f"{format_bytes(state['bytes'])}, as much as the KV of {state['as_tokens']:,} tokens"
+    return (
+        f"A state is {figure}, however long its sequence. Sequences and loads count one each; the blocks and tokens "
+        "that a tier holds are without states. vLLM stores one at the last full block of a prompt, and one more at the "
+        "end of each step of a long prompt."
+    )
 
 
 def _shared_sentence(shared: dict[str, Any]) -> str:

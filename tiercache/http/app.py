@@ -32,6 +32,8 @@ MAX_BODY_BYTES = 2 << 20
 MAX_QUERIES = 32
 """Affinity queries at a time, including those whose bodies are still arriving."""
 THREADS = 8
+MAX_SEARCHES = 2
+"""Affinity queries with segments at a time: each may take a thread for a second or two."""
 _JSON = "application/json"
 HUNG_UP = 499
 """Status of an answer whose client has hung up; nginx's code for it."""
@@ -69,6 +71,7 @@ class PortRoutes:
         self._history.start()
         self._request_s = request_s
         self._queries = 0
+        self._searches = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="http")
 
     async def _ask(self, question: Callable[[], T]) -> T:
@@ -115,9 +118,20 @@ class PortRoutes:
         self._queries += 1
         try:
             query = _parse(await self._read_body(request))
+            if query.groups:
+                return await self._search(query)
             return _json(await self._ask(lambda: self._affinity.ask(query)))
         finally:
             self._queries -= 1
+
+    async def _search(self, query: Query) -> Response:
+        if self._searches >= MAX_SEARCHES:
+            raise HttpError(503, "busy", f"{MAX_SEARCHES} queries with segments are being answered: try again")
+        self._searches += 1
+        try:
+            return _json(await self._ask(lambda: self._affinity.ask(query)))
+        finally:
+            self._searches -= 1
 
     async def _read_body(self, request: Request) -> bytes:
         async def read() -> bytes:

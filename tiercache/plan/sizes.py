@@ -18,6 +18,8 @@ from tiercache.protocol.namespaces import FRAME_ALIGNMENT_BYTES
 
 ROUND_TRIPS = 2
 """Of a hit in the shared store: the look-up, which may take a second one for a long prompt, and the fetch."""
+BLOCK_TOKENS = 16
+"""Of a block, unless the command line names another size or the model has states."""
 LONGEST_TOKENS = 1 << 20
 """Of a prompt, for a model that names no limit."""
 
@@ -58,8 +60,8 @@ class Form:
 
     @property
     def gpu_block_bytes(self) -> int:
-        """Bytes of a block of all layers on one GPU."""
-        return self.layer_bytes() * len(self.model.layers)
+        """Bytes of a block on one GPU, all layers that have KV."""
+        return self.layer_bytes() * len(self.model.kv_layers)
 
     @property
     def stored_parts(self) -> int:
@@ -70,6 +72,20 @@ class Form:
     def tier_block_bytes(self) -> int:
         """Bytes of a block in a tier: frames are whole pages, one for each GPU's part."""
         return round_up(self.gpu_block_bytes, FRAME_ALIGNMENT_BYTES) * self.stored_parts
+
+    @property
+    def state_gpu_bytes(self) -> int:
+        """Bytes of a sequence's state on one GPU, all recurrent layers."""
+        return self.model.state_gpu_bytes(self.gpus)
+
+    @property
+    def tier_state_bytes(self) -> int:
+        """Bytes of a state in a tier, which keeps one for each stored prompt."""
+        return round_up(self.state_gpu_bytes, FRAME_ALIGNMENT_BYTES) * self.stored_parts
+
+    def tier_sequence_bytes(self, tokens: int) -> int:
+        """Bytes of a sequence in a tier: all its blocks, those before a window too, and one state."""
+        return -(-tokens // self.block_size) * self.tier_block_bytes + self.tier_state_bytes
 
     @property
     def token_bytes(self) -> float:
@@ -83,9 +99,18 @@ class Form:
         return min(blocks, -(-window // self.block_size) + 1) if window else blocks
 
     def sequence_gpu_bytes(self, tokens: int) -> int:
-        """Bytes of KV of a sequence on one GPU; for layers with a window only the KV within it."""
-        blocks = sum(self.sequence_blocks(tokens, layer.window) for layer in self.model.layers)
-        return blocks * self.layer_bytes()
+        """Bytes of a sequence on one GPU: its KV, for layers with a window only the KV within it, and one state."""
+        blocks = sum(self.sequence_blocks(tokens, layer.window) for layer in self.model.kv_layers)
+        return blocks * self.layer_bytes() + self.state_gpu_bytes
+
+
+def usual_block_size(model: Model, dtype: str, gpus: int) -> int:
+    """Tokens in a block. For a model with states as vLLM chooses: the fewest with which a layer's block of attention is
+    not smaller than a layer's state.
+    """
+    layer_bytes = Form(model, dtype, BLOCK_TOKENS, gpus).layer_bytes()
+    state_bytes = max((layer.state.gpu_bytes(gpus) for layer in model.layers if layer.state is not None), default=0)
+    return BLOCK_TOKENS * max(1, -(-state_bytes // layer_bytes))
 
 
 def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_s: float) -> dict[str, Any]:
@@ -98,6 +123,7 @@ def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_
             "parameters": model.parameters,
             "active_parameters": model.active_parameters,
             "layers": len(model.layers),
+            "state_layers": len(model.layers) - len(model.kv_layers),
             "windowed_layers": sum(layer.window > 0 for layer in model.layers),
             "window_tokens": max(layer.window for layer in model.layers),
             "kv_heads": model.kv_heads,
@@ -114,6 +140,7 @@ def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_
             "tier_block_bytes": form.tier_block_bytes,
             "formats": _formats(form),
         },
+        "state": _state(form),
         "gpu": {
             "gpus": plant.gpus,
             "memory_bytes": plant.gpu.memory_bytes,
@@ -125,6 +152,19 @@ def plan(model: Model, form: Form, plant: Plant, lengths: list[int], tokens_per_
         "tiers": _tiers(form, plant, blocks, tokens_per_s),
         "loads": [_load(form, plant, tokens) for tokens in lengths],
         "shared": _shared(form, plant),
+    }
+
+
+def _state(form: Form) -> dict[str, Any] | None:
+    """A state of all recurrent layers: its bytes, and the tokens whose KV takes as many."""
+    if not form.state_gpu_bytes:
+        return None
+    whole_bytes = form.model.state_gpu_bytes(1)
+    return {
+        "bytes": whole_bytes,
+        "gpu_bytes": form.state_gpu_bytes,
+        "tier_bytes": form.tier_state_bytes,
+        "as_tokens": round(whole_bytes / form.token_bytes),
     }
 
 
@@ -163,14 +203,14 @@ def _formats(form: Form) -> list[dict[str, Any]]:
 
 def _sequence(form: Form, plant: Plant, pool_bytes: int, tokens: int) -> dict[str, Any]:
     gpu_bytes = form.sequence_gpu_bytes(tokens)
-    blocks = -(-tokens // form.block_size)  # tiers keep all blocks of a sequence
+    tier_bytes = form.tier_sequence_bytes(tokens)
     return {
         "tokens": tokens,
         "bytes": gpu_bytes * form.stored_parts,
         "in_gpu": pool_bytes // gpu_bytes,
-        "in_dram": plant.dram_bytes // form.tier_block_bytes // blocks,
-        "in_nvme": plant.nvme_bytes // form.tier_block_bytes // blocks,
-        "in_shared": plant.shared_bytes // form.tier_block_bytes // blocks,
+        "in_dram": plant.dram_bytes // tier_bytes,
+        "in_nvme": plant.nvme_bytes // tier_bytes,
+        "in_shared": plant.shared_bytes // tier_bytes,
     }
 
 

@@ -1,0 +1,168 @@
+"""The layers of a decoder: which have attention, a window or a state, and what each weighs and computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.errors import ConfigError
+from tiercache.ground.units import round_up
+from tiercache.plan.fields import Fields
+from tiercache.plan.states import LayerState, recurrent_mixer
+
+_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_RECURRENT = {"conv", "linear_attention", "mamba"}
+# Fields of families whose recurrent layers this module cannot find, unless `layer_types` names them.
+_OTHER_FAMILIES = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "hybrid_override_pattern", "linear_attn_config")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer keeps and computes. With a `state` it keeps that of a sequence, and no KV of tokens. `window`:
+    tokens that it looks back; 0: all.
+    """
+
+    window: int
+    parameters: int
+    active_parameters: int
+    expert_parameters: int
+    attention_flops_per_token_pair: int
+    state: LayerState | None = None
+    state_flops_per_token: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder and its attention."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def read_layers(fields: Fields, shape: Shape) -> tuple[Layer, ...]:
+    """The layers that a configuration describes. Raises ConfigError for those that are not known here."""
+    count = fields.number("num_hidden_layers")
+    kinds = _kinds(fields, count)
+    windows = _windows(fields, kinds)
+    return tuple(_layer(fields, number, kinds[number], windows[number], shape) for number in range(count))
+
+
+def _kinds(fields: Fields, count: int) -> list[str]:
+    """The kind of each layer, as configurations name it."""
+    named = fields.get("layer_types", fields.get("layers_block_type"))
+    if named is None:
+        return _unnamed_kinds(fields, count)
+    if not isinstance(named, list) or len(named) != count:
+        raise fields.wrong(f"layer_types does not name {count} layers: correct its configuration")
+    kinds = [str(kind) for kind in named]
+    if strange := sorted(set(kinds) - _ATTENTION - _RECURRENT):
+        raise _unknown_kind(fields, ", ".join(strange))
+    return kinds
+
+
+def _unnamed_kinds(fields: Fields, count: int) -> list[str]:
+    """By the rule of the family, for a configuration that does not name the kind of each layer."""
+    recurrent, attention = "mamba", set(range(count))
+    if fields.get("linear_num_value_heads"):
+        interval = max(1, fields.number("full_attention_interval", 4))
+        recurrent, attention = "linear_attention", set(range(interval - 1, count, interval))
+    elif fields.get("conv_L_cache"):
+        recurrent, attention = "conv", set(fields.numbers("full_attn_idxs")) or attention
+    elif fields.get("attn_layer_period"):
+        attention = set(range(fields.number("attn_layer_offset", 0), count, fields.number("attn_layer_period")))
+    elif fields.get("attn_layer_indices") is not None:
+        attention = set(fields.numbers("attn_layer_indices"))
+    elif found := [key for key in _OTHER_FAMILIES if fields.get(key)]:
+        raise _unknown_kind(fields, f"the family with {found[0]}")
+    return ["full_attention" if number in attention else recurrent for number in range(count)]
+
+
+def _unknown_kind(fields: Fields, what: str) -> ConfigError:
+    known = "attention, and the states of Qwen3-Next, Qwen3.5, LFM2, Granite 4, Bamba and Jamba"
+    return fields.wrong(f"its layers of {what} are not known here: known are {known}")
+
+
+def _windows(fields: Fields, kinds: list[str]) -> list[int]:
+    """How far back each layer looks, 0 for all: by their kinds, from a pattern, or the same for all layers."""
+    window, count = fields.number("sliding_window", 0), len(kinds)
+    if fields.get("layer_types") is not None:
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    if not window or fields.get("use_sliding_window") is False:
+        return [0] * count
+    if pattern := fields.number("sliding_window_pattern", 0):  # the last of every so many layers looks at everything
+        return [0 if (number + 1) % pattern == 0 else window for number in range(count)]
+    first = fields.number("max_window_layers", 0) if fields.get("use_sliding_window") else 0
+    return [window if number >= first else 0 for number in range(count)]
+
+
+def _layer(fields: Fields, number: int, kind: str, window: int, shape: Shape) -> Layer:
+    total, active, experts = _feed_forward(fields, number, shape.hidden)
+    if kind in _RECURRENT:
+        mixer = recurrent_mixer(fields, kind, shape.hidden)
+        if mixer is None:
+            raise _unknown_kind(fields, kind)
+        weights = mixer.parameters
+        return Layer(0, weights + total, weights + active, experts, 0, mixer.state, mixer.state_flops_per_token)
+    attention, pair_flops = _attention(fields, shape)
+    return Layer(window, attention + total, attention + active, experts, pair_flops)
+
+
+def _attention(fields: Fields, shape: Shape) -> tuple[int, int]:
+    """Weights of attention, and work for a pair of tokens in a prefill."""
+    if rank := fields.number("kv_lora_rank", 0):
+        return _latent_attention(fields, shape.hidden, shape.heads, rank)
+    family = str(fields.get("model_type", ""))
+    gated = fields.get("attn_output_gate", family.startswith(("qwen3_next", "qwen3_5")))
+    queries = shape.hidden * shape.heads * shape.head_dim
+    keys = shape.hidden * shape.kv_heads * shape.head_dim
+    return (3 if gated else 2) * queries + 2 * keys, 4 * shape.heads * shape.head_dim
+
+
+def _latent_attention(fields: Fields, hidden: int, heads: int, rank: int) -> tuple[int, int]:
+    """The same for multi-head latent attention."""
+    nope, rope, value = (fields.number(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query_rank = fields.number("q_lora_rank", 0)
+    query = query_rank * (hidden + heads * (nope + rope)) if query_rank else hidden * heads * (nope + rope)
+    latent = hidden * (rank + rope) + rank * heads * (nope + value)
+    return query + latent + heads * value * hidden, 2 * heads * (nope + rope + value)
+
+
+def _feed_forward(fields: Fields, number: int, hidden: int) -> tuple[int, int, int]:
+    """Weights of a layer after its attention: all, those used for a token, those of experts."""
+    experts = next(
+        (fields.number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(key)), 0
+    )
+    always = 3 * hidden * fields.number("shared_intermediate_size", 0)  # Granite's, beside experts or alone
+    if experts < 2 or not _has_experts(fields, number):
+        dense = always or 3 * hidden * _inner(fields)
+        return dense, dense, 0
+    one = 3 * hidden * (fields.number("moe_intermediate_size", 0) or _inner(fields))
+    chosen = fields.number("num_experts_per_tok")
+    shared = always + one * fields.number("n_shared_experts", 0) + hidden * experts
+    if size := fields.number("shared_expert_intermediate_size", 0):
+        shared += 3 * hidden * size + hidden
+    return shared + one * experts, shared + one * chosen, one * experts
+
+
+def _has_experts(fields: Fields, number: int) -> bool:
+    """Whether this layer of a mixture of experts has them."""
+    first = max(fields.number("first_k_dense_replace", 0), fields.number("num_dense_layers", 0))
+    if number < first or number in fields.numbers("mlp_only_layers"):
+        return False
+    if period := fields.number("expert_layer_period", 0):
+        return number % period == fields.number("expert_layer_offset", 0)
+    step = fields.number("decoder_sparse_step", 0)
+    return not step or (number + 1) % step == 0
+
+
+def _inner(fields: Fields) -> int:
+    """Channels between the matrices of a layer's MLP."""
+    inner = fields.number("block_ff_dim", 0) or fields.number("intermediate_size")
+    if not fields.get("block_auto_adjust_ff_dim", fields.get("model_type") == "lfm2"):
+        return inner
+    factor: Any = fields.get("block_ffn_dim_multiplier", 1.0)
+    if not isinstance(factor, int | float):
+        raise fields.wrong(f"block_ffn_dim_multiplier is {factor!r}, no number: correct its configuration")
+    return round_up(int(factor * int(2 * inner / 3)), max(1, fields.number("block_multiple_of", 256)))
