@@ -6,11 +6,12 @@
                from tiercache's below vLLM's CPU tier ("tiered") when that has been forgotten too
     nvme       the same when DRAM has been emptied too (direct I/O: the page cache has no part in it)
     turns      conversations that do not fit into the pool: seconds for all of them
+    hybrid     cold and from tiercache's DRAM, a model with recurrent states beside attention, 4096 tokens
 
 All engines live in processes of their own throughout, one OpenMP thread each, and take turns. Seconds
 are those of `LLM.generate` for one token. A random Qwen3 of 161 M parameters, blocks of 32.
 Needs the environment of `make test-vllm`, and for LMCache the one of `vllm_lmcache.py`; without, its figures are null:
-`PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm.py [--parts hits|turns] [--tokens N ...] [--rounds N] [--dir DISK]`
+`PYTHONPATH=. .venv-vllm/bin/python bench/bench_vllm.py [--parts hits|turns|hybrid] [--tokens N] [--rounds N] [--dir D]`
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ CACHE_GIB = 2
 PATIENCE_S = 5.0
 """Deadline of a request to the daemon, long enough that a busy machine does not look like a hung daemon."""
 CONVERSATIONS, TURNS, TURN_TOKENS = 6, 4, 1000
-PARTS = ("hits", "turns")
+PARTS = ("hits", "turns", "hybrid")
+HYBRID_TOKENS = 4096
 
 
 def fastest_dtype() -> str:
@@ -70,6 +72,36 @@ def build_model(folder: Path, dtype: str) -> None:
         head_dim=128,
         max_position_embeddings=16384,
         tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.05,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def build_hybrid(folder: Path, dtype: str) -> None:
+    """A random Qwen3-Next: three of four layers keep a state of 512 KiB, and blocks have 544 tokens or so."""
+    import torch
+    import transformers
+
+    torch.manual_seed(SEED)
+    config = transformers.Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=768,
+        shared_expert_intermediate_size=768,
+        max_position_embeddings=16384,
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=0.05,
@@ -241,6 +273,39 @@ class Bench:
         return [a / b for a, b in zip(self.seconds[case, tokens], self.seconds[base, tokens], strict=True)]
 
 
+def _rests(client: tiercache.Client) -> bool:
+    """Whether the daemon has blocks, and no further ones have come lately."""
+    before = client.stats()["tiers"]["dram"]["blocks"]
+    threading.Event().wait(0.3)
+    return bool(0 < before == client.stats()["tiers"]["dram"]["blocks"])
+
+
+def add_hybrid(report: Report, folder: Path, dtype: str, rounds: int) -> None:
+    """A hybrid's hits: one state, and the blocks of a few layers."""
+    build_hybrid(folder / "hybrid", dtype)
+    cold, dram = [], []
+    with ExitStack() as stack:
+        daemon = stack.enter_context(tiercache.launch(f"{CACHE_GIB}GiB"))
+        client = stack.enter_context(connected(daemon))
+        engine = Candidate(folder / "hybrid", dtype, our_transfer(daemon), folder / "hybrid-log")
+        stack.callback(engine.close)
+        for number in range(-1, rounds):
+            ids = prompt_of(HYBRID_TOKENS, f"hybrid {number}")
+            client.flush()
+            first = engine.run(ids, "forget")
+            engine.run(prompt_of(BLOCK, "other"), cached=0)  # a step more: the last stores begin with it
+            wait_for(lambda: _rests(client), "the last stores to end")
+            again = engine.run(ids, "forget", cached=HYBRID_TOKENS * 3 // 4)
+            if number >= 0:  # the first is a warm-up
+                cold.append(first[0])
+                dram.append(again[0])
+    for key, values in (("hybrid_cold_s", cold), ("hybrid_dram_s", dram)):
+        report.add(key, f"{key.replace('_', ' ')}, {HYBRID_TOKENS} tokens", median(values), "s", samples=values)
+    ratios = [hit / computed for hit, computed in zip(dram, cold, strict=True)]
+    label = f"a hybrid's DRAM hit over its cold prefill, {HYBRID_TOKENS}"
+    report.add("hybrid_dram_hit_over_cold", label, median(ratios), at_most=0.3, samples=ratios)
+
+
 def add_hits(report: Report, bench: Bench, lengths: list[int]) -> None:
     """Seconds of every case, and the ratios at the greatest length."""
     for tokens in lengths:
@@ -289,6 +354,24 @@ def add_turns(report: Report, bench: Bench) -> None:
         report.add(f"turns_over_{peer}", f"the same, ours / {peer}", times["ours"] / times[peer], at_most=1.0)
 
 
+def add_engines(report: Report, bench: Bench, args: argparse.Namespace) -> None:
+    """What all engines take part in."""
+    bench.one_round(min(args.tokens), -1)  # a warm-up
+    bench.seconds.clear()
+    if "hits" in args.parts:
+        for number in range(args.rounds):
+            for tokens in args.tokens:
+                bench.one_round(tokens, number)
+        add_hits(report, bench, args.tokens)
+    if "turns" in args.parts:
+        add_turns(report, bench)
+    add_hooks(report, bench.engines["ours"].ask("hooks"), "hook")
+    add_hooks(report, bench.engines["tiered"].ask("hooks"), "tier_hook", limit_us=None)
+    report.note(f"numbers of {args.dtype}")
+    if "hits" in args.parts:
+        report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -303,21 +386,10 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.dir)))
-        bench = Bench(stack, folder, disk, args.dtype)
-        bench.one_round(min(args.tokens), -1)  # a warm-up
-        bench.seconds.clear()
-        if "hits" in args.parts:
-            for number in range(args.rounds):
-                for tokens in args.tokens:
-                    bench.one_round(tokens, number)
-            add_hits(report, bench, args.tokens)
-        if "turns" in args.parts:
-            add_turns(report, bench)
-        add_hooks(report, bench.engines["ours"].ask("hooks"), "hook")
-        add_hooks(report, bench.engines["tiered"].ask("hooks"), "tier_hook", limit_us=None)
-        report.note(f"numbers of {args.dtype}")
-        if "hits" in args.parts:
-            report.add("tokens_identical", "tokens identical in every case", float(bench.tokens_identical), at_least=1)
+        if "hybrid" in args.parts:
+            add_hybrid(report, folder, args.dtype, args.rounds)
+        if args.parts != ["hybrid"]:
+            add_engines(report, Bench(stack, folder, disk, args.dtype), args)
     if vllm_lmcache.absence():
         keys = ("lmcache_hit_over_local_hit", "dram_hit_over_lmcache_hit", "turns_lmcache_s", "turns_over_lmcache")
         report.leave_out(keys, vllm_lmcache.absence())

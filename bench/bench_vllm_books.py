@@ -152,6 +152,7 @@ def make_output(tokens: dict[str, int]) -> Any:
         total_num_scheduled_tokens=sum(tokens.values()),
         scheduled_new_reqs=[],
         scheduled_cached_reqs=cached,
+        kv_cache_block_copies=None,
     )
 
 

@@ -18,11 +18,12 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -36,17 +37,19 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from tiercache.connector.connector import Connector
 from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.connector.stores import StoreResult
-from tiercache.connectors.vllm.compat import check_version, resolve_kv_cache_block_sizes
+from tiercache.connectors.vllm.compat import resolve_kv_cache_block_sizes
 from tiercache.connectors.vllm.events import event_groups, name_blocks, of_group
+from tiercache.connectors.vllm.fits import fit, probe, untested
+from tiercache.connectors.vllm.groups import GroupPart, leaves_last_token
 from tiercache.connectors.vllm.log import introduce, join_vllm
 from tiercache.connectors.vllm.names import Names, lengths_of
 from tiercache.connectors.vllm.settings import ConnectorSettings, absence
 from tiercache.connectors.vllm.tier_form import engine_of_caller, make_namespaces
 from tiercache.connectors.vllm.tier_jobs import ChunkRun, LoadJob, Orphan, StoreJob, has_ended, runs_of
-from tiercache.connectors.vllm.tier_lookups import Chain, TierLookups, place
+from tiercache.connectors.vllm.tier_lookups import Chain, ChunkPlaces, TierLookups
 from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import ConfigError, DeadlineExceeded, TierCacheError
-from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES
+from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 
 DRAIN_TIMEOUT_S = 60.0
@@ -87,17 +90,22 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _begin(self, settings: ConnectorSettings) -> None:
         """Raises TierCacheError for what cannot be served."""
-        check_version()
         if settings.gds != "off":
             raise ConfigError("gds is for TierCacheConnector, this tier copies to the memory of a CPU: leave it out")
         view, spec = self._primary_kv_view, self._offloading_spec
         rows, row_bytes = len(view), self.block_size_bytes
         self._caller = engine_of_caller()
         vllm_config, kv_cache_config, _ = self._caller
-        namespaces = make_namespaces(vllm_config, kv_cache_config, spec.config, row_bytes)
+        self._parts: Sequence[GroupPart]
+        self._parts, namespaces = zip(
+            *make_namespaces(vllm_config, kv_cache_config, spec.config, row_bytes), strict=True
+        )
         # Keep no array: vLLM frees its memory after our shutdown, and an array would prevent that.
         segment = Segment(np.asarray(view).ctypes.data, row_bytes, row_bytes)
         pool = Pool([segment], rows, "cpu", True, None)
+        if warning := untested():
+            probe(pool, [torch.from_numpy(np.asarray(view).reshape(rows, row_bytes))])
+            logger.warning(warning)
         instance = os.urandom(INSTANCE_BYTES)
 
         def connected(name: str, namespace: NamespaceSpec, pool: Pool | None) -> Connector:
@@ -105,7 +113,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
         self._chunk_tokens = namespaces[0].block_size
         self._hashes_per_chunk = self._chunk_tokens // resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
-        self._names = event_groups(kv_cache_config)
+        self._places = ChunkPlaces(self._parts, self._chunk_tokens)
+        named = event_groups(kv_cache_config)
+        self._names = [named[part.group] if part.last else None for part in self._parts]
         for namespace in namespaces:
             self._groups.append(connected(namespace.group, namespace, pool))
         matcher = connected("lookups", namespaces[0], None)
@@ -113,10 +123,16 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         names = Names(vllm_config, settings.model_id, settings.salt, wait_s=0, lengths=lengths)
         names.read_later("vLLM's offloading")
         served = [group.namespace for group in self._groups]  # with the tenant
-        self._lookups = TierLookups(matcher, served, names, settings.request_timeout_s)
+        longest = self._longest if leaves_last_token(kv_cache_config) else lambda request_id: MAX_KEYS
+        self._lookups = TierLookups(matcher, served, names, settings.request_timeout_s, self._places, longest)
         introduce(matcher, 1)
         if why := absence(matcher):
             logger.warning("vLLM's offloading is served without the cache until that changes: %s", why)
+
+    def _longest(self, request_id: str) -> int:
+        """The most chunks of a request that vLLM can use, if it must compute the last token."""
+        request = self._caller.request(request_id)
+        return 0 if request is None else (request.num_tokens - 1) // self._chunk_tokens
 
     # --- requests and lookups --------------------------------------------------------------------
 
@@ -172,36 +188,36 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         parts: dict[int, tuple[ChunkRun, Transfer[int]]] = {}
         try:
             for run in self._runs(metadata):
-                if run.group in parts:  # a hold on a match ends with one load: vLLM asks for the rest of a group again
+                if run.part in parts:  # a hold on a match ends with one load: vLLM asks for the rest of a part again
                     job.left_out += run.keys
                 else:
-                    load = self._groups[run.group].load_async(job.lookup.ticket, run.rows, first=run.first)
-                    parts[run.group] = run, load
+                    load = self._groups[run.part].load_async(job.lookup.ticket, run.rows, first=run.first)
+                    parts[run.part] = run, load
         finally:
             job.parts, job.begun = list(parts.values()), True
 
     def _begin_store(self, job: StoreJob, metadata: Any, chain: Chain, request: Any) -> None:
         try:
             for run in self._runs(metadata):
-                orphan = Orphan(run.group, chain, run.end)
-                job.parts.append((orphan, self._store(run.group, chain, run.first, run.rows, request)))
+                orphan = Orphan(run.part, chain, run.end)
+                job.parts.append((orphan, self._store(run.part, chain, run.first, run.rows, request)))
         finally:
             job.begun = True
 
     def _runs(self, metadata: Any) -> list[ChunkRun]:
-        places = [place(key, metadata.req_context, self._chunk_tokens) for key in metadata.keys]
+        places = [self._places.of(key, metadata.req_context) for key in metadata.keys]
         return runs_of(places, metadata.chunk_ids.tolist(), metadata.keys)
 
     def _store(
-        self, group: int, chain: Chain, first: int, rows: list[int], request: Any = None
+        self, part: int, chain: Chain, first: int, rows: list[int], request: Any = None
     ) -> Transfer[StoreResult]:
         """Rows as chunks `first..` of a chain; of the chunks before them only the parent's key is needed."""
         base, end, events = max(0, first - 1), first + len(rows), None
-        if request is not None:
+        if request is not None and (name := self._names[part]) is not None:
             named = name_blocks(request, first, end, self._hashes_per_chunk, self._chunk_tokens)
-            events = of_group(named, self._names[group], 0, len(rows))
+            events = of_group(named, name, 0, len(rows))
         keys = chain.keys(end)[base * KEY_BYTES :]
-        return self._groups[group].store_async(keys, rows, first=first - base, events=events)
+        return self._groups[part].store_async(keys, rows, first=first - base, events=events)
 
     # --- the end of transfers
 
@@ -229,13 +245,15 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         if not self._orphans or not self._groups[0].available:
             return
         orphan = self._orphans.popleft()
-        group, chain, end, first = orphan
-        hashes = chain.hashes
-        context = ReqContext(f"tiercache {group} {hashes[end - 1].hex()}")
+        number, chain, end, first = orphan
+        hashes, part = chain.hashes, self._parts[number]
+        if part.every > 1:
+            return  # the hashes of these chunks are not known
+        context = ReqContext(f"tiercache {number} {hashes[end - 1].hex()}")
         parent.on_new_request(context)
         held: list[bytes] = []
         for of_chunk in hashes[first : min(end, first + REPAIRED_PER_STEP)]:
-            key = make_offload_key(of_chunk, group)
+            key = make_offload_key(of_chunk, part.group)
             if parent.lookup(key, context) is not LookupResult.HIT:
                 break
             held.append(key)
@@ -250,7 +268,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def _begin_repair(self, job: StoreJob, orphan: Orphan, rows: list[int]) -> None:
         """In the background. The tokens of these chunks are no longer known: KV events do not name them."""
         try:
-            job.parts.append((None, self._store(orphan.group, orphan.chain, orphan.first, rows)))
+            job.parts.append((None, self._store(orphan.part, orphan.chain, orphan.first, rows)))
         finally:
             job.begun = True
 
@@ -299,3 +317,18 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         """Raise AssertionError if the bookkeeping is inconsistent."""
         if self._lookups is not None:
             self._lookups.check_integrity()
+
+
+def _refuse(tier: Any, job: Any, *more: Any) -> None:
+    vars(tier).setdefault("_refused", []).append(JobResult(job.job_id, False))
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "lookup": lambda *arguments: LookupResult.MISS,
+    "on_new_request": lambda *arguments: RequestOffloadingContext(),
+    "submit_load": _refuse,
+    "submit_store": _refuse,
+    "get_finished_jobs": lambda tier: tier.__dict__.pop("_refused", []),
+}
+"""Where vLLM runs as without a tier."""
+fit(TierCacheTier, "vLLM's offloading", ANSWERS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,25 +22,26 @@ from tiercache.connectors.vllm.cards import Cards
 from tiercache.connectors.vllm.compat import (
     CacheHitSource,
     base,
-    check_version,
-    come_before_zeros,
+    come_before_writes,
     register,
     resolve_kv_cache_block_sizes,
 )
 from tiercache.connectors.vllm.costs import EngineCosts
 from tiercache.connectors.vllm.events import event_groups
+from tiercache.connectors.vllm.fits import fit, layer_views, probe, untested
+from tiercache.connectors.vllm.groups import check_groups, check_steps, leaves_last_token, parts_of, replicated
 from tiercache.connectors.vllm.log import RequestLog, introduce, join_vllm
 from tiercache.connectors.vllm.names import Names, check_hashes
 from tiercache.connectors.vllm.orders import Orders, RankForm, WorkerReport
-from tiercache.connectors.vllm.pool import check_groups, make_pools, replicated
+from tiercache.connectors.vllm.pool import make_pools
 from tiercache.connectors.vllm.scheduler import RequestPlanner
 from tiercache.connectors.vllm.settings import ConnectorSettings, absence
 from tiercache.connectors.vllm.siblings import Roll, check_parent, come_first, parent_of_caller
 from tiercache.connectors.vllm.stats import ConnectorStats, PromMetrics
 from tiercache.connectors.vllm.stores import EngineFacts
-from tiercache.connectors.vllm.weights import RunnerTensors, Weights, models_of, runner_of_caller
+from tiercache.connectors.vllm.weights import RunnerTensors, Weights, models_of, runner_of_caller, weights_stay
 from tiercache.connectors.vllm.worker import RankWorker
-from tiercache.errors import ConfigError, TierCacheError, VersionError
+from tiercache.errors import ConfigError, TierCacheError
 from tiercache.protocol.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("tiercache.connectors.vllm")
@@ -62,12 +64,13 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._parent = parent_of_caller(self)
         try:
-            check_version()
             self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
             if self._parent is not None:
                 check_parent(self._parent)
             check_hashes(vllm_config)
             check_groups(vllm_config, kv_cache_config)
+            if role is base.KVConnectorRole.SCHEDULER:
+                check_steps(vllm_config, kv_cache_config)
         except TierCacheError as error:
             self._form = RankForm([], str(error))
         if self._parent is not None and role is base.KVConnectorRole.SCHEDULER:
@@ -100,11 +103,14 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             # Where vLLM moves experts between ranks, theirs are not watched: a change to them changes other weights
             # too.
             runner = runner_of_caller()
-            if self._kv_cache_config.needs_kv_cache_zeroing:
-                come_before_zeros(runner, hook)
+            come_before_writes(runner, hook)
             weights = Weights(RunnerTensors(runner, experts=not parallel.enable_eplb))
             built = describe_built(models_of(runner))
-            for spec, pool in make_pools(self._vllm_config, self._kv_cache_config, kv_caches, built):
+            parts = parts_of(self._kv_cache_config)
+            pools = make_pools(self._vllm_config, self._kv_cache_config, kv_caches, built)
+            for part, (spec, pool) in zip(parts, pools, strict=True):
+                if untested():
+                    probe(pool, layer_views(self._kv_cache_config, kv_caches, part.group))
                 direct = {"gds": self._settings.gds, "gds_store": self._settings.gds_store}
                 groups.append(self._connect(namespace=spec, pool=pool, **direct))
         except TierCacheError as error:
@@ -113,18 +119,27 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
                 connector.close()
             return
         first = parallel.rank % parallel.tensor_parallel_size == 0
-        writers = [first or not replicated(self._vllm_config, group) for group in self._kv_cache_config.kv_cache_groups]
-        names = event_groups(self._kv_cache_config) if parallel.rank == 0 else None
+        of_model = self._kv_cache_config.kv_cache_groups
+        writers = [first or not replicated(self._vllm_config, of_model[part.group]) for part in parts]
+        names = None
+        if parallel.rank == 0:
+            named = event_groups(self._kv_cache_config)
+            names = [named[part.group] if part.last else None for part in parts]
         self._worker = RankWorker(groups, writers, names, weights, parallel.rank)
         specs = [connector.namespace for connector in groups]
         self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to take its KV memory away, for a sleep. Afterwards the memory is at the same addresses."""
+        if self._worker is not None:
+            self._worker.end_copies()
 
     def get_handshake_metadata(self) -> Any:
         """For the scheduler's half: the form of this rank's blocks. Beside other connectors the handshake is theirs."""
         return self._form if self._parent is None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Called before every step. Beside other connectors, and where vLLM empties blocks, it is called twice."""
+        """Called before every step, and twice beside other connectors and by the second model runner of vLLM."""
         if kv_connector_metadata is self._begun:
             return
         self._begun, self._known = kv_connector_metadata, kv_connector_metadata.known
@@ -198,6 +213,9 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             per_block=block_size // hash_size,
             batches=self._vllm_config.max_concurrent_batches,
             media_ids=settings.media_ids == "content",
+            parts=parts_of(self._kv_cache_config),
+            leaves_last=leaves_last_token(self._kv_cache_config),
+            alone=self._parent is None,
         )
         costs = (
             EngineCosts(block_size, engine.batches, partial=not engine.windowed) if settings.load == "auto" else None
@@ -206,6 +224,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         self._scheduler = RequestPlanner(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
         if self._reset_due:
             self._scheduler.reset()
+        if warning := untested():
+            logger.warning(warning)
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
             logger.warning("vLLM is served without the cache until that changes: %s", why)
 
@@ -266,18 +286,16 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         """A request has ended. Its blocks are never held back: see `vllm/stores.py`."""
         if self._roll is not None:
             self._roll.remove(request.request_id)
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        return False, self._scheduler.finished(request) if self._scheduler is not None else None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: MultiConnector calls this if a sibling does not know KV cache groups."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
-        """vLLM's caches are reset, as after an update of the weights."""
+        """vLLM's caches are reset, as after an update of the weights, or because vLLM goes to sleep."""
         if self._scheduler is not None:
-            self._scheduler.reset()
+            self._scheduler.reset(weights_stay=weights_stay())
         else:
             self._reset_due = True
         return True
@@ -299,10 +317,11 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         return PromMetrics(*args)
 
 
-try:
-    check_version()
-except VersionError:
-    # Abstract methods of another vLLM version do not matter to a connector that does nothing.
-    TierCacheConnector.__abstractmethods__ = frozenset()
-else:
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "get_num_new_matched_tokens": lambda *arguments: (0, False),
+    "build_connector_meta": lambda *arguments: base.KVConnectorMetadata(),
+    "request_finished_all_groups": lambda *arguments: (False, None),
+}
+"""Where vLLM runs as without a connector."""
+if fit(TierCacheConnector, "vLLM", ANSWERS):
     register(TierCacheConnector)

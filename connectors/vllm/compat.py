@@ -1,46 +1,72 @@
-"""Everything that the connector uses of vLLM, and the versions that it was written for.
+"""The one door to vLLM's internals: what the connectors use of vLLM, and the versions that they were tested with.
 
-vLLM calls its connector interface experimental and changes it with nearly every minor version. With an untested version
-the connectors do nothing: they log a line, and vLLM runs without a cache.
+vLLM calls its connector interface experimental and changes it with nearly every minor version. What a later version
+lacks does not stop vLLM from starting: see `fits`, which finds out whether the connectors can serve that version.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import vllm
-from tiercache.errors import VersionError
-
-SERVED = ((0, 32), (0, 33))
-"""From the first, below the second."""
-
-
-def check_version(version: str = vllm.__version__) -> None:
-    """Raise VersionError outside the range."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    first, below = SERVED
-    if not first <= numbers < below:
-        served = f">={first[0]}.{first[1]},<{below[0]}.{below[1]}"
-        raise VersionError(f"tiercache's connector serves vllm{served}, and this is {version}: install one of those")
-
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-    from vllm.v1 import kv_cache_interface
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    from vllm.v1.metrics.utils import create_metric_per_engine
-    from vllm.v1.request import RequestStatus
-except ImportError:
-    check_version()  # which words it better; such a vLLM does not start
-    raise
 
 VERSION: str = vllm.__version__
+TESTED = ((0, 32), (0, 33))
+MISSING: list[str] = []
+"""What this vLLM does not have."""
+
+
+def age(version: str = VERSION) -> int:
+    """Whether a version is older than those tested (-1), one of them (0), or newer (1)."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return (numbers > TESTED[-1]) - (numbers < TESTED[0])
+
+
+class Door:
+    """A module of vLLM. What it does not have is an empty class here, and noted in MISSING."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        try:
+            self._module: Any = import_module(f"vllm.{name}")
+        except ImportError:
+            self._module = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._module, name, None)
+        if found is None:
+            found = type(name, (), {})
+            MISSING.append(f"{self._name}.{name}")
+        setattr(self, name, found)
+        return found
+
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base as base
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
+    from vllm.v1 import kv_cache_interface as kv_cache_interface
+    from vllm.v1.core import kv_cache_utils as kv_cache_utils
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes as resolve_kv_cache_block_sizes
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
+    from vllm.v1.metrics.utils import create_metric_per_engine as create_metric_per_engine
+    from vllm.v1.request import RequestStatus
+else:
+    _CONNECTORS = "distributed.kv_transfer.kv_connector"
+    base, _metrics = Door(f"{_CONNECTORS}.v1.base"), Door(f"{_CONNECTORS}.v1.metrics")
+    KVConnectorFactory = Door(f"{_CONNECTORS}.factory").KVConnectorFactory
+    KVConnectorPromMetrics, KVConnectorStats = _metrics.KVConnectorPromMetrics, _metrics.KVConnectorStats
+    kv_cache_interface, kv_cache_utils = Door("v1.kv_cache_interface"), Door("v1.core.kv_cache_utils")
+    resolve_kv_cache_block_sizes = kv_cache_utils.resolve_kv_cache_block_sizes
+    CacheHitSource = Door("v1.metrics.cache_hit_source").CacheHitSource
+    create_metric_per_engine = Door("v1.metrics.utils").create_metric_per_engine
+    RequestStatus = Door("v1.request").RequestStatus
 
 
 def register(connector: type) -> None:
@@ -49,10 +75,11 @@ def register(connector: type) -> None:
         KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
 
 
-def come_before_zeros(runner: Any, hook: Callable[[Any], None]) -> None:
-    """Call a connector's hook before vLLM empties new blocks, which stores may still read.
+def come_before_writes(runner: Any, hook: Callable[[Any], None]) -> None:
+    """Call a connector's hook before vLLM writes to new blocks, which stores may still read.
 
-    vLLM empties blocks where types of KV are mixed. Its second model runner does so before it calls the hook itself.
+    vLLM empties blocks where types of KV are mixed, and copies a block that a request continues in its middle. Its
+    second model runner does both before it calls the hook itself.
     """
     original: Callable[[Any], None] | None = getattr(runner, "update_requests", None)
     if original is None:
@@ -85,20 +112,11 @@ def local_cache(kv_cache_manager: Any) -> object:
     return getattr(getattr(kv_cache_manager, "block_pool", None), "cached_block_hash_to_block", None)
 
 
-__all__ = [
-    "VERSION",
-    "CacheHitSource",
-    "KVConnectorPromMetrics",
-    "KVConnectorStats",
-    "base",
-    "block_tables",
-    "check_version",
-    "come_before_zeros",
-    "create_metric_per_engine",
-    "ended_by_output",
-    "kv_cache_interface",
-    "kv_cache_utils",
-    "local_cache",
-    "register",
-    "resolve_kv_cache_block_sizes",
-]
+def window_in_chunks(spec: Any, chunk_tokens: int) -> int:
+    """How many chunks of a windowed group vLLM's offloading looks for."""
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+    try:  # since 0.33
+        count = import_module(f"{module}.config").get_sliding_window_size_in_chunks
+    except AttributeError:
+        count = import_module(f"{module}.scheduler").get_sliding_window_size_in_chunks
+    return int(count(spec, chunk_tokens))

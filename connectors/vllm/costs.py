@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
+from tiercache.connector.loads import Match
+
 MEASURED_TOKENS = 128
 """Steps of fewer tokens say little about prefill."""
 LAST_STEPS = 15
@@ -34,6 +36,14 @@ class TierBlocks(NamedTuple):
 
 
 TIER_NAMES = "DRAM", "NVMe", "the shared store"
+
+
+def tiers_of(match: Match, first: int, end: int) -> TierBlocks:
+    """Where blocks `first ..< end` of a match are."""
+    dram_end, local_end = match.blocks - match.below_blocks, match.blocks - match.shared_blocks
+    in_dram = min(max(0, dram_end - first), end - first)
+    local = min(max(0, local_end - first), end - first)
+    return TierBlocks(in_dram, local - in_dram, end - first - local)
 
 
 class _Price:

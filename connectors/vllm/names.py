@@ -15,15 +15,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from tiercache.connectors.weights.files import content_of, states_of
 from tiercache.errors import ModelRefused, TierCacheError
 from tiercache.ground import forks
-from tiercache.protocol.keys import content_id, fingerprint_files, salted_root
+from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import KEY_BYTES
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHES = ("sha256", "sha256_cbor")
 OPTIONS = (
     "quantization_config",
@@ -73,6 +72,8 @@ def check_hashes(vllm_config: Any) -> None:
         raise ModelRefused("prefix caching is off in vLLM, or not possible with this model here: turn it on")
     if getattr(cache, "calculate_kv_scales", False):
         raise ModelRefused("calculate_kv_scales makes the scales of KV differ between processes: leave it off")
+    if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
+        raise ModelRefused("HiSparse keeps blocks in a pool of its own, which is not served: leave one of the two out")
 
 
 class Names:
@@ -117,11 +118,11 @@ class Names:
         model, load = self._config.model_config, self._config.load_config
         draft = getattr(self._config.speculative_config, "draft_model_config", None)
         places = [place.model for place in (model, draft) if place]
-        states = [*map(_states, places)]
+        states = [*map(states_of, places)]
         code = bool(getattr(model, "trust_remote_code", False))
         described = {
-            "weights": self._model_id or _content_of(model.model, model.revision, load.load_format, code),
-            "draft": _content_of(draft.model, draft.revision, load.load_format, code) if draft else "",
+            "weights": self._model_id or content_of(model.model, model.revision, load.load_format, code),
+            "draft": content_of(draft.model, draft.revision, load.load_format, code) if draft else "",
             "config": [_config_of(each) for each in (model, draft) if each],
             "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
             "options": [str(getattr(model, name, None)) for name in OPTIONS],
@@ -129,7 +130,7 @@ class Names:
             "environment": [os.environ.get(name) for name in ENVIRONMENT],
             **self._more,
         }
-        if not self._model_id and states != [*map(_states, places)]:
+        if not self._model_id and states != [*map(states_of, places)]:
             raise ModelRefused("the files of the weights have changed while they were read: start vLLM again")
         self._model = json.dumps(described, sort_keys=True, default=str)
         self._named.set()
@@ -156,10 +157,10 @@ class Names:
     def _adapter(self, lora_request: Any) -> str:
         """The content of an adapter; empty if its files have changed since vLLM loaded it."""
         adapter_id, path = lora_request.lora_int_id, lora_request.lora_path
-        state = [path, *_states(path)]
+        state = [path, *states_of(path)]
         if adapter_id not in self._adapters or (lora_request.load_inplace and self._adapters[adapter_id][0] != state):
-            content = _content_of(path, None, "")
-            if state != [path, *_states(path)]:
+            content = content_of(path, None, "")
+            if state != [path, *states_of(path)]:
                 content = ""  # vLLM may have either
             self._adapters[adapter_id] = state, content
         loaded, content = self._adapters[adapter_id]
@@ -168,13 +169,6 @@ class Names:
     def new_epoch(self) -> None:
         """Use names that no other engine has from here on: the weights may have changed."""
         self._epoch = os.urandom(KEY_BYTES).hex()
-
-
-def _states(path: str) -> list[tuple[str, int, int, int]]:
-    """State of these files that changes when one is replaced or written to."""
-    place = Path(path)
-    states = [(file.name, file.stat()) for file in ([place] if place.is_file() else sorted(place.glob("*")))]
-    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def lengths_of(vllm_config: Any) -> list[int]:
@@ -189,27 +183,3 @@ def lengths_of(vllm_config: Any) -> list[int]:
 def _config_of(model: Any) -> dict[str, Any]:
     """The config of a model, without its origin."""
     return {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
-
-
-def _content_of(path: str, revision: str | None, load_format: str, code: bool = False) -> str:
-    """Identifies the content of a model or an adapter: a commit of a hub, or a hash of all files.
-
-    `code`: it brings code of its own, which is used.
-    """
-    folder = Path(path)
-    if folder.is_file():
-        return fingerprint_files([folder])
-    if folder.is_dir():
-        weights = [] if load_format == "dummy" else [file for kind in WEIGHTS for file in folder.glob(kind)]
-        if not weights and load_format != "dummy":
-            raise ModelRefused(f"{path} has no weights that could name it: set model_id to what pins them")
-        files = [*weights, *folder.glob("*.json"), *(folder.glob("*.py") if code else ())]
-        return f"{load_format == 'dummy'} {fingerprint_files(files)}"
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        commit = Path(snapshot_download(path, revision=revision, local_files_only=True)).name
-    except (LocalEntryNotFoundError, ValueError) as error:
-        raise ModelRefused(f"what pins the weights of {path} is not known: set model_id to it") from error
-    return f"{path}@{commit}"

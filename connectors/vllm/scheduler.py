@@ -21,8 +21,8 @@ from tiercache.connector.connector import Connector
 from tiercache.connector.loads import Match
 from tiercache.connectors.vllm.apart import Apart
 from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
-from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks
-from tiercache.connectors.vllm.hints import hint_of
+from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks, tiers_of
+from tiercache.connectors.vllm.hints import awaited_tokens, hint_of, stored_answer
 from tiercache.connectors.vllm.log import RequestLog
 from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
 from tiercache.connectors.vllm.names import Names, keys_of
@@ -33,6 +33,10 @@ from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 
 MAX_LEASED = 512
 """Waiting requests that are looked up as they arrive; later ones when vLLM first asks for them."""
+STORED_WAIT_S = 1.0
+"""Longest wait of a request for blocks that another engine is storing, as the request says."""
+STORED_PAUSES_S = 0.005, 0.05
+"""Time between two lookups while it waits: at first, and at most. Each is twice as long as the one before."""
 DECLINED = "declined_blocks"
 """The counter of blocks that were found but computed all the same."""
 
@@ -49,14 +53,10 @@ class _Request:
     local: int = 0  # blocks that vLLM had itself when it asked
     end: int | None = None  # of the blocks worth loading after those; None: not decided
     preemptions: int = 0  # as many as there were before the lookup
-
-
-def _tiers(match: Match, first: int, end: int) -> TierBlocks:
-    """Where blocks `first ..< end` of a match are."""
-    dram_end, local_end = match.blocks - match.below_blocks, match.blocks - match.shared_blocks
-    in_dram = min(max(0, dram_end - first), end - first)
-    local = min(max(0, local_end - first), end - first)
-    return TierBlocks(in_dram, local - in_dram, end - first - local)
+    awaited: int = 0  # leading blocks that another engine is storing
+    arrived_s: float = 0.0
+    looked_s: float = 0.0  # when it was looked up last
+    pause_s: float = STORED_PAUSES_S[0]  # until it is looked up again
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +126,16 @@ class RequestPlanner:
     def add(self, request: Any) -> None:
         """A new request: look it up."""
         state = self._requests[request.request_id] = _Request(request)
+        if tokens := awaited_tokens(request):
+            state.awaited = min(tokens // self._block_size, self._most(request.num_prompt_tokens))
+            state.arrived_s = time.monotonic()
         if len(self._leased) < MAX_LEASED:
             self._look_up(state)
 
     def _look_up(self, state: _Request) -> None:
         state.lookup = lookup = self._lookups.prepare()
         state.running, state.end, state.preemptions = False, None, state.request.num_preemptions
+        state.looked_s = time.monotonic() if state.awaited else 0.0
         self._leased.add(state.request.request_id)
         self._lookups.later(partial(self._find, state.request, lookup))
 
@@ -174,8 +178,12 @@ class RequestPlanner:
     def _chain(self, request: Any, root: bytes) -> tuple[bytes, bytes]:
         """In the background thread: the root of a request's chain, and the keys of its blocks."""
         per_block, hashes = self._engine.per_block, list(request.block_hashes)
-        end = min(len(hashes) // per_block, MAX_KEYS)
+        end = min(len(hashes) // per_block, self._most(request.num_tokens))
         return root, keys_of(root, hashes, per_block, 0, end) if root else b""
+
+    def _most(self, tokens: int) -> int:
+        """The most blocks that a match for so many tokens can have."""
+        return min((tokens - self._engine.leaves_last) // self._block_size, MAX_KEYS)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens can be loaded after the first `local_tokens`; None while that is not known."""
@@ -196,6 +204,8 @@ class RequestPlanner:
             self.stores.end(request, 0)
             del self._requests[request_id]
             return 0
+        if not state.running and lookup.match.blocks < state.awaited and self._await_stored(state):
+            return None
         if not state.running:
             state.running = True
             self.stores.begin(request, lookup.root, lookup.keys, lookup.match.blocks)
@@ -213,11 +223,23 @@ class RequestPlanner:
             state.end = self._worth(lookup.match, local)
         return (state.end - local) * self._block_size
 
+    def _await_stored(self, state: _Request) -> bool:
+        """Whether a request waits on for what another engine is storing; looks it up again from time to time."""
+        now_s = time.monotonic()
+        if now_s - state.arrived_s > STORED_WAIT_S:
+            return False
+        if now_s - state.looked_s > state.pause_s:
+            state.pause_s = min(2 * state.pause_s, STORED_PAUSES_S[1])
+            self._let_go(state)
+            self._look_up(state)
+            self._lookups.begin()
+        return True
+
     def _worth(self, match: Match, local: int) -> int:
         """The end of the blocks of a match that are worth a load after the first `local`."""
         if self.costs is None:
             return match.blocks
-        return local + self.costs.choose(_tiers(match, local, match.blocks))
+        return local + self.costs.choose(tiers_of(match, local, match.blocks))
 
     def _first_key(self, state: _Request) -> bytes:
         """The key of the first block that vLLM does not have itself."""
@@ -235,22 +257,29 @@ class RequestPlanner:
     # --- loads -----------------------------------------------------------------------------------
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: none, or not by us."""
+        """vLLM has allocated the request's blocks and wants `tokens` of them loaded; 0: none, or not by us.
+
+        vLLM may defer this until steps under way have ended. A load of a request that is forgotten by then fails.
+        """
         filled = self._asked.pop(request.request_id, request.num_computed_tokens)
         self.stores.allocated(request.request_id, blocks.blocks, filled)
         state = self._requests.get(request.request_id)
-        if state is None or state.lookup is None:
-            return
         if not tokens:
-            self._let_go(state)
+            if state is not None:
+                self._let_go(state)
             return
-        lookup, end = state.lookup, state.local + tokens // self._block_size
-        runs = runs_of(blocks.blocks, state.local, end)
+        if state is None or state.lookup is None:
+            state = _Request(request, Lookup(0.0, done=True), local=filled // self._block_size)
+            self._orders.cancel.append(request.request_id)
+        lookup = state.lookup
+        assert lookup is not None
+        end = state.local + tokens // self._block_size
+        runs = runs_of(self.stores.parts, blocks.blocks, state.local, end)
         self._leased.discard(request.request_id)
         self._loads[request.request_id] = _Loading(
             lookup,
             self._first_key(state),
-            _tiers(lookup.match, state.local, end),
+            tiers_of(lookup.match, state.local, end),
             state.local,
             request.num_prompt_tokens,
             {block for run in runs for block in run.block_ids},
@@ -263,7 +292,7 @@ class RequestPlanner:
         if state is None or state.lookup is None:
             return {}
         end = state.local + tokens // self._block_size
-        _, disk, shared = (count * self._block_size for count in _tiers(state.lookup.match, state.local, end))
+        _, disk, shared = (count * self._block_size for count in tiers_of(state.lookup.match, state.local, end))
         sources = {
             CacheHitSource.HOST: tokens - disk - shared,
             CacheHitSource.DISK: disk,
@@ -325,8 +354,8 @@ class RequestPlanner:
             self.costs.stepped(output.num_scheduled_tokens, output.total_num_scheduled_tokens, time.monotonic())
         return orders
 
-    def finished(self, request: Any) -> None:
-        """A request has ended, and its blocks are free from here on."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request has ended, and its blocks are free from here on. Returns what its answer says of them."""
         state = self._requests.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         keys = b""
@@ -338,6 +367,7 @@ class RequestPlanner:
             keys = self.stores.end(request, request.num_computed_tokens, aborted=not ended_by_output(request))
         if request.kv_transfer_params and keys:
             self._pass_on(request, keys)
+        return stored_answer(request, len(keys) // KEY_BYTES * self._block_size)
 
     def _pass_on(self, request: Any, keys: bytes) -> None:
         """Send a request's hint about the further use of its blocks, if it has one."""
@@ -359,12 +389,17 @@ class RequestPlanner:
         new, self._declined = declined - self._declined, declined
         return {DECLINED: new}
 
-    def reset(self) -> None:
-        """The weights may have changed: nothing found or computed so far is used or stored from here on."""
+    def reset(self, weights_stay: bool = False) -> None:
+        """Nothing found or computed so far is used or stored from here on, since the weights may have changed.
+
+        With `weights_stay` they have not as far as vLLM knows, and what is stored keeps its names: the ranks look at
+        the weights before their next load.
+        """
         # vLLM has not emptied its own cache: it was not told to, or requests are running.
         self._mixed = self._mixed or local_cache(self._kv_cache_manager) is self._local
-        self._names.new_epoch()
-        self._renamed = True
+        if not weights_stay:
+            self._names.new_epoch()
+            self._renamed = True
         for state in self._requests.values():
             self._let_go(state)
         self._requests.clear()

@@ -20,6 +20,7 @@ from typing import Any
 
 from tiercache.connector.connector import Connector
 from tiercache.connectors.vllm.events import name_blocks
+from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.connectors.vllm.names import keys_of
 from tiercache.connectors.vllm.orders import BlockRun, Orders, Store, WorkerReport
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
@@ -34,14 +35,43 @@ DECODE_BLOCKS = 8
 AT_ITS_END = sys.maxsize
 
 
-def runs_of(tables: Iterable[Sequence[Any]], first: int, end: int, base: int = 0) -> tuple[BlockRun, ...]:
-    """Blocks `first ..< end` of a request in each group, counted from `base` on; not those that a window has left."""
+def runs_of(
+    parts: Sequence[GroupPart],
+    tables: Sequence[Sequence[Any]],
+    first: int,
+    end: int,
+    base: int = 0,
+    computed_tokens: int | None = None,
+) -> tuple[BlockRun, ...]:
+    """The last run of blocks that each part has of `first ..< end`, counted from `base` on.
+
+    `tables` are a request's blocks in each group. vLLM has null blocks where a window has left them, and between
+    states. A state is what its place says if it is that after `computed_tokens`, or if vLLM has put it into its own
+    prefix cache as that; in all other places it may be one of any token. Without `computed_tokens` all are taken.
+    """
     runs = []
-    for table in tables:
-        blocks = table[first:end]
-        ids = [block.block_id for block in blocks if not block.is_null]  # vLLM's null blocks come first
-        runs.append(BlockRun(first + len(blocks) - len(ids) - base, ids))
+    for part in parts:
+        places = slice(first * part.every + part.offset, end * part.every, part.every)
+        blocks = tables[part.group][places]
+        there = [not block.is_null for block in blocks]
+        if part.state and computed_tokens is not None:
+            ends = range((places.start + 1) * part.block_size, sys.maxsize, part.every * part.block_size)
+            there = [
+                not block.is_null and tokens in (computed_tokens, block.block_hash_num_tokens)
+                for block, tokens in zip(blocks, ends, strict=False)
+            ]
+        last = len(blocks)
+        while last and not there[last - 1]:
+            last -= 1
+        start = last
+        while start and there[start - 1]:
+            start -= 1
+        runs.append(BlockRun(first + start - base, [block.block_id for block in blocks[start:last]]))
     return tuple(runs)
+
+
+def _ids(tables: Iterable[Sequence[Any]]) -> set[int]:
+    return {block.block_id for table in tables for block in table if not block.is_null}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +79,23 @@ class EngineFacts:
     """What the scheduler's half knows of its engine.
 
     Attributes:
-        ranks: the namespaces of each rank, one for each KV cache group.
+        ranks: the namespaces of each rank.
         per_block: block hashes of vLLM in one block.
         batches: steps that vLLM has in progress at once: it knows the result of one before it schedules the last of so
             many after it.
         media_ids: ids of images name their content, no matter who has set them.
+        parts: of its KV cache groups, one for each namespace of a rank; without, each group is one.
+        leaves_last: the block of a request's last token is always computed.
+        alone: there are no other connectors.
     """
 
     ranks: Sequence[Sequence[NamespaceSpec]]
     per_block: int
     batches: int = 1
     media_ids: bool = False
+    parts: Sequence[GroupPart] = ()
+    leaves_last: bool = False
+    alone: bool = False
 
     @property
     def windowed(self) -> bool:
@@ -111,7 +147,12 @@ class StorePlanner:
         self._ranks = len(engine.ranks)
         self._per_block = engine.per_block
         self._windowed = engine.windowed
+        self._alone = engine.alone
         self._block_size = connector.namespace.block_size
+        self.parts = engine.parts or [GroupPart(group, self._block_size) for group in range(len(tables))]
+        self._sizes = [self._block_size] * len(tables)  # of the blocks of each group
+        for part in self.parts:
+            self._sizes[part.group] = part.block_size
         # Blocks that a window leaves are gone: they are stored at once.
         self._least, self._turn_steps = (1, 1) if self._windowed else (DECODE_BLOCKS, TURN_STEPS)
         self._chains: dict[str, _Chain] = {}
@@ -173,7 +214,8 @@ class StorePlanner:
         if known < end:
             chain.keys += keys_of(chain.root, request.block_hashes, per_block, known, end)
         base = max(0, first - 1)
-        runs = runs_of([table.get(request.request_id, ()) for table in self._tables], first, end, base)
+        tables = [table.get(request.request_id, ()) for table in self._tables]
+        runs = runs_of(self.parts, tables, first, end, base, computed_tokens)
         events = None
         if self._connector.wants_events:
             events = name_blocks(request, first, end, per_block, self._block_size)
@@ -213,9 +255,12 @@ class StorePlanner:
         """Requests into whose blocks another connector loads in this very step are stored only at their end.
 
         If that load fails, what this step computes after it is computed again, which is known only after later steps.
-        The same holds for requests that share these blocks until then: vLLM counts them as its own at once.
+        The same holds for requests that share these blocks until then: vLLM counts them as its own at once. Without
+        other connectors, tokens beyond those that vLLM told of are its own too: it rounds down what it tells.
         """
-        size, brought = self._block_size, set[int]()
+        if self._alone:
+            return
+        sizes, brought = self._sizes, set[int]()
         if output.num_scheduled_tokens:
             self._brought.append(brought)
         if not self._given:
@@ -226,33 +271,30 @@ class StorePlanner:
         begun = [(name, computed, *self._given[name]) for name, computed in there if name in self._given]
         for _, computed, tables, tokens in begun:
             if computed > tokens:
-                first, end = tokens // size, -(-computed // size)
-                brought.update(block.block_id for table in tables for block in table[first:end] if not block.is_null)
+                brought |= _ids(
+                    table[tokens // size : -(-computed // size)] for table, size in zip(tables, sizes, strict=False)
+                )
         if not any(self._brought):
             return
         for request_id, computed, tables, _ in begun:
-            ids = {block.block_id for table in tables for block in table[: -(-computed // size)] if not block.is_null}
+            ids = _ids(table[: -(-computed // size)] for table, size in zip(tables, sizes, strict=False))
             if request_id in self._chains and not all(map(ids.isdisjoint, self._brought)):
                 self._chains[request_id].due = AT_ITS_END
 
     def _overwritten(self, output: Any) -> list[int]:
         """Jobs that may read blocks to which this step writes, or another connector from now on."""
-        size, cached = self._block_size, output.scheduled_cached_reqs
-        written = {
-            block.block_id
-            for tables, tokens in self._given.values()
-            for table in tables
-            for block in table[tokens // self._block_size :]
-            if not block.is_null
-        }
+        sizes, cached = self._sizes, output.scheduled_cached_reqs
+        written = {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
+        for tables, tokens in self._given.values():
+            written |= _ids(table[tokens // size :] for table, size in zip(tables, sizes, strict=False))
         for new in output.scheduled_new_reqs:
-            for ids in new.block_ids:
+            for ids, size in zip(new.block_ids, sizes, strict=False):
                 written.update(ids[new.num_computed_tokens // size :])
         for request_id, computed, added in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             resumed = request_id in cached.resumed_req_ids  # then these are all of its blocks
-            for ids in added or ():
+            for ids, size in zip(added or (), sizes, strict=False):
                 written.update(ids[computed // size if resumed else 0 :])
         if not written:
             return []

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tiercache.connectors.vllm.callers import locals_of_callers
-from tiercache.connectors.vllm.compat import VERSION
+from tiercache.connectors.vllm.compat import VERSION, window_in_chunks
+from tiercache.connectors.vllm.groups import GroupPart, check_groups, check_steps, layer_specs, parts_of
 from tiercache.connectors.vllm.names import check_hashes
-from tiercache.connectors.vllm.pool import WINDOWED, check_groups, layer_specs
 from tiercache.errors import ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -52,15 +51,20 @@ def engine_of_caller() -> Caller:
     raise ModelRefused("this vLLM does not show which model a tier is for: use TierCacheConnector")
 
 
-def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row_bytes: int) -> list[NamespaceSpec]:
-    """The namespace of each KV cache group. Raises ModelRefused for what cannot be named or served.
+def make_namespaces(
+    vllm_config: Any, kv_cache_config: Any, offloading: Any, row_bytes: int
+) -> list[tuple[GroupPart, NamespaceSpec]]:
+    """The parts of the KV cache groups, in chunks, and the namespace of each.
+
+    Raises ModelRefused for what cannot be named or served.
 
     Args:
         offloading: vLLM's OffloadingConfig.
         row_bytes: length of a row of the offload memory.
     """
     check_hashes(vllm_config)
-    block_size = check_groups(vllm_config, kv_cache_config)
+    unit = check_groups(vllm_config, kv_cache_config)
+    check_steps(vllm_config, kv_cache_config)
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     if vllm_config.lora_config is not None:
         raise ModelRefused("vLLM does not tell a tier which adapter a request uses: use TierCacheConnector for LoRA")
@@ -68,36 +72,41 @@ def make_namespaces(vllm_config: Any, kv_cache_config: Any, offloading: Any, row
         raise ModelRefused("the offload memory of one node does not hold the blocks of all: use TierCacheConnector")
     if [group.group_id for group in offloading.groups] != list(range(len(groups))):
         raise ModelRefused("vLLM offloads only some of the model's KV cache groups: the tier is not used")
-    chunk_tokens = block_size * offloading.cache.blocks_per_chunk
+    blocks_per_chunk = offloading.cache.blocks_per_chunk
     extra = {
         "workers": f"tp {parallel.tensor_parallel_size} pp {parallel.pipeline_parallel_size}",
-        "rows": f"{offloading.cache.blocks_per_chunk} x {offloading.worker_kv_bytes_per_block}, "
+        "rows": f"{blocks_per_chunk} x {offloading.worker_kv_bytes_per_block}, "
         f"replicated {offloading.replicated_layout}, canonical {offloading.canonical_layout}",
         "pages": _pages(vllm_config, kv_cache_config),
         "device": _device(),
     }
+
+    def window_chunks(spec: Any) -> int:
+        """As many chunks as vLLM looks for: of a windowed group it stores no more than that either."""
+        return int(window_in_chunks(spec, spec.block_size * blocks_per_chunk))
+
     namespaces = []
-    for group_id, group in enumerate(groups):
+    for part in parts_of(kv_cache_config, window_chunks):
+        group = groups[part.group]
         spec = next(iter(layer_specs(group).values()))
-        kind = type(spec).__name__
-        # As many chunks as vLLM looks for: of a windowed group it stores no more than that either.
-        window = get_sliding_window_size_in_chunks(spec, chunk_tokens) if kind in WINDOWED else 0
-        namespaces.append(
-            NamespaceSpec(
-                engine=f"vllm/{VERSION} offload",
-                layout=f"{offloading.kv_cache_layout} rows",
-                dtype=offloading.model.dtype,
-                block_size=chunk_tokens,
-                block_bytes=row_bytes,
-                layers=len(group.layer_names),
-                kv_heads=getattr(spec, "num_kv_heads", 0),
-                head_dim=getattr(spec, "head_size", 0),
-                group=f"{group_id} of {kind}",
-                quantization=str(getattr(spec, "kv_quant_mode", "none")),
-                window_blocks=window,
-                extra=extra,
-            )
+        name = f"{part.group} of {type(spec).__name__}"
+        if part.every > 1:
+            name += f" chunk {part.offset} of {part.every}"
+        namespace = NamespaceSpec(
+            engine=f"vllm/{VERSION} offload",
+            layout=f"{offloading.kv_cache_layout} rows",
+            dtype=offloading.model.dtype,
+            block_size=unit * blocks_per_chunk,
+            block_bytes=row_bytes,
+            layers=len(group.layer_names),
+            kv_heads=getattr(spec, "num_kv_heads", 0),
+            head_dim=getattr(spec, "head_size", 0),
+            group=name,
+            quantization=str(getattr(spec, "kv_quant_mode", "none")),
+            window_blocks=part.window,
+            extra=extra,
         )
+        namespaces.append((part, namespace))
     return namespaces
 
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 class ChunkRun(NamedTuple):
     """Consecutive chunks of a job: the position of the first in its chain, and rows and keys of all."""
 
-    group: int
+    part: int
     first: int
     rows: list[int]
     keys: list[bytes]
@@ -26,21 +26,22 @@ class ChunkRun(NamedTuple):
         return self.first + len(self.rows)
 
 
-def runs_of(places: Iterable[ChunkPlace], rows: Iterable[int], keys: Iterable[bytes]) -> list[ChunkRun]:
-    """The chunks of a job by KV cache group, in the order of their chains."""
+def runs_of(places: Iterable[ChunkPlace | None], rows: Iterable[int], keys: Iterable[bytes]) -> list[ChunkRun]:
+    """The chunks of a job by part, in the order of their chains; those without a place are left out."""
     runs: list[ChunkRun] = []
-    for (group, position), row, key in sorted(zip(places, rows, keys, strict=True)):
-        if not runs or runs[-1].group != group or runs[-1].end != position:
-            runs.append(ChunkRun(group, position, [], []))
+    placed = ((place, row, key) for place, row, key in zip(places, rows, keys, strict=True) if place is not None)
+    for (part, position), row, key in sorted(placed):
+        if not runs or runs[-1].part != part or runs[-1].end != position:
+            runs.append(ChunkRun(part, position, [], []))
         runs[-1].rows.append(row)
         runs[-1].keys.append(key)
     return runs
 
 
 class Orphan(NamedTuple):
-    """Chunks `first ..< end` of a chain, of which the last were stored and found no parent."""
+    """Chunks `first ..< end` of a chain in one part, of which the last were stored and found no parent."""
 
-    group: int
+    part: int
     chain: Chain
     end: int
     first: int = 0

@@ -12,11 +12,12 @@ and how long a request waits for that, is in `lookups.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 from tiercache.connector.connector import Connector
+from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
 from tiercache.connectors.vllm.names import Names, keys_of
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
@@ -30,10 +31,33 @@ FIRST_GROUP = bytes(4)
 
 
 class ChunkPlace(NamedTuple):
-    """A chunk: its KV cache group, and its position in the chain; 0 is the first."""
+    """A chunk: the number of its part, and its position in the chain; 0 is the first."""
 
-    group: int
+    part: int
     position: int
+
+
+class ChunkPlaces:
+    """Where vLLM's chunks belong. Thread-safe.
+
+    Args:
+        parts: of the KV cache groups, in chunks.
+        chunk_tokens: tokens in a chunk of the cache.
+    """
+
+    def __init__(self, parts: Sequence[GroupPart], chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._every = {part.group: part.every for part in parts}
+        self._numbers = {(part.group, part.offset): number for number, part in enumerate(parts)}
+
+    def of(self, key: bytes, context: Any) -> ChunkPlace | None:
+        """The place of a request's chunk with this key of vLLM's; None for chunks that are not kept."""
+        group, end = get_offload_group_idx(key), context._offload_key_positions[key]
+        every = self._every.get(group, 1)
+        chunk, rest = divmod(end * every, self.chunk_tokens)
+        position, offset = divmod(chunk - 1, every)
+        number = self._numbers.get((group, offset))
+        return None if rest or number is None else ChunkPlace(number, position)
 
 
 class Chain:
@@ -74,20 +98,29 @@ class TierLookups:
 
     Args:
         connector: for matches; without a pool, because the loading side adopts them.
-        specs: the namespace of each KV cache group; a match is what all of them have.
+        specs: the namespace of each part of the KV cache groups; a match is what all of them have.
         names: the root of all chains; `names.root()` must not block.
         name_timeout_s: lookups wait for the model's name for so long from now.
+        places: of vLLM's chunks; without, all are of one part.
+        longest: the most chunks of a request that vLLM can use.
     """
 
     def __init__(
-        self, connector: Connector, specs: Sequence[NamespaceSpec], names: Names, name_timeout_s: float
+        self,
+        connector: Connector,
+        specs: Sequence[NamespaceSpec],
+        names: Names,
+        name_timeout_s: float,
+        places: ChunkPlaces | None = None,
+        longest: Callable[[str], int] = lambda request_id: MAX_KEYS,
     ) -> None:
         self.connector = connector
         self._specs = specs
         self._names = names
         self._named_by_s = time.monotonic() + name_timeout_s
         self._root = b""
-        self._chunk_tokens = specs[0].block_size
+        self._places = places or ChunkPlaces([GroupPart(0, specs[0].block_size)], specs[0].block_size)
+        self._longest = longest
         self._lookups = MatchLookups(connector, specs)
         self._requests: dict[str, _TierRequest] = {}
         self._finding: list[_TierRequest] = []
@@ -113,10 +146,12 @@ class TierLookups:
         if not self._answering or self._answering[-1] is not state:
             self._answering.append(state)
         state.answered.add(key)
-        (group, position), blocks = place(key, context, self._chunk_tokens), lookup.match.blocks
-        window = self._specs[group].window_blocks
+        place, blocks = self._places.of(key, context), lookup.match.blocks
+        if place is None:
+            return LookupResult.MISS
+        window = self._specs[place.part].window_blocks
         first = max(0, blocks - window) if window else 0
-        return LookupResult.HIT if first <= position < blocks else LookupResult.MISS
+        return LookupResult.HIT if first <= place.position < blocks else LookupResult.MISS
 
     def _ask(self, state: _TierRequest, context: Any) -> None:
         chain = self.chain(context)
@@ -125,7 +160,7 @@ class TierLookups:
         elif not chain.hashes or not self.connector.available:  # without hashes it was made for another tier
             state.closed = True
         elif len(self._finding) < MAX_LOOKUPS:
-            end = min(len(chain.hashes), MAX_KEYS)
+            end = min(len(chain.hashes), MAX_KEYS, self._longest(context.req_id))
             state.lookup = self._lookups.ask(lambda: (chain.root, chain.keys(end)))
             self._lookups.begin()
             self._finding.append(state)
@@ -142,8 +177,10 @@ class TierLookups:
         chain, known = state.chain, context._offload_key_positions  # in order within a group; the only list there is
         chain.root = self._root
         if len(known) > chain.seen:
-            new = islice(known, chain.seen, None)
-            chain.hashes += [get_offload_block_hash(key) for key in new if key.endswith(FIRST_GROUP)]
+            size, hashes = self._places.chunk_tokens, chain.hashes
+            for key in islice(known, chain.seen, None):
+                if key.endswith(FIRST_GROUP) and known[key] == (len(hashes) + 1) * size:
+                    hashes.append(get_offload_block_hash(key))
             chain.seen = len(known)
         return chain
 
@@ -209,8 +246,3 @@ class TierLookups:
     def close(self) -> None:
         """Blocks for seconds at most."""
         self._lookups.close()
-
-
-def place(key: bytes, context: Any, chunk_tokens: int) -> ChunkPlace:
-    """The chunk of a request with this key of vLLM's. In any thread."""
-    return ChunkPlace(get_offload_group_idx(key), context._offload_key_positions[key] // chunk_tokens - 1)

@@ -105,7 +105,11 @@ def unwrapped(model: Any) -> torch.nn.Module | None:
 
 
 class RunnerTensors:
-    """The parameters and buffers of a vLLM model runner's models, even after modules were replaced."""
+    """The parameters and buffers of a vLLM model runner's models, even after modules were replaced.
+
+    Buffers that are in no checkpoint are left out: vLLM itself changes some, as it changes the type of a table of
+    rotary embeddings in the first step. `built` describes them.
+    """
 
     def __init__(self, runner: Any, *, experts: bool = True) -> None:
         """`experts`: include those of experts, which are not to be watched where vLLM moves them."""
@@ -126,6 +130,8 @@ class RunnerTensors:
                     for key, tensor in owner.items():
                         if tensor is None or id(tensor) in seen or not (self._experts or tensor.ndim < 3):
                             continue
+                        if key in module._non_persistent_buffers_set:
+                            continue
                         seen.add(id(tensor))
                         self._tensors.append((f"{name}.{key}", owner, key))
         self._children = [owner[key] for owner, key in self._places]
@@ -145,6 +151,18 @@ class RunnerTensors:
 
 def _same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def weights_stay() -> bool:
+    """Whether vLLM resets its caches because it goes to sleep at level 1, which keeps the weights.
+
+    vLLM does not tell a connector why it resets it. Where vLLM has to wait for requests first, the cause cannot be
+    told: the answer is False.
+    """
+    return any(
+        known.get("level") == 1 and hasattr(known.get("self"), "model_executor") and "clear_prefix_cache" in known
+        for known in locals_of_callers()
+    )
 
 
 def runner_of_caller() -> Any:

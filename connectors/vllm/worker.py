@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tiercache.connector.connector import Connector
 from tiercache.connector.jobs import Transfer
@@ -11,10 +12,14 @@ from tiercache.connector.stores import StoreResult
 from tiercache.connectors.vllm.events import CacheGroup, of_group
 from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, WorkerReport
 from tiercache.connectors.vllm.weights import Weights
+from tiercache.copies.pool import COPY_GIVE_UP_S
+from tiercache.errors import DeadlineExceeded
 from tiercache.protocol.messages import KEY_BYTES, EventRun
 
 FLUSH_TIMEOUT_S = 0.1
 """A step waits so long for stores whose blocks it overwrites; after that they are void."""
+SLEEP_TIMEOUT_S = 2.0
+"""Stores have so long to end before vLLM goes to sleep; after that they are void."""
 IDLE_WAIT_S = 0.001
 """A step without tokens waits so long for its loads, instead of spinning."""
 COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "stored_bytes", "dropped_blocks")
@@ -26,9 +31,9 @@ class RankWorker:
     """Copies between one rank's pools and the cache. Used by vLLM's worker thread only.
 
     Args:
-        groups: a connector for each KV cache group.
-        writers: for each group, whether this rank stores it.
-        names: for each group, its name in KV events; None where another rank's blocks are in events.
+        groups: a connector for each part of the KV cache groups.
+        writers: for each part, whether this rank stores it.
+        names: for each part, its group's name in KV events; None where other blocks stand for these in events.
         weights: those that compute this rank's blocks; without, they are assumed never to change.
         rank: which of the engine's ranks this is.
     """
@@ -37,11 +42,13 @@ class RankWorker:
         self,
         groups: Sequence[Connector],
         writers: Sequence[bool],
-        names: Sequence[CacheGroup] | None = None,
+        names: Sequence[CacheGroup | None] | None = None,
         weights: Weights | None = None,
         rank: int = 0,
     ) -> None:
         self._groups = groups
+        # Blocks at the beginning of a window or before a state are no prefix: a load of them is good or it is not.
+        self._whole = len(groups) > 1 or any(connector.namespace.window_blocks for connector in groups)
         self._names = names
         self._writers = writers
         self._weights = weights
@@ -105,10 +112,11 @@ class RankWorker:
 
     def _events(self, store: Store, group: int) -> EventRun | None:
         """What KV events say of the blocks of one group."""
-        if store.events is None or self._names is None:
+        name = self._names[group] if self._names is not None else None
+        if store.events is None or name is None:
             return None
         run, before = store.runs[group], len(store.keys) // KEY_BYTES - len(store.events.hashes)
-        return of_group(store.events, self._names[group], run.first - before, len(run.block_ids))
+        return of_group(store.events, name, run.first - before, len(run.block_ids))
 
     def _load(self, load: Load, begin: bool) -> None:
         """Begin a load, or have it fail."""
@@ -125,10 +133,31 @@ class RankWorker:
             if not transfer.wait(max(0.0, deadline_s - time.monotonic())):
                 transfer.void()
 
+    def end_copies(self) -> None:
+        """End all copies, because vLLM takes its memory away. Blocks for seconds at most.
+
+        Raises DeadlineExceeded if a copy does not end.
+        """
+        unbegun, self._fresh = self._fresh, []
+        for order in unbegun:
+            self._store(order, None)
+        loads: list[Transfer[Any]] = [load for parts in self._loads.values() for _, load in parts]
+        stores: list[Transfer[Any]] = [store for parts in self._stores.values() for store in parts]
+        self._cancelled.update(self._loads)
+        for load in loads:
+            load.cancel()
+        deadline_s = time.monotonic() + SLEEP_TIMEOUT_S
+        for store in stores:
+            if not store.wait(max(0.0, deadline_s - time.monotonic())):
+                store.void()
+        for copy in loads + stores:
+            if not copy.wait(max(0.0, deadline_s + COPY_GIVE_UP_S - time.monotonic())):
+                raise DeadlineExceeded("a copy to or from vLLM's memory has not ended: vLLM cannot go to sleep")
+
     def ended_loads(self, idle: bool) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them that must be computed from the start instead.
 
-        If a load into one KV cache group fell short its bad blocks are reported, and the good ones are kept.
+        If a load into the only KV cache group fell short, its bad blocks are reported, and the good ones are kept.
         """
         ended: set[str] = set()
         failed: set[str] = set()
@@ -146,7 +175,7 @@ class RankWorker:
                 self._load_seconds[request_id] = max(part.ended_s - part.began_s for _, part in parts)
             for run, transfer in parts:
                 good = 0 if cancelled else transfer.result(0)
-                if good < len(run.block_ids) and len(self._groups) > 1:
+                if good < len(run.block_ids) and self._whole:
                     failed.add(request_id)
                 elif good < len(run.block_ids):
                     self._bad_blocks.update(run.block_ids[good:])

@@ -1,5 +1,6 @@
-"""Detects changes of a model; shared by the connectors of all engines.
+"""Names models and detects changes of them; shared by the connectors of all engines.
 
+files          the name of weights by the content of their files, or by the commit of a hub
 sample         a few elements of every tensor
 module_facts   attributes and code of modules
 """

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tiercache.connectors.vllm import names as vllm_names
 from tiercache.connectors.vllm.names import Names, check_hashes, lengths_of
+from tiercache.connectors.weights import files
 from tiercache.errors import ModelRefused
 
 LONG_S = 600.0
@@ -57,13 +57,13 @@ def adapter(folder: Path, number: int, **options: Any) -> Any:
 
 def slow_reads(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
     """Files are read only once `go_on` is set."""
-    read: Callable[..., str] = vllm_names.fingerprint_files
+    read: Callable[..., str] = files.fingerprint_files
 
     def read_late(files: list[Path]) -> str:
         assert go_on.wait(30)
         return read(files)
 
-    monkeypatch.setattr(vllm_names, "fingerprint_files", read_late)
+    monkeypatch.setattr(files, "fingerprint_files", read_late)
 
 
 def test_the_first_request_waits_while_the_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +169,9 @@ def test_what_is_of_its_own_in_each_process_is_refused(options: dict[str, Any], 
     check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields)))
     with pytest.raises(ModelRefused, match=words):
         check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**{**fields, **options})))
+    hisparse = SimpleNamespace(hisparse_config=object())
+    with pytest.raises(ModelRefused, match="HiSparse"):
+        check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields), attention_config=hisparse))
 
 
 def test_what_means_something_in_one_engine_only_is_not_found_by_others(folder: Path) -> None:
@@ -205,7 +208,7 @@ def test_what_changes_while_it_is_read_has_no_name(
     (place / "adapter_model.safetensors").write_bytes(b"adapter")
     names = names_of(folder)
     names.read_model()
-    read = vllm_names.fingerprint_files
+    read = files.fingerprint_files
 
     def change(files: list[Path]) -> str:
         for file in files:
@@ -213,7 +216,7 @@ def test_what_changes_while_it_is_read_has_no_name(
             file.with_suffix(".new").replace(file)
         return str(read(files))
 
-    monkeypatch.setattr(vllm_names, "fingerprint_files", change)
+    monkeypatch.setattr(files, "fingerprint_files", change)
     assert names.root(adapter(place, 1)) == b""
     with pytest.raises(ModelRefused, match="have changed while they were read"):
         names_of(folder).read_model()

@@ -21,6 +21,7 @@ class Block(torch.nn.Module):
         self.linear = torch.nn.Linear(32, 24)
         self.experts = torch.nn.Parameter(torch.randn(4, 8, 8))
         self.register_buffer("table", torch.randn(40))
+        self.register_buffer("angles", torch.randn(40), persistent=False)
 
 
 class Runner:
@@ -53,6 +54,14 @@ UPDATES: list[Callable[[Runner], Any]] = [
     lambda runner: setattr(runner, "model", torch.nn.Sequential(Block(), Block())),
     lambda runner: runner.drafter.model.weight.data.zero_(),
 ]
+
+
+def test_a_table_that_is_in_no_checkpoint_is_not_watched(runner: Runner) -> None:
+    """vLLM changes the type of such a table in its first step."""
+    weights = Weights(RunnerTensors(runner))
+    runner.model[0].angles = runner.model[0].angles.to(torch.bfloat16)
+    assert weights.look()()
+    assert weights.moves == 0
 
 
 @pytest.mark.parametrize("update", UPDATES)

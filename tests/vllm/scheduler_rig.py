@@ -86,16 +86,25 @@ class Rig:
         self.costs = EngineCosts(SIZE)
         self.scheduler = RequestPlanner(cache, EngineFacts([[SPEC]], 1), names, blocks, self.costs)
 
-    def add(self, name: str, blocks: int, adapter: Any = None, media: Sequence[Any] = ()) -> Any:
-        """A request of so many blocks, all of which begin alike."""
+    def add(
+        self,
+        name: str,
+        blocks: int,
+        adapter: Any = None,
+        media: Sequence[Any] = (),
+        transfer: Any = None,
+        rest: int = 1,
+    ) -> Any:
+        """A request of so many blocks and `rest` tokens; all requests begin alike."""
         request = SimpleNamespace(
             request_id=name,
-            num_prompt_tokens=blocks * SIZE + 1,
+            num_prompt_tokens=blocks * SIZE + rest,
+            num_tokens=blocks * SIZE + rest,
             num_computed_tokens=0,
             num_preemptions=0,
             block_hashes=[bytes([block]) * 32 for block in range(blocks)],
             lora_request=adapter,
-            kv_transfer_params=None,
+            kv_transfer_params=transfer,
             mm_features=media,
             resumable=False,
             status=RequestStatus.FINISHED_STOPPED,
@@ -142,6 +151,7 @@ class Rig:
             total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_new_reqs=started,
             scheduled_cached_reqs=cached,
+            kv_cache_block_copies=None,
         )
         orders = self.scheduler.step(output)
         self.scheduler.check_integrity()

@@ -8,8 +8,6 @@ import pytest
 from vllm_engines import BLOCK, Engine, flush, launch, prompt, save_model, save_window_model, stored_blocks, wait_until
 
 import tiercache
-from tiercache.connectors.vllm.compat import check_version
-from tiercache.errors import VersionError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]
@@ -167,7 +165,7 @@ def test_a_tenant_has_blocks_of_its_own_and_a_quota(
         ({"load_timeout_s": "soon"}, {}, "kv_connector_extra_config: Expected `float`"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "set it to sha256"),
         ({"address": "/nowhere/at/all"}, {}, "the cache at /nowhere/at/all is unavailable"),
-        ({}, {"patch": "import vllm; vllm.__version__ = '0.33.0'"}, "serves vllm>=0.32,<0.33, and this is 0.33.0"),
+        ({}, {"patch": "import vllm; vllm.__version__ = '0.31.0'"}, "serves vllm>=0.32, and this is 0.31.0"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(
@@ -180,10 +178,3 @@ def test_what_cannot_be_served_is_said_in_a_line(
     assert len(said) == 1, said
     assert "vLLM is served without the cache" in said[0]
     assert words in said[0]
-
-
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
-def test_another_version_of_vllm_is_refused(version: str) -> None:
-    with pytest.raises(VersionError, match=rf"serves vllm>=0.32,<0.33, and this is {version}"):
-        check_version(version)
-    check_version("0.32.1+cpu")

@@ -16,6 +16,7 @@ from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, 
 import tiercache
 from tiercache.connectors.vllm import pool as vllm_pool
 from tiercache.connectors.vllm.compat import kv_cache_interface
+from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.protocol.messages import Flush
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -95,7 +96,7 @@ def test_mla_is_stored_once_for_all_ranks() -> None:
             model_config=SimpleNamespace(use_mla=use_mla),
         )
         assert vllm_pool.replicated(config, group) is use_mla
-        return vllm_pool._namespace(config, 0, group, 16, 4096, ["form"], "built")
+        return vllm_pool._namespace(config, GroupPart(0, 16), group, 16, 4096, ["form"], "built")
 
     names = [spec_of(rank).fingerprint() for rank in range(4)]
     assert names[0] == names[1] != names[2] == names[3]

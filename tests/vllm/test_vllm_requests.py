@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm_engines import BLOCK, COMMON, Engine, flush, launch, prompt, save_model, stored_blocks, wait_until
+from vllm_engines import BLOCK, COMMON, Engine, flush, launch, prompt, stored_blocks, wait_until
 
 import tiercache
 
@@ -121,18 +121,6 @@ def test_drafts_are_never_stored(start: Start, plain: Engine, model: str, method
         assert checked["idle"]
         assert checked["drafts"] > 100
         engine.close()
-
-
-def test_state_beside_attention_is_refused_in_a_line(start: Start, tmp_path: Path) -> None:
-    layers = ["conv", "full_attention"] * 2
-    sizes = {"block_dim": 128, "conv_dim": 128, "conv_dim_out": 128}
-    hybrid = save_model(tmp_path / "hybrid", "Lfm2Config", layer_types=layers, **sizes)
-    engine = start("/nowhere", model=hybrid)
-    tokens, cached = engine.generate([LONG])
-    assert (engine.regenerate([LONG]), cached) == ((tokens, [0]), [0])
-    said = [line for line in engine.log.read_text().splitlines() if "vLLM is served without the cache" in line]
-    assert len(said) == 1
-    assert "it is served without the cache" in said[0] or "only attention is" in said[0]
 
 
 def test_what_a_request_says_of_its_blocks_is_passed_on(engine: Engine, daemon: tiercache.LaunchedDaemon) -> None:

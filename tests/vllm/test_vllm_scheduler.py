@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from vllm_engines import PATIENCE_S, wait_until
 
 import tiercache
+from tiercache.connectors.vllm import scheduler
 from tiercache.connectors.vllm.compat import CacheHitSource
 from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, TierBlocks
 from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S
@@ -73,6 +75,41 @@ def test_a_request_waits_for_the_load_of_another_with_its_beginning(rig: Rig) ->
     rig.scheduler.loads_ended({"b"}, False)
     rig.looked_up()
     assert rig.cache.released == rig.cache.found
+
+
+def test_a_load_that_vllm_defers_fails_if_the_request_is_forgotten_by_then(rig: Rig) -> None:
+    """vLLM may tell of blocks steps after it asked, and then waits for their load."""
+    request = rig.add("deferred", 3)
+    rig.go_on()
+    assert rig.answer(request) == 3 * SIZE
+    rig.scheduler.reset()
+    rig.step()
+    rig.load(request, 3 * SIZE)
+    orders = rig.step()
+    assert [(load.request_id, load.runs[0].block_ids) for load in orders.loads] == [("deferred", [0, 1, 2])]
+    assert orders.cancel == ["deferred"]
+    rig.scheduler.lost({0, 1, 2})
+    rig.scheduler.loads_ended({"deferred"}, True)
+    rig.scheduler.finished(request)
+    assert rig.step().cancel == []
+    rig.looked_up()
+    assert rig.cache.released == rig.cache.found
+
+
+def test_a_block_is_stored_when_it_has_a_hash(rig: Rig) -> None:
+    """Hashes that look ahead come with the tokens after their blocks."""
+    rig.cache.found_blocks = 0
+    request = rig.add("looks ahead", 4)
+    hashes = request.block_hashes
+    request.block_hashes = hashes[:3]
+    rig.go_on()
+    assert rig.answer(request) == 0
+    (store,) = rig.step({"looks ahead": 4 * SIZE + 1}, [request]).fresh
+    assert [run.block_ids for run in store.runs] == [[0, 1, 2]]
+    request.num_computed_tokens, request.block_hashes = 4 * SIZE + 1, hashes
+    rig.scheduler.finished(request)
+    (store,) = rig.step().ready
+    assert [run.block_ids for run in store.runs] == [[3]]
 
 
 def test_what_is_not_wanted_is_given_back_and_a_reset_forgets(rig: Rig) -> None:
@@ -206,6 +243,8 @@ def test_the_slowest_rank_is_what_a_load_has_taken(rig: Rig) -> None:
         ({"tiercache": {"priority": "low", "ttl_s": 3.5}}, tiercache.Hint(ttl_s=3.5, priority=Priority.LOW)),
         ({"tiercache": {}}, None),
         ({"tiercache": {"ttl_s": float("nan")}}, None),
+        ({"tiercache": {"stored": 8}}, None),
+        ({"tiercache": {"stored": 8, "priority": "low"}}, tiercache.Hint(priority=Priority.LOW)),
         ({"other": 1}, None),
         (["tiercache"], None),
     ],
@@ -220,3 +259,88 @@ def test_what_a_request_says_goes_with_the_next_step(rig: Rig, parameters: Any, 
     rig.scheduler.finished(request)
     assert [each.hint for each in rig.step().hints] == ([hint] if hint else [])
     assert not rig.step().hints
+
+
+def test_a_request_waits_for_what_another_engine_is_storing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "STORED_WAIT_S", PATIENCE_S)
+    rig.cache.found_blocks = 1
+    request = rig.add("a", 4, transfer={"tiercache": {"stored": 3 * SIZE}})
+    rig.go_on()
+    for _ in range(3):  # lookups, each of which finds too little
+        looked = len(rig.cache.found)
+        wait_until(lambda looked=looked: rig.scheduler.matched_tokens(request, 0) or len(rig.cache.found) > looked)
+        rig.looked_up()
+    rig.cache.found_blocks = 3
+    assert rig.answer(request) == 3 * SIZE
+    rig.load(request, 3 * SIZE)
+    rig.scheduler.finished(request)
+    rig.step()
+    rig.looked_up()
+    assert rig.cache.released.count(rig.cache.found[0]) == 1
+    assert len(rig.cache.released) == len(rig.cache.found) - 1  # all but that of the load, which is under way
+
+
+def test_a_request_does_not_wait_long_for_another_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "STORED_WAIT_S", 0.05)
+    rig.cache.found_blocks = 1
+    request = rig.add("a", 4, transfer={"tiercache": {"stored": 1 << 40}})
+    rig.go_on()
+    assert rig.answer(request) == SIZE
+
+
+def test_a_request_does_not_wait_for_a_block_that_is_computed_in_any_case(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "STORED_WAIT_S", PATIENCE_S)
+    rig.scheduler._engine = dataclasses.replace(rig.scheduler._engine, leaves_last=True)
+    request = rig.add("a", 3, transfer={"tiercache": {"stored": 3 * SIZE}}, rest=0)
+    rig.go_on()
+    assert rig.scheduler.matched_tokens(request, 0) == 2 * SIZE
+
+
+def test_a_request_that_waits_asks_less_and_less_often(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, asked_ms = 100.0, []
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s))
+    rig.cache.found_blocks = 1
+    request = rig.add("a", 2, transfer={"tiercache": {"stored": 2 * SIZE}})
+    rig.go_on()
+    for ms in range(300):
+        now_s, before = 100 + ms / 1000, len(rig.cache.found)
+        assert rig.scheduler.matched_tokens(request, 0) is None
+        rig.looked_up()
+        asked_ms += [ms] * (len(rig.cache.found) - before)
+    assert asked_ms[0] < 10
+    assert len(asked_ms) < 10
+    assert 40 < asked_ms[-1] - asked_ms[-2] < 60
+    rig.scheduler.finished(request)
+    rig.step()
+    rig.looked_up()
+    assert rig.cache.released == rig.cache.found, "each once"
+
+
+@pytest.mark.parametrize("stored", [-1, 0, True, "8", 8.0, None, [8]])
+def test_a_number_that_makes_no_sense_is_not_waited_for(rig: Rig, stored: Any) -> None:
+    rig.cache.found_blocks = 0
+    request = rig.add("a", 2, transfer={"tiercache": {"stored": stored}})
+    rig.go_on()
+    assert rig.scheduler.matched_tokens(request, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "answer"),
+    [
+        ({"do_remote_decode": True}, {"tiercache": {"stored": 2 * SIZE}}),
+        ({"tiercache": {}}, {"tiercache": {"stored": 2 * SIZE}}),
+        ({"do_remote_decode": False}, None),
+        (None, None),
+    ],
+)
+def test_an_answer_says_how_much_is_stored_if_it_is_asked(rig: Rig, parameters: Any, answer: Any) -> None:
+    request = rig.add("a", 2, transfer=parameters)
+    rig.cache.found_blocks = 0
+    rig.go_on()
+    rig.answer(request)
+    rig.load(request, 0)
+    rig.step({"a": 2 * SIZE + 1}, [request])
+    request.num_computed_tokens = 2 * SIZE + 1
+    assert rig.scheduler.finished(request) == answer

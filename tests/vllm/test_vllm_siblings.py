@@ -115,14 +115,14 @@ class Heard:
     def finished(self, request: Any) -> None:
         self.said.append(request)
 
-    def reset(self) -> None:
+    def reset(self, weights_stay: bool = False) -> None:
         self.said.append("reset")
 
 
 def ours() -> tuple[Any, Heard]:
     """A connector of which only the scheduler's half is there."""
     connector = object.__new__(TierCacheConnector)
-    connector._roll, connector._reset_due, connector._scheduler = None, False, Heard()
+    connector._roll, connector._parent, connector._reset_due, connector._scheduler = None, None, False, Heard()
     return connector, connector._scheduler
 
 

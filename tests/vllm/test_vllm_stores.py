@@ -34,12 +34,12 @@ class Request:
 class Engine:
     """A scheduler of vLLM's, as far as stores see it: requests with blocks `100 * n ..`."""
 
-    def __init__(self, *, groups: int = 1, windowed: bool = False, batches: int = 1) -> None:
+    def __init__(self, *, groups: int = 1, windowed: bool = False, batches: int = 1, alone: bool = False) -> None:
         self.connector: Any = SimpleNamespace(
             namespace=SimpleNamespace(block_size=SIZE), available=True, wants_events=False
         )
         self.tables: list[dict[str, list[Any]]] = [{} for _ in range(groups)]
-        facts = EngineFacts([[msgspec.structs.replace(SPEC, window_blocks=int(windowed))]], 1, batches)
+        facts = EngineFacts([[msgspec.structs.replace(SPEC, window_blocks=int(windowed))]], 1, batches, alone=alone)
         self.stores = StorePlanner(self.connector, self.tables, facts)
         self.requests: dict[str, Request] = {}
 
@@ -71,7 +71,12 @@ class Engine:
         for name, (computed, _) in (starts or {}).items():
             if name in self.requests:
                 self.requests[name].num_computed_tokens = computed
-        output = SimpleNamespace(num_scheduled_tokens=tokens, scheduled_new_reqs=started, scheduled_cached_reqs=cached)
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            scheduled_new_reqs=started,
+            scheduled_cached_reqs=cached,
+            kv_cache_block_copies=None,
+        )
         self.stores.step(output, orders)
         for name, count in tokens.items():
             self.requests[name].num_computed_tokens += count
@@ -183,6 +188,15 @@ def test_a_load_of_part_of_a_block_in_the_same_step_is_a_load() -> None:
     assert engine.step({"a": 1}, starts={"a": (11, [1, 2, 3])}).fresh == []
     engine.finish("a")
     [store] = engine.step({}).ready
+    assert store.runs == (BlockRun(0, [1, 2, 3]),)
+
+
+def test_without_other_connectors_part_of_a_block_is_from_vllms_own_cache() -> None:
+    """vLLM tells of whole blocks of its cache only, though it may continue within one."""
+    engine = Engine(alone=True)
+    engine.add("a", [1, 2, 3])
+    engine.stores.allocated("a", blocks([1, 2, 3]), 8)
+    [store] = engine.step({"a": 1}, starts={"a": (11, [1, 2, 3])}).fresh
     assert store.runs == (BlockRun(0, [1, 2, 3]),)
 
 

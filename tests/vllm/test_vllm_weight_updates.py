@@ -40,3 +40,24 @@ def test_no_block_meets_weights_that_did_not_compute_it(
     updated.generate([ids])
     wait_until(lambda: updated.regenerate([ids])[1] == [full])
     assert len(updated.lines("the weights have changed")) == 1
+
+
+def test_a_sleep_that_keeps_the_weights_keeps_the_cache(
+    start: Callable[..., Engine], daemon: tiercache.LaunchedDaemon
+) -> None:
+    """vLLM resets its connectors before it sleeps, and does not say why."""
+    ids = prompt(600, "asleep")
+    engine = start(str(daemon.address))
+    full = len(ids) // BLOCK * BLOCK
+    before = engine.generate([ids])[0]
+    engine.await_hits(ids)
+    assert engine.ask("sleep", level=1)["done"]
+    assert engine.generate([ids]) == (before, [full])
+    assert engine.ask("sleep", level=1, scale=True)["done"]  # as trainers do while it sleeps
+    after, cached = engine.generate([ids])
+    assert after != before
+    assert cached == [0]
+    wait_until(lambda: engine.regenerate([ids])[1] == [full])
+    assert engine.regenerate([ids])[0] == after
+    assert engine.ask("sleep", level=2)["done"]  # vLLM keeps no weights: others come
+    assert engine.generate([ids]) == (after, [0])

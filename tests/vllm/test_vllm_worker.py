@@ -231,3 +231,16 @@ def test_without_loads_and_stores_nothing_is_looked_at(cached: tuple[RankWorker,
     moving.weights.look = None  # type: ignore[assignment, method-assign]
     worker.begin(Orders())
     assert worker.report() is None
+
+
+def test_copies_end_before_vllm_takes_its_memory_away(cached: tuple[RankWorker, Any, bytes]) -> None:
+    """As it does when it goes to sleep."""
+    worker, _, keys = cached
+    worker.begin(Orders(fresh=[Store(1, keys, REST)]))
+    order_load(worker, keys, fresh=[Store(2, keys, REST)])
+    worker.end_copies()
+    assert all(transfer.done() for parts in worker._stores.values() for transfer in parts)
+    assert all(transfer.done() for parts in worker._loads.values() for _, transfer in parts)
+    report = report_of(worker)
+    assert (report.ended, report.incomplete) == ({1: 1, 2: 1}, {2}), "the second had not begun"
+    assert ended(worker) == ({"r"}, ALL)

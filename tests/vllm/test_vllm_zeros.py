@@ -1,4 +1,4 @@
-"""Blocks that vLLM empties as it gives them away, where types of KV are mixed, while stores may still read them."""
+"""Blocks that vLLM empties or copies to as it gives them away, while stores may still read them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tiercache.connectors import vllm_v1
-from tiercache.connectors.vllm.compat import come_before_zeros
+from tiercache.connectors.vllm.compat import come_before_writes
 from tiercache.connectors.vllm.orders import Orders, RankForm
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 
@@ -27,6 +28,8 @@ class Runner(GPUModelRunner):  # type: ignore[misc]
             num_computed_tokens_np=none, prefill_len=SimpleNamespace(np=none), num_computed_prefill_tokens=none
         )
         self.kv_block_zeroer: Any = SimpleNamespace(zero_block_ids=called.append)
+        self.kv_caches: Any = []
+        self.kv_cache_config: Any = SimpleNamespace(num_blocks=9)
 
 
 class Parent:
@@ -39,23 +42,24 @@ class Parent:
         """As vLLM calls it later in a step."""
 
 
-def output(metadata: Any) -> Any:
+def output(metadata: Any, zeroing: bool = True) -> Any:
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
     return SimpleNamespace(
         scheduled_cached_reqs=cached,
-        new_block_ids_to_zero=[7],
-        kv_cache_block_copies=None,
+        new_block_ids_to_zero=[7] if zeroing else None,
+        kv_cache_block_copies=None if zeroing else [(3, 7)],
         kv_connector_metadata=metadata,
     )
 
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("zeroing", [False, True])
-def test_stores_of_blocks_that_vllm_empties_end_before_that(
+def test_stores_of_blocks_that_vllm_empties_or_copies_to_end_before_that(
     zeroing: bool, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[Any] = []
     runner = Runner(called)
+    monkeypatch.setattr(model_runner, "copy_kv_cache_blocks_inplace", lambda *args: called.append(args[-1]))
     for name in ("describe_built", "Weights", "RunnerTensors", "event_groups"):
         monkeypatch.setattr(vllm_v1, name, MagicMock())
     monkeypatch.setattr(vllm_v1, "runner_of_caller", lambda: runner)
@@ -71,18 +75,17 @@ def test_stores_of_blocks_that_vllm_empties_end_before_that(
     monkeypatch.setattr(connector._worker, "begin", called.append)
     orders = Orders(flush=[1])
     metadata = SimpleNamespace(metadata=("a sibling's", orders)) if beside else orders
-    runner.update_requests(output(metadata))
-    assert called == ([orders, [7]] if zeroing else [[7]])
+    runner.update_requests(output(metadata, zeroing))
     (connector._parent or connector).handle_preemptions(metadata)
-    assert called == ([orders, [7]] if zeroing else [[7], orders]), "once for each step"
+    assert called == [orders, [7] if zeroing else [(3, 7)]], "once for each step"
 
 
 def test_what_runs_without_a_connectors_orders_or_calls_the_hook_first_is_left_alone() -> None:
     called: list[Any] = []
     runner = Runner(called)
-    come_before_zeros(runner, called.append)
+    come_before_writes(runner, called.append)
     runner.update_requests(output(None))
     assert called == [[7]]
     first: Any = SimpleNamespace()
-    come_before_zeros(first, called.append)
+    come_before_writes(first, called.append)
     assert vars(first) == {}

@@ -1,7 +1,8 @@
 """A process with one vLLM engine in it, that does what lines of JSON on its stdin say; see ORDERS, at the end.
 
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
-    "lora": [name, number, folder], "salt": "...", "hint": {...}; "embeds": seed, for noise instead of the prompts
+    "lora": [name, number, folder], "salt": "...", "hint": {...}; "transfer": {...}, its kv_transfer_params
+    "embeds": seed, for noise instead of the prompts
     with "pending" it does not wait for loads of requests that have gone
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
     with "held" its copy, which waits in that folder, has begun by then, and goes on
@@ -78,6 +79,26 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
         return copied
 
     setattr(copier, name, held)
+
+
+def spoil(worker: Any, until: str) -> None:
+    """In the process of a rank: what is loaded into windows, or as states, is damaged until there is that file."""
+    import ctypes
+
+    for connector in worker_groups(worker):
+        if connector.namespace.window_blocks:
+            copier, pool = connector._own_mover().copier, connector._own_pool()
+
+            def spoilt(
+                *arguments: Any, copy: Callable[..., int] = copier.copy_in, segments: Any = pool.segments
+            ) -> int:
+                copied = copy(*arguments)
+                for part in segments if not Path(until).exists() else ():
+                    for block in arguments[1]:
+                        ctypes.memset(part.base + int(block) * part.stride, 0x3F, part.bytes)
+                return copied
+
+            copier.copy_in = spoilt
 
 
 def slow(worker: Any, seconds: float) -> None:
@@ -158,6 +179,8 @@ class Child:
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
         if "hint" in order:
             sampling.extra_args = {"kv_transfer_params": {"tiercache": order["hint"]}}
+        if "transfer" in order:
+            sampling.extra_args = {"kv_transfer_params": order["transfer"]}
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
         if "embeds" in order:
             noise = torch.Generator().manual_seed(order["embeds"])
@@ -173,6 +196,7 @@ class Child:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "reasons": [output.outputs[0].finish_reason for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
+            "transfer": [output.kv_transfer_params for output in outputs],
         }
 
     def forget(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -186,9 +210,20 @@ class Child:
     def reset(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"done": self.llm.reset_prefix_cache(reset_connector=True)}
 
+    def sleep(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.llm.sleep(level=order["level"])
+        if order.get("scale"):
+            self.llm.collective_rpc(scale)
+        self.llm.wake_up()
+        return {"done": True}
+
     def negate(self, order: dict[str, Any]) -> dict[str, Any]:
         for cache in self.core.model_executor.driver_worker.worker.model_runner.kv_caches:
             cache.neg_()
+        return {"done": True}
+
+    def spoil(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.llm.collective_rpc(spoil, args=(order["until"],))
         return {"done": True}
 
     def _loads(self) -> bool:
@@ -259,7 +294,9 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "forget": Child.forget,  # vLLM its own prefix cache
     "offloaded": Child.offloaded,  # vLLM forgets what it has offloaded itself
     "reset": Child.reset,  # as after an update of the weights: the connector's cache too
+    "sleep": Child.sleep,  # and wakes up; with "scale" its weights are updated in between
     "negate": Child.negate,  # all KV in the pool, as damage that changes what is computed from it
+    "spoil": Child.spoil,  # what is loaded into windows, or as states, until there is a file
     "abort": Child.abort,
     "hold": Child.hold,
     "slow": Child.slow,  # every copy from the cache takes so many `seconds`

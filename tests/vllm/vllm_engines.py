@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -179,6 +180,10 @@ class Engine:
         assert line, f"the engine has ended:\n{self.log.read_text()[-4000:]}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def answers_within(self, seconds: float) -> bool:
+        """Whether there is an answer to fetch after so long at most."""
+        return bool(select.select([self.process.stdout], [], [], seconds)[0])
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
         """Send an order and wait for its answer."""
