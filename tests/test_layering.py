@@ -61,7 +61,7 @@ HOUSES = [
     for text in (FLOORS, DAEMON_FLOORS, NVME_FLOORS)
 ]
 
-HEAVY = {"torch", "triton", "transformers", "safetensors", "kvikio", "vllm"}
+HEAVY = {"torch", "triton", "transformers", "safetensors", "kvikio", "vllm", "sglang"}
 MAY_IMPORT_HEAVY = {
     "tiercache.kernels": {"torch", "triton"},
     "tiercache.copies.cuda": {"torch"},
@@ -70,7 +70,7 @@ MAY_IMPORT_HEAVY = {
     "tiercache.connector.direct.probe_stage": {"kvikio", "torch"},
     "tiercache.connector.direct.backend": {"kvikio", "torch"},
     "tiercache.engine": {"torch", "triton", "transformers", "safetensors"},
-    "tiercache.connectors": {"torch", "transformers", "vllm"},
+    "tiercache.connectors": {"torch", "transformers", "vllm", "sglang"},
     "tiercache.demo.worker": {"torch", "transformers"},  # the main module of a process of its own
     "tiercache.demo.vllm_worker": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
 }

@@ -258,6 +258,6 @@ def test_ci_runs_all_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     run("bash", "-n", str(script), cwd=ROOT)
-    assert script.read_text().rstrip().endswith("\nmake test\nmake test-vllm\nmake test-slow")
+    assert script.read_text().rstrip().endswith("\nmake test\nmake test-vllm\nmake test-sglang\nmake test-slow")
     for target in ("test", "test-slow"):
         assert " -m pytest " in run("make", "--dry-run", "--no-print-directory", target, cwd=ROOT)
