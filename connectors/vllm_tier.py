@@ -30,7 +30,6 @@ from vllm.v1.kv_offload.base import (
     Medium,
     ReqContext,
     RequestOffloadingContext,
-    make_offload_key,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
@@ -46,14 +45,14 @@ from tiercache.connectors.vllm.names import Names, lengths_of
 from tiercache.connectors.vllm.settings import ConnectorSettings, absence
 from tiercache.connectors.vllm.tier_form import engine_of_caller, make_namespaces
 from tiercache.connectors.vllm.tier_jobs import ChunkRun, LoadJob, Orphan, StoreJob, has_ended, runs_of
-from tiercache.connectors.vllm.tier_lookups import Chain, ChunkPlaces, TierLookups
+from tiercache.connectors.vllm.tier_lookups import Chain, ChunkPlace, ChunkPlaces, TierLookups
 from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import ConfigError, DeadlineExceeded, TierCacheError
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 
 DRAIN_TIMEOUT_S = 60.0
-MAX_ORPHANS = 16
+MAX_ORPHANS = 64
 REPAIRED_PER_STEP = 64
 """Chunks of a chain that one step of vLLM's offers again: as many as cost it some 100 us."""
 
@@ -198,14 +197,25 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _begin_store(self, job: StoreJob, metadata: Any, chain: Chain, request: Any) -> None:
         try:
-            for run in self._runs(metadata):
+            for run in self._runs(metadata, len(chain.hashes), chain.early):
                 orphan = Orphan(run.part, chain, run.end)
                 job.parts.append((orphan, self._store(run.part, chain, run.first, run.rows, request)))
+            for place in [early for early in chain.early if early.position < len(chain.hashes)]:
+                chain.early.remove(place)
+                self._orphans.append(Orphan(place.part, chain, place.position + 1, place.position))
         finally:
             job.begun = True
 
-    def _runs(self, metadata: Any) -> list[ChunkRun]:
+    def _runs(self, metadata: Any, known: int = MAX_KEYS, early: set[ChunkPlace] | None = None) -> list[ChunkRun]:
+        """The chunks of a job. Those that are not of the `known` first ones of the cache go to `early` instead.
+
+        vLLM has whole blocks of one group before those of another make a block of the cache, which then has no key.
+        """
         places = [self._places.of(key, metadata.req_context) for key in metadata.keys]
+        if early is not None:
+            without_key = {place for place in places if place is not None and place.position >= known}
+            early |= without_key
+            places = [None if place in without_key else place for place in places]
         return runs_of(places, metadata.chunk_ids.tolist(), metadata.keys)
 
     def _store(
@@ -240,21 +250,22 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         """Store chunks again that have lost their parents, together with these, as far as vLLM's memory has them.
 
         Otherwise a daemon that has dropped a prefix would get nothing that begins with it for as long as vLLM's memory
-        keeps it, and vLLM keeps the most used prefixes for ever.
+        keeps it, and vLLM keeps the most used prefixes for ever. And store chunks that vLLM had before there was a key.
         """
-        if not self._orphans or not self._groups[0].available:
-            return
-        orphan = self._orphans.popleft()
+        left = REPAIRED_PER_STEP
+        while left > 0 and self._orphans and self._groups[0].available:
+            left -= self._repair(parent, self._orphans.popleft(), left)
+
+    def _repair(self, parent: Any, orphan: Orphan, most: int) -> int:
+        """Store the first chunks of an orphan again, at most so many; how many were looked up."""
         number, chain, end, first = orphan
-        hashes, part = chain.hashes, self._parts[number]
-        if part.every > 1:
-            return  # the hashes of these chunks are not known
-        context = ReqContext(f"tiercache {number} {hashes[end - 1].hex()}")
+        context = ReqContext(f"tiercache {number} {chain.hashes[end - 1].hex()}")
         parent.on_new_request(context)
         held: list[bytes] = []
-        for of_chunk in hashes[first : min(end, first + REPAIRED_PER_STEP)]:
-            key = make_offload_key(of_chunk, part.group)
-            if parent.lookup(key, context) is not LookupResult.HIT:
+        last = min(end, first + most)
+        for position in range(first, last):
+            key = chain.vllm_key(ChunkPlace(number, position), self._parts[number])
+            if key is None or parent.lookup(key, context) is not LookupResult.HIT:
                 break
             held.append(key)
         if held:
@@ -262,8 +273,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             job = self._jobs[metadata.job_id] = StoreJob()
             self._later(partial(self._begin_repair, job, orphan, metadata.chunk_ids.tolist()))
         parent.on_request_finished(context)
-        if len(held) == REPAIRED_PER_STEP and first + len(held) < end:
-            self._orphans.appendleft(orphan._replace(first=first + len(held)))
+        if first + len(held) == last < end:
+            self._orphans.appendleft(orphan._replace(first=last))
+        return max(1, len(held))
 
     def _begin_repair(self, job: StoreJob, orphan: Orphan, rows: list[int]) -> None:
         """In the background. The tokens of these chunks are no longer known: KV events do not name them."""

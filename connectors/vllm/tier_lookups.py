@@ -22,7 +22,7 @@ from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
 from tiercache.connectors.vllm.names import Names, keys_of
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
-from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_offload_group_idx
+from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_offload_group_idx, make_offload_key
 
 MAX_LOOKUPS = 1024
 """In progress at once; requests beyond them are looked up in later steps."""
@@ -48,6 +48,7 @@ class ChunkPlaces:
     def __init__(self, parts: Sequence[GroupPart], chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
         self._every = {part.group: part.every for part in parts}
+        self._mixed = max(self._every.values()) > 1
         self._numbers = {(part.group, part.offset): number for number, part in enumerate(parts)}
 
     def of(self, key: bytes, context: Any) -> ChunkPlace | None:
@@ -59,15 +60,21 @@ class ChunkPlaces:
         number = self._numbers.get((group, offset))
         return None if rest or number is None else ChunkPlace(number, position)
 
+    def is_split(self, key: bytes) -> bool:
+        """Whether several chunks of the group of this key of vLLM's make one of the cache."""
+        return self._mixed and self._every.get(get_offload_group_idx(key), 1) > 1
+
 
 class Chain:
     """The chunks of a request by key: vLLM's hashes, which grow, under a root. Keys are made in any thread."""
 
-    __slots__ = ("_keys", "hashes", "root", "seen")
+    __slots__ = ("_keys", "early", "hashes", "pieces", "root", "seen")
 
     def __init__(self) -> None:
         self.root = b""  # empty: it has none yet
         self.hashes: list[bytes] = []
+        self.pieces: dict[ChunkPlace, bytes] = {}  # vLLM's keys where several chunks make one of the cache
+        self.early: set[ChunkPlace] = set()  # stored by vLLM before there was a key; for the thread that stores
         self.seen = 0  # hashes of all KV cache groups that have been looked at
         self._keys = b""  # as far as they have been needed
 
@@ -78,6 +85,12 @@ class Chain:
             # Concurrent callers make the same keys, and either result may be kept.
             keys = self._keys = keys + keys_of(self.root, self.hashes, 1, have, end)
         return keys[: end * KEY_BYTES]
+
+    def vllm_key(self, place: ChunkPlace, part: GroupPart) -> bytes | None:
+        """vLLM's key of a chunk; None if it has none yet."""
+        if part.every > 1:
+            return self.pieces.get(place)
+        return bytes(make_offload_key(self.hashes[place.position], part.group))
 
 
 class _TierRequest:
@@ -181,6 +194,8 @@ class TierLookups:
             for key in islice(known, chain.seen, None):
                 if key.endswith(FIRST_GROUP) and known[key] == (len(hashes) + 1) * size:
                     hashes.append(get_offload_block_hash(key))
+                if self._places.is_split(key) and (place := self._places.of(key, context)) is not None:
+                    chain.pieces[place] = key
             chain.seen = len(known)
         return chain
 

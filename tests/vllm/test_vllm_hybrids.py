@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Engine, launch, offloading_config, prompt, save_model, statistics, stored_blocks, wait_until
+from vllm_engines import (
+    Engine,
+    flush,
+    launch,
+    offloading_config,
+    prompt,
+    save_model,
+    statistics,
+    stored_blocks,
+    wait_until,
+)
 
 import tiercache
 from tiercache.protocol.messages import SpecList, Specs
@@ -273,7 +283,7 @@ def test_below_the_offloading_of_vllm(case: Case, saved: str, start: Start) -> N
     case.compute(*prompts)
     with launch("64MiB", region="16MiB") as daemon:
         tier = {"address": str(daemon.address), "request_timeout_s": 5.0}
-        config = offloading_config(tier, rows=64, row=512 << 10)
+        config = offloading_config(tier, rows=64, row=512 << 10, answers=True)
         engine = start(model=saved, dtype=kind.dtype, patch=kind.patch, kv_transfer_config=config)
 
         def found(ids: list[int]) -> bool:
@@ -282,8 +292,17 @@ def test_below_the_offloading_of_vllm(case: Case, saved: str, start: Start) -> N
             assert answer == case.right(ids), (len(ids), cached)
             return case.usable(ids) - (0 if kind.state else kind.unit) <= cached < len(ids)
 
+        def whole(blocks: int) -> bool:
+            """Whether every part of the model has so many blocks. What waits for a step of vLLM gets one."""
+            engine.generate([[5, 6, 7]], 1)
+            return all(space["blocks"] >= blocks for space in statistics(daemon)["namespaces"])
+
         for ids in prompts:
             wait_until(lambda ids=ids: found(ids))
         assert stored_blocks(daemon)
         assert all(found(ids) for ids in prompts)
+        if not kind.state:  # an answer is stored as it grows, in pieces where blocks are of two sizes
+            flush(daemon)
+            engine.regenerate([LONG[: kind.unit - 7]], 3 * kind.unit)
+            wait_until(lambda: whole(3))
         engine.close()

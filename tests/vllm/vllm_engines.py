@@ -85,8 +85,10 @@ def transfer_config(address: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def offloading_config(*tiers: dict[str, Any], rows: int = 40, row: int = 64 << 10) -> dict[str, Any]:
-    """vLLM's own offloading, into `rows` of `row` bytes, with these tiers of ours below.
+def offloading_config(
+    *tiers: dict[str, Any], rows: int = 40, row: int = 64 << 10, answers: bool = False
+) -> dict[str, Any]:
+    """vLLM's own offloading, into `rows` of `row` bytes, with these tiers of ours below; `answers`: of these, too.
 
     What `--kv-transfer-config` would be given, but for the worker, which vLLM has for GPUs only.
     """
@@ -96,6 +98,7 @@ def offloading_config(*tiers: dict[str, Any], rows: int = 40, row: int = 64 << 1
         "spec_module_path": "bench.vllm_native",
         "cpu_bytes_to_use": rows * row,
         "secondary_tiers": named,
+        "offload_prompt_only": not answers,
     }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
@@ -245,3 +248,4 @@ class Engine:
             self.process.wait()
             assert self.process.stdout is not None
             self.process.stdout.close()
+        assert not self.lines("failed unexpectedly"), self.log.read_text()[-4000:]
