@@ -8,7 +8,7 @@ Entry states:
 
     FREE ─insert→ LIVE ─unlink→ DEAD ─(no pin, no child)→ FREE
 
-DEAD entries cannot be found any more; a holder of a pin still keeps their frame.
+DEAD entries cannot be found any more; a holder of a pin still keeps their frame, but not those of the ancestors.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class LinkedEntries:
         """Called for each block that can no longer be found, with its table's number and its key."""
         self.on_evicted: Callable[[int], None] | None = None
         """Called with each entry that is about to be evicted, while its frame is still its own."""
+        self.on_held: Callable[[int], None] | None = None
+        """Called with the frame of each dropped block whose children are gone and whose pins still keep its frame; its
+        ancestors become FREE before it does."""
         self.has_cut = False
         """Whether a pinned entry was unlinked; holders of pins check this flag and clear it."""
         self.drops = 0

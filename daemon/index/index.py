@@ -287,6 +287,12 @@ class Index(Lookups):
             self._unlinking.append(entry)
         elif self.pins[entry] == 0:
             self._free_entry(entry)
+        else:
+            self._say_held(entry)
+
+    def _say_held(self, entry: int) -> None:
+        if self.on_held is not None and self.frame[entry] != NO_FRAME:
+            self.on_held(self.frame[entry])
 
     def unlink_slice(self, limit: int) -> int:
         """Continue unlinking what hangs below dropped entries, at most `limit` steps; returns how many were done.
@@ -305,6 +311,8 @@ class Index(Lookups):
             # A step too: a chain is freed from its end, all of it after its last block was unlinked.
             self._unlinking.pop()
             self.tables[self.table[entry]].unlinking -= 1
+            if self.pins[entry] > 1:
+                self._say_held(entry)
             self.unpin(entry)
         if not self._unlinking:
             self.known_attached.clear()

@@ -1,8 +1,8 @@
 """Recovery: turns catalog rows of an earlier life into index entries, while requests are already served.
 
-A row becomes visible once its parent is; until then it waits, and rows without a parent at the end are deleted. Rows of
-a windowed namespace, as its spec says, have no parent and are visible at once. Rows that were flushed, cannot be
-decrypted, or cannot be true are deleted too.
+A row becomes visible once its parent is; until then it waits, and rows without a parent at the end are deleted, each
+after the rows behind it. Rows of a windowed namespace, as its spec says, have no parent and are visible at once. Rows
+that were flushed, cannot be decrypted, or cannot be true are deleted too.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Recovery:
         # Rows that wait for their parent, packed, by its key, by namespace; and parents that have come.
         self._orphans: dict[int, dict[bytes, bytearray]] = {}
         self._released: list[tuple[int, bytes]] = []
+        self._refused: dict[int, bytearray] = {}  # rows to be deleted at the end, packed, by namespace
+        self._deleting: list[tuple[int, bytearray]] = []  # at the end: rows, each item behind the one before it
         self._raised: dict[int, int] = {}  # epochs of loaded entries, where above their namespace's oldest
 
     def work(self) -> bool:
@@ -153,15 +155,16 @@ class Recovery:
                 owned[(place & SLOT_MASK) // pages_each] = 1
                 if key in orphans:
                     self._released.append((number, key))
-            elif entry == NO_ENTRY:
-                parent = rows.fields[1][at]
-                waiting = pack_placed(place, [column[at] for column in rows.fields])
-                if parent in orphans:
-                    orphans[parent] += waiting  # a byte array: one root may have all chains below it
-                else:
-                    orphans[parent] = bytearray(waiting)
-            else:  # of one key in two slots the first one stays
-                self._slots.refuse(place)
+                continue
+            waiting = pack_placed(place, [column[at] for column in rows.fields])
+            if entry != NO_ENTRY:  # flushed, with rows behind it; or of one key in two slots the second
+                self._refused.setdefault(number, bytearray()).extend(waiting)
+                continue
+            parent = rows.fields[1][at]
+            if parent in orphans:
+                orphans[parent] += waiting  # a byte array: one root may have all chains below it
+            else:
+                orphans[parent] = bytearray(waiting)
 
     def _released_rows(self) -> RowBatch:
         """Rows whose parent has come, and those that waited for them in turn, parents first."""
@@ -218,7 +221,7 @@ class Recovery:
 
     def _finish(self) -> bool:
         """Run a slice of the work left once all rows are read; False when that was the last."""
-        if self._refuse_orphans() or self._slots.settle():
+        if self._delete_some() or self._slots.settle():
             return True
         self._raised.clear()
         self.over = True
@@ -237,21 +240,43 @@ class Recovery:
         self._shelf.recovered(complete=not self.rows.error)
         return False
 
-    def _refuse_orphans(self) -> bool:
-        """Delete a slice of the rows whose parent never came; False when none is left."""
-        refused = 0
-        while self._orphans and refused < ROWS_AT_ONCE:
-            number, orphans = next(iter(self._orphans.items()))
-            if not orphans:
-                del self._orphans[number]
+    def _delete_some(self) -> bool:
+        """Delete a slice of the rows whose parent never came, or was refused; False when none is left.
+
+        Rows behind a row go before it: a crash in between leaves no row without those before it that is not flushed.
+        """
+        left = ROWS_AT_ONCE
+        while left > 0 and (self._deleting or self._take_to_delete()):
+            number, waiting = self._deleting[-1]
+            orphans = self._orphans.get(number, {})
+            part = waiting[-left * PLACED_BYTES :]
+            behind = [key for key in dict.fromkeys(keys_of_placed(part)) if key in orphans]
+            left -= max(1, len(behind))
+            if behind:
+                self._deleting += [(number, self._take_orphans(number, key)) for key in behind]
                 continue
-            key, waiting = orphans.popitem()
-            rest = max(0, len(waiting) - ROWS_AT_ONCE * PLACED_BYTES)
-            for place in unpack_placed(waiting[rest:]).places:
-                refused += 1
+            for place in unpack_placed(part).places:
                 self._slots.refuse(place)
-            if rest:
-                del waiting[rest:]
-                orphans[key] = waiting
-        self.orphan_rows += refused
-        return refused > 0
+            left -= len(part) // PLACED_BYTES
+            del waiting[-len(part) :]
+            if not waiting:
+                self._deleting.pop()
+        return bool(self._deleting or self._orphans or self._refused)
+
+    def _take_to_delete(self) -> bool:
+        """Begin with a further row and those behind it; False when there is none."""
+        if self._refused:
+            self._deleting.append(self._refused.popitem())
+            return True
+        while self._orphans:
+            number, orphans = next(iter(self._orphans.items()))
+            if orphans:
+                self._deleting.append((number, self._take_orphans(number, next(reversed(orphans)))))
+                return True
+            del self._orphans[number]
+        return False
+
+    def _take_orphans(self, number: int, parent: bytes) -> bytearray:
+        waiting = self._orphans[number].pop(parent)
+        self.orphan_rows += len(waiting) // PLACED_BYTES
+        return waiting

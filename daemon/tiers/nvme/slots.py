@@ -4,6 +4,9 @@ A slot becomes free only when the deletion of its row is committed, so that a cr
 bytes:
 
     leave the index ─► delete the row ─► (committed) ─► slot free ─► write new bytes ─► insert a row
+
+The row of a block is deleted before that of the block before it, so that a crash never leaves a row without the rows
+before it. A dropped block that is still read, or whose child is still being written, keeps its slot but not its row.
 """
 
 from __future__ import annotations
@@ -99,6 +102,8 @@ class Slots:
         self._row_gone = row_gone
         self._soon = soon
         self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
+        self._held: dict[int, bool] = {}  # slots of dropped blocks that pins keep, and whether their row is gone
+        index.on_held = self._hold
         self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: retried
         self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
         self._grow_after_s = 0.0
@@ -290,19 +295,41 @@ class Slots:
 
     def leave(self, slot: int) -> None:
         """The index no longer uses the slot: delete its row, then free the slot."""
+        held = self._held.pop(slot, None)
+        if held:
+            self._free(slot)
+            return
         self._leaving.add(slot)
         self.own(slot, 1)
+        if held is None:
+            self._delete_row(slot)
+
+    def _hold(self, slot: int) -> None:
+        """A dropped block keeps its slot: delete its row now, before those of the blocks before it."""
+        self._held[slot] = False
         self._delete_row(slot)
 
     def _delete_row(self, slot: int) -> None:
+        if self._undeleted:
+            self._undeleted.append(slot)  # after those, which may be of blocks behind it
+            return
+        self._post_deletion(slot)
+
+    def _post_deletion(self, slot: int) -> None:
         self._catalog.delete(place_of_slot(slot), lambda ok: self._row_deleted(slot, ok))
 
     def _row_deleted(self, slot: int, ok: bool) -> None:
         if not ok:
             self._undeleted.append(slot)  # not reused: its old row could come back over new bytes
             return
-        self._leaving.discard(slot)
         self._row_gone(slot)
+        if slot in self._held:
+            self._held[slot] = True
+            return
+        self._leaving.discard(slot)
+        self._free(slot)
+
+    def _free(self, slot: int) -> None:
         if not self.own(slot, 0):
             self.allocator.give_back(slot)
             self._soon()
@@ -318,7 +345,7 @@ class Slots:
             self.allocator.give_back(self._aside.popleft()[1])
         if not self._catalog.error:
             for _ in range(min(len(self._undeleted), DELETE_AT_ONCE)):
-                self._delete_row(self._undeleted.popleft())
+                self._post_deletion(self._undeleted.popleft())
 
     # --- segments of an earlier life -------------------------------------------------------------
 

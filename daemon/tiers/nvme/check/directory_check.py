@@ -2,8 +2,9 @@
 
     superblock ─► database ─► segment files ─► rows, one by one ─► chains ─► checksums of blocks
 
-A *finding* is what a crash of a daemon does not leave behind (a power loss may; and a daemon that is killed in the very
-moment in which it drops a chain while reading from it may leave orphans). What is normal after a crash is a *note*:
+A *finding* is what a crash of a daemon does not leave behind (a power loss may; and a daemon that is killed while it
+still loads rows may leave orphans, if it has just dropped a chain, or has another nvme_key than before). The daemon
+deletes the row of a block before that of the block before it. What is normal after a crash is a *note*:
 flushed blocks whose rows had not been deleted yet, a segment that was made and not used yet. A repair deletes the rows
 of findings, and of all blocks behind them, which would be misses anyway; no block becomes readable by it.
 """

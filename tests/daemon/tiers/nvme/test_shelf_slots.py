@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme import recovery
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.slots import place_of_slot
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -57,6 +60,16 @@ class Bench:
             assert time.monotonic() < end_s
             self.deliver()
             time.sleep(0.001)
+
+    def loaded(self) -> None:
+        while self.shelf.loading:
+            self.shelf.work()
+            self.deliver()
+
+    def slot_of(self, number: int) -> int:
+        stored = self.shelf.find(self.namespace, number.to_bytes(16, "little"))
+        assert stored is not None
+        return stored.slot
 
     def add(self, number: int, parent: bytes) -> bytes:
         """A block as if it had been written; returns its key."""
@@ -161,6 +174,42 @@ def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(filled: Path) -
         parent = key
     assert slots[-1] == NO_FRAME
     assert not shelf.has(bench.namespace, parent), "the writer finds no parent, and goes on to other blocks"
+    bench.close()
+
+
+@pytest.mark.parametrize("lost", ["a row", "a row that is replaced"])
+def test_rows_that_are_refused_go_from_the_ends_of_chains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Wherever their slots are: a kill in between leaves no row without the one before it."""
+    bench = Bench(tmp_path)
+    bench.loaded()
+    bench.add(100, b"")  # makes the segment
+    slots = [bench.shelf.take_slot(bench.namespace, b"") for _ in range(40)]
+    random.Random(1).shuffle(slots)
+    monkeypatch.setattr(bench.shelf, "take_slot", lambda namespace, parent: slots.pop())
+    parent = b""
+    for number in range(1, 41):
+        if lost == "a row that is replaced":  # the rows behind it are older
+            bench.shelf.registry.epochs[bench.namespace.number] = int(number == 5)
+        parent = bench.add(number, parent)
+    if lost == "a row":
+        bench.catalog.delete(place_of_slot(bench.slot_of(5)))
+    bench.close()
+    monkeypatch.setattr(recovery, "ROWS_AT_ONCE", 3)
+    bench = Bench(tmp_path)
+    numbers = {place: int.from_bytes(row.key, "little") for place, row in check_rows(tmp_path) if row is not None}
+    deleted, delete = list[int](), bench.catalog.delete
+
+    def note(place: int, done: Callable[[bool], None] | None = None) -> None:
+        deleted.append(numbers[place])
+        delete(place, done)
+
+    monkeypatch.setattr(bench.catalog, "delete", note)
+    bench.loaded()
+    assert deleted == list(range(40, 5, -1))
+    bench.until(lambda: bench.shelf.allocator.used_bytes == (5 if lost == "a row" else 6) * 4096)
+    assert bench.shelf.check_integrity([]) == []
     bench.close()
 
 
