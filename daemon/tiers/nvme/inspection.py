@@ -78,7 +78,7 @@ def write_figures(writes: WriteBehind, budget: WriteBudget, keepers: Sequence[Ke
         "skipped_queue_full": writes.skipped_queue_full,
         "skipped_too_large": writes.skipped_too_large,
         "write_queue_blocks": writes.queued,
-        "write_in_flight_bytes": writes.in_flight_bytes,
+        "write_in_flight_bytes": writes.coming_bytes,
         "write_budget_bytes_per_day": budget.bytes_per_day,
         "write_budget_left": budget.fullness,
     }

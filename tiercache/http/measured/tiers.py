@@ -39,7 +39,11 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "Bytes being read from NVMe into DRAM now.",
         ("tiers", "nvme", "promotion_in_flight_bytes"),
     ),
-    ("nvme_write_in_flight_bytes", "Bytes being written to NVMe now.", ("tiers", "nvme", "write_in_flight_bytes")),
+    (
+        "nvme_write_in_flight_bytes",
+        "Bytes being written to NVMe now, until their blocks are visible there.",
+        ("tiers", "nvme", "write_in_flight_bytes"),
+    ),
 )
 
 TIERS = (

@@ -107,6 +107,8 @@ class WriteBehind:
         self.skipped_queue_full = 0
         self.failed_blocks = 0
         self.skipped_too_large = 0  # blocks that no segment can hold
+        self.coming_bytes = 0
+        """Bytes of the blocks that are being written, or are written and not visible yet."""
         self._events = events
         self._soon = soon  # asks for a `pump` before the next tick
         self._placement = placement
@@ -332,6 +334,7 @@ class WriteBehind:
         )
         self._keep_parent(write)
         self._flying[namespace.number, write.key] = write
+        self.coming_bytes += frame_bytes
         self._fairness.took(write.shelf, namespace)
         self._count(write.shelf, 1, frame_bytes)
         self.budget.charge(frame_bytes)
@@ -352,7 +355,9 @@ class WriteBehind:
 
     def _let_go(self, shelf: Shelf, name: Name) -> None:
         """A write is over."""
-        self._flying.pop(name).namespace.use.pending_below_blocks -= 1
+        namespace = self._flying.pop(name).namespace
+        namespace.use.pending_below_blocks -= 1
+        self.coming_bytes -= namespace.size_class.frame_bytes
         parent = self._held.pop(name, NO_ENTRY)
         if parent != NO_ENTRY:
             shelf.index.unpin(parent)
