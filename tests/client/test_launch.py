@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from tiercache.client.launcher import LaunchedDaemon
+import tiercache
+from tiercache.client.launcher import STOP_TIMEOUT_S, LaunchedDaemon
 from tiercache.errors import DaemonUnavailable
 
 PROGRAM = """
@@ -68,3 +69,26 @@ def test_a_closed_one_does_not_come_back(daemon: LaunchedDaemon) -> None:
     daemon.close()
     with pytest.raises(DaemonUnavailable, match="closed"):
         daemon.restart()
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "grace_s"),
+    [({}, {}, 20), ({"grace": "70s"}, {"TIERCACHE_GRACE": "80s"}, 70), ({}, {"TIERCACHE_GRACE": "80s"}, 80)],
+)
+def test_close_waits_as_long_as_the_daemon_may_write(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], environment: dict[str, str], grace_s: float
+) -> None:
+    """Else a slow disk costs blocks for which the daemon still had time."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    daemon = tiercache.launch("4MiB", **settings)  # type: ignore[arg-type]
+    wait, waited_s = daemon._process.wait, list[float]()
+
+    def noted(timeout_s: float) -> int:
+        waited_s.append(timeout_s)
+        return wait(timeout_s)
+
+    monkeypatch.setattr(daemon._process, "wait", noted)
+    daemon.close()
+    assert waited_s == [grace_s + STOP_TIMEOUT_S]
+    assert daemon.poll() == 0, daemon.log

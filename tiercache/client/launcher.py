@@ -21,13 +21,14 @@ from pathlib import Path
 from types import TracebackType
 
 from tiercache.client.client import Client, close_all_clients
-from tiercache.config.daemon_config import env_name, flag_name, session_socket_path
+from tiercache.config.daemon_config import env_name, flag_name, load_config, session_socket_path
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 from tiercache.ground import forks
 from tiercache.ground.isolated import python_command
 
 STOP_TIMEOUT_S = 10.0
+"""How long a daemon may take to end, beside its `grace`."""
 START_TIMEOUT_S = 30.0
 POLL_S = 0.01
 ALL_MEMORY_S = 2.0
@@ -46,14 +47,24 @@ class LaunchedDaemon:
     """
 
     def __init__(
-        self, run_dir: Path, private: bool, log: Path, command: list[str], secrets: Mapping[str, str] | None = None
+        self,
+        run_dir: Path,
+        private: bool,
+        log: Path,
+        command: list[str],
+        secrets: Mapping[str, str] | None = None,
+        grace_s: float = 0.0,
     ) -> None:
-        """`secrets`: what its environment has besides ours, since every user can read a command line."""
+        """`secrets`: what its environment has besides ours, since every user can read a command line.
+
+        `grace_s`: its setting `grace`.
+        """
         self.address = str(run_dir)
         self.log = log
         self._command = command
         self._secrets = secrets or {}
         self._private = private
+        self._stop_timeout_s = grace_s + STOP_TIMEOUT_S
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -98,8 +109,11 @@ class LaunchedDaemon:
             self._process, self._pipe, self.pid = process, pipe, process.pid
         _await_answer(self, timeout_s)
 
-    def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """SIGTERM, wait, SIGKILL after `timeout_s`; removes a run directory made for it. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """SIGTERM, wait, SIGKILL after `timeout_s`; removes a run directory made for it. Idempotent.
+
+        By default it waits for the daemon's `grace` (in which the daemon writes to NVMe what only DRAM has) and 10 s.
+        """
         if os.getpid() != self._owner_pid:
             return  # a forked child does not own its parent's daemon
         with self._lock:
@@ -109,7 +123,7 @@ class LaunchedDaemon:
                 # A stopped daemon does not see the signal before it continues.
                 self._process.send_signal(signal.SIGCONT)
                 try:
-                    self._process.wait(timeout_s)
+                    self._process.wait(self._stop_timeout_s if timeout_s is None else timeout_s)
                 except subprocess.TimeoutExpired:
                     self._process.kill()
                     self._process.wait(STOP_TIMEOUT_S)
@@ -166,7 +180,8 @@ def launch(
         log_path = Path(log) if log is not None else directory / "daemon.log"
         secrets = {env_name(key): str(value) for key, value in config.items() if _is_secret(key)}
         plain = {key: value for key, value in config.items() if not _is_secret(key)}
-        daemon = LaunchedDaemon(directory, private, log_path, _command(directory, private, arena, plain), secrets)
+        command = _command(directory, private, arena, plain)
+        daemon = LaunchedDaemon(directory, private, log_path, command, secrets, _grace_s(config))
     except BaseException:
         if private:
             shutil.rmtree(directory, ignore_errors=True)
@@ -192,6 +207,14 @@ def _command(directory: Path, private: bool, arena: str | int, config: dict[str,
     for key, value in config.items():
         command += [flag_name(key), str(value)]
     return [*command, "--remove-run-dir"] if private else command
+
+
+def _grace_s(config: Mapping[str, object]) -> float:
+    """The daemon's `grace`; 0 for settings that it refuses."""
+    try:
+        return load_config(flags=config).grace_s
+    except ConfigError:
+        return 0.0
 
 
 def _is_secret(key: str) -> bool:
