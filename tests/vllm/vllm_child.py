@@ -3,6 +3,7 @@
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
     "lora": [name, number, folder], "salt": "...", "hint": {...}; "transfer": {...}, its kv_transfer_params
     "embeds": seed, for noise instead of the prompts
+    "images": [[seed]], those of each prompt; "media_ids": [["id"]], as a user gives them
     with "pending" it does not wait for loads of requests that have gone
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
     with "held" its copy, which waits in that folder, has begun by then, and goes on
@@ -141,6 +142,7 @@ class Child:
         self.offloading = getattr(connector, "connector_scheduler", None)
         self.tier = self.offloading.manager.secondary_tiers[0] if self.offloading is not None else None
         self.happened = {"preemptions": 0, "flushes": 0, "drafts": 0}
+        self.drafted: list[int] = []
         self._count_what_happens()
 
     @property
@@ -160,6 +162,7 @@ class Child:
             orders = step(output)
             self.happened["flushes"] += len(orders.flush)
             self.happened["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            self.drafted += [token for ids in output.scheduled_spec_decode_tokens.values() for token in ids]
             return orders
 
         self.core.scheduler._preempt_request = count_preemption
@@ -175,6 +178,7 @@ class Child:
         import torch
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm_media import with_images
 
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
         if "hint" in order:
@@ -186,6 +190,8 @@ class Child:
             noise = torch.Generator().manual_seed(order["embeds"])
             size = self.llm.llm_engine.vllm_config.model_config.get_hidden_size()
             prompts = [{"prompt_embeds": torch.randn(len(ids), size, generator=noise)} for ids in order["prompts"]]
+        if "images" in order:
+            prompts = with_images(prompts, order["images"], order.get("media_ids"))
         if "salt" in order:
             prompts = [{**one, "cache_salt": order["salt"]} for one in prompts]
         adapter = LoRARequest(*order["lora"]) if "lora" in order else None
@@ -272,6 +278,11 @@ class Child:
         pids, counters = zip(*self.llm.collective_rpc(count), strict=True)
         return {"pids": pids, "counters": counters}
 
+    def drafts(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The draft tokens since it was asked before."""
+        tokens, self.drafted = self.drafted, []
+        return {"tokens": tokens}
+
     def check(self, order: dict[str, Any]) -> dict[str, Any]:
         tier, scheduler = self.tier, self.scheduler
         if tier is not None and tier._lookups is not None:
@@ -303,6 +314,7 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "scale": Child.scale,  # its weights are updated in place
     "fork": Child.fork,
     "count": Child.count,
+    "drafts": Child.drafts,  # the tokens of all drafts since then
     "check": Child.check,  # the scheduler's books, and its counts
 }
 
