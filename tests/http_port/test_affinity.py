@@ -183,6 +183,19 @@ def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) 
         Affinity(client).ask(Query(model="third", tokens=[1], salt=""))
 
 
+def test_a_model_is_known_as_soon_as_it_is_announced(client: tiercache.Client) -> None:
+    """Also to a finder that has just fetched a list without it."""
+    finder = Affinity(client)
+    with connect(client.address, spec()) as connector:
+        for number in range(5):
+            name = f"new {number}"
+            with pytest.raises(UnknownModel):
+                finder.ask(Query(model=name, tokens=[1], salt=""))
+            connector.announce([card(spec(), name=name)])
+            ask(client, [1], name)  # which waits for a list with it
+            finder.ask(Query(model=name, tokens=[1], salt=""))
+
+
 def test_what_two_engines_announce_is_listed_once(client: tiercache.Client, opened: Connect) -> None:
     for _ in range(2):
         opened(client.address, spec()).announce([card(spec())])

@@ -20,9 +20,7 @@ from tiercache.protocol import messages as m
 __all__ = ["Affinity", "Query", "UnknownModel"]
 
 LIST_S = 1.0
-"""How long the list of models is used before it is fetched again."""
-NEW_LIST_S = 0.1
-"""The same when the wanted model is not in the list."""
+"""How long the list of models is used before it is fetched again. A model that is not in it is always asked for."""
 
 
 class UnknownModel(TierCacheError):
@@ -40,13 +38,15 @@ class Affinity:
     def ask(self, query: Query) -> dict[str, Any]:
         """The answer as a tree: tokens matched by tier, in total and for each model of that name.
 
-        One round trip to the daemon for each model, and one a second for the list of models; with segments as many as
-        `ordering` allows. Raises UnknownModel, DaemonUnavailable, RequestRefused.
+        One round trip to the daemon for each model, and one a second for the list of models, or one if it does not
+        have this model; with segments as many as `ordering` allows. Raises UnknownModel, DaemonUnavailable,
+        RequestRefused.
         """
-        models = self._listed(LIST_S)
+        came_s = time.monotonic()
+        models = self._listed(came_s - LIST_S)
         cards = [card for card in models.cards if is_meant(card, query)]
         if not cards:
-            models = self._listed(NEW_LIST_S)
+            models = self._listed(came_s)
             cards = [card for card in models.cards if is_meant(card, query)]
         if not cards:
             names = sorted({name for card in models.cards for name in card.names})
@@ -66,14 +66,15 @@ class Affinity:
             "chains": chains,
         }
 
-    def _listed(self, at_most_s: float) -> ModelsKnown:
-        """The models, from a list at most `at_most_s` old."""
-        session, now_s = self._client.session(), time.monotonic()
+    def _listed(self, since_s: float) -> ModelsKnown:
+        """The models, from a list asked for at `since_s` or later; queries that wait for one share it."""
+        session = self._client.session()
         with self._lock:
             models = self._models
-            if models is None or models.session is not session or now_s - models.asked_s > at_most_s:
+            if models is None or models.session is not session or models.asked_s < since_s:
+                asked_s = time.monotonic()
                 reply = session.call(m.Models, m.ModelList)
-                models = self._models = ModelsKnown(session, now_s, reply.models, reply.namespaces, reply.windows)
+                models = self._models = ModelsKnown(session, asked_s, reply.models, reply.namespaces, reply.windows)
         return models
 
 
