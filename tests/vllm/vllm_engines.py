@@ -73,11 +73,11 @@ def save_window_model(folder: Path) -> str:
     return save_model(folder, "Gemma3TextConfig", sliding_window=100, layer_types=layers, query_pre_attn_scalar=32)
 
 
-def transfer_config(address: str, **settings: Any) -> dict[str, Any]:
+def transfer_config(address: str, module: str = "tiercache.connectors.vllm_v1", **settings: Any) -> dict[str, Any]:
     """What `--kv-transfer-config` would be given."""
     return {
         "kv_connector": "TierCacheConnector",
-        "kv_connector_module_path": "tiercache.connectors.vllm_v1",
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
         # Small models compute faster than some loads take: what is found is loaded where that is not the question. And
         # engines wait for a daemon that is only slow, as on a busy machine.
