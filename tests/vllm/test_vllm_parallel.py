@@ -1,31 +1,70 @@
-"""Experts divided among the ranks of one engine, on real vLLM."""
+"""Experts divided among the ranks of one engine, and among engines with data parallelism, on real vLLM."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, wait_until
+from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, stored_blocks, wait_until
+from vllm_servers import complete, metric, server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Start = Callable[..., Engine]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LONG = prompt(700, "parallel")
+FULL = 700 // BLOCK * BLOCK
 
 
-def test_experts_on_two_ranks_give_the_same_tokens_from_the_cache(start: Start, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model with experts."""
+    return save_model(tmp_path_factory.mktemp("experts") / "model", "Qwen3MoeConfig", **EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def right(experts: str, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """What an engine without a cache answers."""
+    engine = Engine(experts, tmp_path_factory.mktemp("plain") / "log")
+    try:
+        return engine.generate([LONG], 16)[0][0]
+    finally:
+        engine.close()
+
+
+def test_experts_on_two_ranks_give_the_same_tokens_from_the_cache(start: Start, experts: str, right: list[int]) -> None:
     """Each rank has half of the experts whole, and half of the heads."""
-    model = save_model(tmp_path / "model", "Qwen3MoeConfig", **EXPERTS)
-    right = start(model=model).regenerate([LONG], 16)[0]
     with launch("64MiB", region="32MiB") as daemon:
         sizes = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-        engine = start(daemon.address, {"module": "experts_on_cpu"}, model=model, **sizes)
-        assert engine.generate([LONG], 16) == (right, [0])
+        engine = start(daemon.address, {"module": "experts_on_cpu"}, model=experts, **sizes)
+        assert engine.generate([LONG], 16) == ([right], [0])
         engine.await_hits(LONG)
-        assert engine.regenerate([LONG], 16) == (right, [700 // BLOCK * BLOCK])
+        assert engine.regenerate([LONG], 16) == ([right], [FULL])
         assert {space["rank"] for space in statistics(daemon)["namespaces"]} == {"tp 0/2 pp 0/1", "tp 1/2 pp 0/1"}
-        ranks = engine.ask("count")
-        assert len(ranks["pids"]) == 2
         wait_until(lambda: engine.generate([[5, 6, 7]]) and engine.ask("check")["jobs"] == 0)
         assert engine.ask("check")["idle"]
+
+
+@pytest.mark.skipif(
+    version("vllm") >= "0.33" and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2,
+    reason="vLLM 0.33 for a CPU gives each engine a NUMA node of its own",
+)
+def test_engines_with_data_parallelism_share_what_they_compute(
+    experts: str, right: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine has half of the experts, and the whole of the attention: what the first stored, the second loads."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    parallel = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+    with (
+        launch("64MiB", region="32MiB") as daemon,
+        server(experts, daemon.address, tmp_path / "log", {"module": "experts_on_cpu"}, *parallel) as url,
+    ):
+        answers = [complete(url, LONG, 16)]
+        wait_until(lambda: stored_blocks(daemon) == (700 + 15) // BLOCK)
+        answers.append(complete(url, LONG, 16, rank=1))
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == [right, right]
+        hits = [metric(url, "vllm:external_prefix_cache_hits_total", f'engine="{rank}"') for rank in (0, 1)]
+        assert hits == [0, FULL]
+        assert [space["rank"] for space in statistics(daemon)["namespaces"]] == ["tp 0/1 pp 0/1"]
