@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import vllm
 from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, stored_blocks, wait_until
 from vllm_servers import complete, metric, server
 
@@ -48,7 +48,7 @@ def test_experts_on_two_ranks_give_the_same_tokens_from_the_cache(start: Start, 
 
 
 @pytest.mark.skipif(
-    version("vllm") >= "0.33" and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2,
+    vllm.__version__ >= "0.33" and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2,
     reason="vLLM 0.33 for a CPU gives each engine a NUMA node of its own",
 )
 def test_engines_with_data_parallelism_share_what_they_compute(
