@@ -238,7 +238,8 @@ def test_a_helper_process_that_ends_or_hangs_lets_its_frames_go(
                     os.kill(pid, signal.SIGKILL)
                 await b.until(lambda: b.below.settled and not b.cache.space.allocator._holders)
             if lease is not None:
-                assert b.read(lease, [b.namespace()]) == 0
+                # Nothing, or all where the thread that asks came so late that the next process was there.
+                assert b.read(lease, [b.namespace()]) in (0, BLOCKS)
             b.check()
             while await found(b) < BLOCKS:  # until the next process has started
                 await back(b, clock)
