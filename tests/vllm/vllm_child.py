@@ -57,6 +57,11 @@ def count(worker: Any) -> tuple[int, dict[str, int]]:
     return os.getpid(), totals
 
 
+def is_available(worker: Any) -> bool:
+    """In the process of a rank: whether it reaches the cache, by connections of its own."""
+    return all(connector.available for connector in worker_groups(worker))
+
+
 def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
     """In the process of a rank: see above. The copy is done where it would have been, by the thread that does it."""
     import time
@@ -294,7 +299,7 @@ class Child:
             return {"served": False}
         scheduler.check_integrity()
         idle, jobs = not (scheduler._requests or scheduler._loads or scheduler._leased), len(scheduler.stores._jobs)
-        available = scheduler.connector.available
+        available = scheduler.connector.available and all(self.llm.collective_rpc(is_available))
         declined = scheduler.costs.declined_blocks if scheduler.costs is not None else 0
         counts = {"jobs": jobs, "declined": declined, **self.happened}
         return {"served": True, "idle": idle, "available": available, **counts}
