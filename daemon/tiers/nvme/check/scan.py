@@ -1,14 +1,12 @@
 """Scan: reads blocks only to verify their checksums, while the daemon serves.
 
-Blocks are chosen at random and read at the priority of prefetches into the scan's own memory, a few at a time and at a
-limited rate. A bad block is dropped, with what follows it.
+Blocks are chosen at random and read at the priority of prefetches, a few at a time and at a limited rate. A bad block
+is dropped, with what follows it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 import os
 import random
 import time
@@ -16,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
@@ -56,7 +53,6 @@ class Scan:
         self._wanted = wanted
         self._report = done
         self._entries = _in_random_order(shelves)
-        self._areas: list[mmap.mmap] = []  # free ones
         self._reading = self._reading_bytes = 0
         self._blocks = 0
         self._bytes = 0
@@ -109,11 +105,10 @@ class Scan:
         if stored is None or stored.entry != entry:
             return False
         spec = namespace.spec
-        area = self._area(spec.frame_bytes)
         op = ReadOp(
-            done=lambda op: self._done(shelf, namespace, stored, area, op),
+            done=lambda op: self._done(shelf, namespace, stored, op),
             slot=stored.slot,
-            address=ctypes.addressof(ctypes.c_char.from_buffer(area)),
+            address=NOWHERE,
             length=spec.block_bytes,
             key=key,
             fingerprint=namespace.fingerprint,
@@ -126,23 +121,18 @@ class Scan:
         index.pin(entry)
         shelf.allocator.hold(stored.slot)
         self._reading += 1
-        self._reading_bytes += len(area)
+        self._reading_bytes += spec.frame_bytes
         self._bytes += op.moved_bytes
         if not shelf.queue.submit(op, DiskPriority.PREFETCH):
             op.outcome = DiskOutcome.CANCELLED
             op.done(op)
         return True
 
-    def _area(self, size_bytes: int) -> mmap.mmap:
-        area = self._areas.pop() if self._areas else mmap.mmap(-1, max(size_bytes, PAGE_BYTES))
-        return area if len(area) >= size_bytes else mmap.mmap(-1, size_bytes)
-
-    def _done(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, area: mmap.mmap, op: ReadOp) -> None:
+    def _done(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, op: ReadOp) -> None:
         self._reading -= 1
-        self._reading_bytes -= len(area)
+        self._reading_bytes -= namespace.spec.frame_bytes
         if op.outcome is DiskOutcome.ABANDONED:
-            return  # only at shutdown: the kernel may still write to the area, which the op keeps
-        self._areas.append(area)
+            return  # only at shutdown: the kernel may still read the slot
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
         self._blocks += op.outcome is not DiskOutcome.CANCELLED

@@ -10,15 +10,13 @@ Only blocks that a GPU can verify are named: stored raw, with lane sums for a ch
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
@@ -42,7 +40,7 @@ class HeldExtents:
         self.reported_blocks = 0
         self.bad_blocks = 0
         self._find_shelf = find_shelf
-        self._doubts: dict[tuple[Shelf, int], mmap.mmap] = {}
+        self._doubts: set[tuple[Shelf, int]] = set()
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
         """Keep in place what a cut at the end of `keys` needs from block `first` on; None if that is no use.
@@ -75,13 +73,13 @@ class HeldExtents:
         stored = shelf.find(namespace, key)
         if stored is None or (shelf, stored.slot) in self._doubts or len(self._doubts) >= MAX_DOUBTS:
             return
-        area = self._doubts[shelf, stored.slot] = mmap.mmap(-1, namespace.spec.frame_bytes)
+        self._doubts.add((shelf, stored.slot))
         shelf.index.pin(stored.entry)
         shelf.allocator.hold(stored.slot)
         op = ReadOp(
             done=lambda op: self._judged(shelf, namespace, stored, op),
             slot=stored.slot,
-            address=ctypes.addressof(ctypes.c_char.from_buffer(area)),
+            address=NOWHERE,
             length=namespace.spec.block_bytes,
             key=key,
             fingerprint=namespace.fingerprint,
@@ -96,8 +94,8 @@ class HeldExtents:
 
     def _judged(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, op: ReadOp) -> None:
         if op.outcome is DiskOutcome.ABANDONED:
-            return  # only at shutdown: the kernel may still write to the memory
-        del self._doubts[shelf, stored.slot]
+            return  # only at shutdown: the kernel may still read the slot
+        self._doubts.discard((shelf, stored.slot))
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
         if op.outcome is DiskOutcome.CORRUPT:

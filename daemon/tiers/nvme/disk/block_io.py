@@ -30,6 +30,8 @@ from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 log = logging.getLogger("tiercache.daemon")
 
+NOWHERE = 0
+"""As the address of a read: only its outcome is of interest."""
 SMALL_BYTES = 256 << 10
 HELD_BYTES = 64 << 10
 """xxhash digests up to so much at a time without releasing the interpreter's lock."""
@@ -80,8 +82,9 @@ class ReadOp(Op):
     """Read one block from its slot into a frame.
 
     slot: `segment_id << 48 | byte offset`, 4096-aligned. address: of the frame in this process,
-    4096-aligned; the frame is at least `round_up(max(length, stored_length if raw), 4096)` bytes.
-    length: of the block. stored_length, codec, checksum, kind: from the row.
+    4096-aligned; the frame is at least `round_up(max(length, stored_length if raw), 4096)` bytes. NOWHERE: the block
+    is read to be verified, into memory of the worker. length: of the block. stored_length, codec, checksum, kind: from
+    the row.
     """
 
     slot: int
@@ -143,6 +146,8 @@ def adjoins(before: AnyOp, after: AnyOp) -> bool:
     """Whether two operations can share a system call: same direction, raw, adjoining slots."""
     if isinstance(before, TaskOp) or isinstance(after, TaskOp) or type(before) is not type(after):
         return False
+    if before.address == NOWHERE or after.address == NOWHERE:  # a worker has room for one of them
+        return False
     return before.codec == codecs.RAW == after.codec and before.slot + before.moved_bytes == after.slot
 
 
@@ -154,6 +159,7 @@ class BlockMover:
         self._disk: DiskIO = directory.disk
         self._bounce = mmap.mmap(-1, PAGE_BYTES)
         self._bounce_address = _address_of(self._bounce)
+        self._scratch = bytearray()  # where blocks that are only verified are decoded
         self._io_ns = 0
         self._calls = 0
         self._io_bytes = 0
@@ -196,8 +202,8 @@ class BlockMover:
                 raise OSError(errno.EINVAL, "a row that cannot be true")
             ops[0].outcome = DiskOutcome.CORRUPT
             return
-        raw = ops[0].codec == codecs.RAW
-        views = [self._frame(op, op.moved_bytes) if raw else self._bounce_view(op.moved_bytes) for op in ops]
+        straight = ops[0].codec == codecs.RAW and ops[0].address != NOWHERE
+        views = [self._frame(op, op.moved_bytes) if straight else self._bounce_view(op.moved_bytes) for op in ops]
         self._move(self._disk.preadv, ops, views)
         for op, view in zip(ops, views, strict=True):
             op.outcome = self._verified(op, view[: op.stored_length])
@@ -294,6 +300,10 @@ class BlockMover:
                 raise OSError(errno.EIO, "the transfer stands still: the segment is shorter than it was")
 
     def _frame(self, op: ReadOp | WriteOp, length: int) -> memoryview:
+        if op.address == NOWHERE:
+            if len(self._scratch) < length:
+                self._scratch = bytearray(length)
+            return memoryview(self._scratch)[:length]
         return memoryview((ctypes.c_char * length).from_address(op.address)).cast("B")
 
     def _bounce_view(self, length: int) -> memoryview:

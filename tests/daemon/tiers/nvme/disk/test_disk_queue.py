@@ -14,6 +14,7 @@ import pytest
 from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
 
 from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, TaskOp, WriteOp
@@ -55,6 +56,17 @@ def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> N
     stored = on_disk(rig, 3 * rig.frame_bytes, padded)
     assert stored == content(3, length) + bytes(padded - length)
     rig.close()
+
+
+@pytest.mark.parametrize("codec", [codecs.RAW, codecs.codec_number("lz4", 2)])
+def test_blocks_that_are_only_verified_go_nowhere(rig: Rig, codec: int) -> None:
+    length = 2 * PAGE_BYTES
+    written = rig.store([1, 2, 3], length, codec)
+    before = rig.memory[:]
+    assert rig.run([rig.read_op(op, 0, address=NOWHERE) for op in written]) == [OK, OK, OK]
+    wrong = [rig.read_op(written[0], 0, address=NOWHERE, checksum=written[0].checksum ^ 1)]
+    assert rig.run([*wrong, rig.read_op(written[1], 0, address=NOWHERE)]) == [CORRUPT, OK]
+    assert rig.memory[:] == before
 
 
 def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
