@@ -34,6 +34,7 @@ tiercache.cli
 
 DAEMON_FLOORS = """
 tiercache.daemon.ground
+tiercache.daemon.helper_processes
 tiercache.daemon.events
 tiercache.daemon.index
 tiercache.daemon.hints

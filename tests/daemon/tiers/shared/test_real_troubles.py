@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -224,7 +225,8 @@ def test_a_helper_process_that_ends_or_hangs_lets_its_frames_go(
             wait_until(lambda: state_of(pid) == "T", "the helper to stop")
             with monkeypatch.context() as brief:
                 if end == "hangs":
-                    brief.setattr(supervisor, "HUNG_S", 0.1)
+                    processes = helper.supervisor.processes
+                    brief.setattr(processes, "limits", dataclasses.replace(processes.limits, hung_s=0.1))
                     brief.setattr(fetches, "FETCH_S", 0.2)
                     brief.setattr(write_job, "WRITE_S", 0.2)
                 lease = None

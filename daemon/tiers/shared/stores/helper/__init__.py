@@ -7,7 +7,7 @@
 messages    what is said on the lines
 lines       the daemon's end of a line: deadlines, and its staging buffer
 connection  the store's calls, as messages
-supervisor  starts the process, gives up one that hangs, starts another after a pause
+supervisor  keeps the process running (daemon/helper_processes), and tells its problems as a store's
 store       `HelperStore`, which puts these together
 child       the process
 

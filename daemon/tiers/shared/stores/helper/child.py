@@ -1,64 +1,36 @@
-"""The helper process: `python -m` of this module, started by `supervisor`. It ends with its parent, whatever hangs."""
+"""The helper process of a store: `python -m` of this module, started by `supervisor`."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
 import importlib
 import logging
 import mmap
 import os
-import signal
 import socket
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from tiercache.daemon.helper_processes.child import ControlSocket, run_child
 from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.store import Connection, Get, Put, SharedStore, StoreError, StoreProblem
-
-_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("tiercache.daemon")
 
 
-def run_helper(arguments: Sequence[str] | None = None) -> int:
-    """Serve until the parent is gone; never returns in an orderly way, since threads may hang."""
-    parser = argparse.ArgumentParser(prog="tiercache-store-helper")
-    parser.add_argument("--control-fd", type=int, required=True)
-    control = socket.socket(fileno=parser.parse_args(arguments).control_fd)
-    # For a store whose native code hangs with the interpreter's lock. The thread that started us lives as long as the
-    # daemon.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _log_to(control)
-    status = 1
-    try:
-        status = _serve(control)
-    except Exception:
-        log.exception("the store's helper process fails")
-    finally:
-        os._exit(status)  # without waiting for any thread
-
-
-def _serve(control: socket.socket) -> int:
-    packet = control.recv(messages.MAX_MESSAGE_BYTES)
-    if not packet:
-        return 0
-    start = messages.decode_order(packet)
-    assert isinstance(start, messages.Start)
+def _serve(control: ControlSocket) -> int:
+    """Make the store, and serve lines until the daemon closes its socket."""
+    start = messages.decode_start(control.start)
     module, _, maker = start.maker.partition(":")
     store: SharedStore = getattr(importlib.import_module(module), maker)(start.url)
     beside = getattr(store, "run_beside", None)
     if beside is not None:
         threading.Thread(target=_logged, args=(beside,), name="beside", daemon=True).start()
-    control.send(messages.encode(messages.Ready()))
-    while True:
-        packet, fds, _, _ = socket.recv_fds(control, messages.MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        if not packet:
-            return 0
-        worker = _Worker(store.connect(), socket.socket(fileno=fds[0]))
+    control.say_ready()
+    while line := control.next_line():
+        worker = _Worker(store.connect(), line)
         threading.Thread(target=_logged, args=(worker.run,), name="line", daemon=True).start()
+    return 0
 
 
 def _logged(work: Callable[[], object]) -> None:
@@ -156,24 +128,5 @@ class _Worker:
         self._line.send(messages.encode(answer))
 
 
-class _ToDaemon(logging.Handler):
-    """Log lines go to the daemon's log; those that find no room are dropped."""
-
-    def __init__(self, control: socket.socket) -> None:
-        super().__init__()
-        self._control = control
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)[:4096]
-        with contextlib.suppress(OSError):
-            self._control.send(messages.encode(messages.LogLine(record.levelno, text)), socket.MSG_DONTWAIT)
-
-
-def _log_to(control: socket.socket) -> None:
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.addHandler(_ToDaemon(control))
-
-
 if __name__ == "__main__":
-    sys.exit(run_helper())
+    run_child(_serve, "the store's helper process")

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from tiercache.daemon.helper_processes.process import HelperProcess
 from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.helper.lines import LineLost, WorkerLine
-from tiercache.daemon.tiers.shared.stores.helper.supervisor import HelperProcess, Supervisor
+from tiercache.daemon.tiers.shared.stores.helper.supervisor import StoreSupervisor
 from tiercache.daemon.tiers.shared.stores.store import Arrived, Exists, Fate, Get, Noted, Put, StoreError, StoreProblem
 
 T = TypeVar("T", Get, Put)
@@ -20,7 +21,7 @@ T = TypeVar("T", Get, Put)
 class HelperConnection:
     """`store.Connection` by way of a helper process. A call that is late costs its line; the next one gets another."""
 
-    def __init__(self, supervisor: Supervisor, puts_together: int) -> None:
+    def __init__(self, supervisor: StoreSupervisor, puts_together: int) -> None:
         self._supervisor = supervisor
         self._puts_together = puts_together
         self._calling = threading.Lock()

@@ -29,7 +29,7 @@ class LineLost(Exception):
 
 
 class WorkerLine:
-    """One worker. A line on which a call was late is given up for good (`supervisor`).
+    """One worker. A line on which a call was late is given up for good (`StoreSupervisor.give_up`).
 
     The worker may write to the buffer at any time, so what is copied out of it may be rubbish, as from any store.
     """
@@ -39,9 +39,6 @@ class WorkerLine:
         self._staging = memoryview(b"")
         self.slots = 0
         self.slot_bytes = 0
-
-    def fileno(self) -> int:
-        return self._end.fileno()
 
     def send(self, asked: messages.Asked, deadline_s: float, fds: Sequence[int] = ()) -> None:
         """Raises LineLost, and StoreError (TIMEOUT)."""
@@ -121,23 +118,10 @@ class WorkerLine:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def has_ended(self) -> bool:
-        """Whether the worker is done with this line. Does not block; for a line that was given up."""
-        try:
-            self._end.setblocking(False)
-            while packet := self._end.recv(messages.MAX_MESSAGE_BYTES):
-                del packet  # a late answer
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def hang_up(self) -> None:
-        """Say no more: the worker ends once it is back, and has the buffer for itself alone from now on."""
+    def let_go(self) -> socket.socket:
+        """Our end of a line that is given up. The worker ends once it is back, and has the buffer for itself alone."""
         self._staging = memoryview(b"")
-        with contextlib.suppress(OSError):  # the process is gone
-            self._end.shutdown(socket.SHUT_WR)
+        return self._end
 
     def interrupt(self) -> None:
         """End a call of another thread, with LineLost."""

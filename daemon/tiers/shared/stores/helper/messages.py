@@ -1,8 +1,7 @@
-"""What the daemon and its helper process say to each other: one message is one packet.
+"""What the daemon and a store's helper process say to each other: one message is one packet.
 
-On a line: `Staging` has the descriptor of a buffer with it and no answer; the others are answered in order. A value's
-place in the staging buffer is its slot. On the socket of the process itself: `Start`, then `Serve` with the descriptor
-of a line; back come `Ready` and log lines.
+The process is started with `Start`. On a line: `Staging` has the descriptor of a buffer with it and no answer; the
+others are answered in order. A value's place in the staging buffer is its slot.
 """
 
 from __future__ import annotations
@@ -127,25 +126,9 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     url: str
 
 
-class Serve(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The descriptor with this message is a line."""
-
-
-class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The store is made; lines are served."""
-
-
-class LogLine(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """For the daemon's log."""
-
-    level: int
-    text: str
-
-
 Asked = Staging | FindNames | Read | Write | Delete | WriteNote
 Answered = FoundNames | Notes | Settled | Done | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_asked = msgspec.msgpack.Decoder(Asked).decode
 decode_answered = msgspec.msgpack.Decoder(Answered).decode
-decode_order = msgspec.msgpack.Decoder(Start | Serve).decode
-decode_report = msgspec.msgpack.Decoder(Ready | LogLine).decode
+decode_start = msgspec.msgpack.Decoder(Start).decode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from tiercache.daemon.tiers.shared.stores.helper.connection import HelperConnection
-from tiercache.daemon.tiers.shared.stores.helper.supervisor import Supervisor
+from tiercache.daemon.tiers.shared.stores.helper.supervisor import StoreSupervisor
 from tiercache.daemon.tiers.shared.stores.store import StoreError
 
 
@@ -26,7 +26,7 @@ class HelperStore:
         self.connections = connections
         self.pack_blocks = pack_blocks
         self._puts_together = puts_together
-        self.supervisor = Supervisor(maker, url, address)
+        self.supervisor = StoreSupervisor(maker, url, address)
 
     def connect(self) -> HelperConnection:
         """A new connection. The process starts now, so that it is there for the first call."""

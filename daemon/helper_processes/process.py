@@ -1,0 +1,164 @@
+"""One life of a helper process, as the daemon sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from tiercache.daemon.helper_processes import packets
+from tiercache.ground.isolated import python_command
+
+MAX_REPORTS = 1000
+"""Read in one go: more than a socket holds, so that all that a dead process has said is read."""
+
+
+class ProcessProblem(Enum):
+    """Why there is no line to the process."""
+
+    STARTING = "starting"
+    """Not ready within the deadline, or the supervisor is being closed."""
+    ENDED = "ended"
+    """It has ended, or could not be started: another one follows."""
+    HANGS = "hangs"
+    """It takes no lines: it does not read its control socket."""
+    LATE = "late"
+    """As many lines as may be were given up, and the process is not done with them."""
+    NO_RESOURCES = "no_resources"
+    """The daemon lacks a thread or a descriptor."""
+
+
+class ProcessError(Exception):
+    """There is no line to the process. The text calls it "its helper process"."""
+
+    def __init__(self, problem: ProcessProblem, text: str) -> None:
+        super().__init__(text)
+        self.problem = problem
+        self.text = text
+
+
+class StartMessage(NamedTuple):
+    """What a process is started with: at most `packets.MAX_PACKET_BYTES` and `packets.MAX_FDS` descriptors."""
+
+    data: bytes
+    """Not empty."""
+    fds: Sequence[int] = ()
+    """The process gets copies; these stay open, and are the caller's."""
+
+
+@dataclass(eq=False)
+class HelperProcess:
+    """One life of the process. All but `answered_s` is the supervisor's to change."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    pidfd: int
+    started_s: float = field(default_factory=time.monotonic)
+    ready: bool = False
+    failed: str = ""
+    """Why it could not start, in its own words."""
+    hangs: bool = False
+    answered_s: float = 0.0
+    """When it has last answered on any line: set by the owner, from any thread."""
+    late: list[tuple[socket.socket, float]] = field(default_factory=list)
+    """Lines that were given up, and when their calls began."""
+    control_ended: bool = False
+    """All ends of its control socket are closed: its own, and those of processes that it has started."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def reports(self) -> Iterator[bytes]:
+        """What it has said and nobody has read: at most `MAX_REPORTS` packets. Does not block."""
+        for _ in range(0 if self.control_ended else MAX_REPORTS):
+            try:
+                packet = self.control.recv(packets.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self.control_ended = True
+                return
+            yield packet
+
+    def is_gone(self) -> bool:
+        """Whether nothing of it is left, not even in the kernel: it is reaped, and its sockets are closed.
+
+        Reports that nobody has read are dropped.
+        """
+        for _ in self.reports():
+            pass
+        return self.process.poll() is not None and self.control_ended
+
+    def awaited_fds(self) -> list[int]:
+        """One of these is readable whenever `is_gone` may have changed. Empty once it is gone."""
+        fds = [] if self.control_ended else [self.control.fileno()]
+        return fds if self.process.returncode is not None else [*fds, self.pidfd]
+
+    def wait_until_gone(self, timeout_s: float) -> bool:
+        """Blocks so long at most; whether it is gone."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_gone():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            look = select.poll()
+            for fd in self.awaited_fds():
+                look.register(fd, select.POLLIN)
+            look.poll(left_s * 1000)
+        return True
+
+    def close(self) -> None:
+        """Give back the descriptors. `is_gone` is not to be asked afterwards."""
+        self.control_ended = True
+        self.control.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def start_process(child: str, start: StartMessage) -> HelperProcess:
+    """Start `child`, a module that calls `child.run_child`. Does not wait for it. Raises OSError.
+
+    The kernel kills the process when the calling thread is gone.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        process = subprocess.Popen(
+            [*python_command(child), "--control-fd", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            # A session of its own: Control-C at a terminal is for the daemon, which ends the process.
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    pidfd = -1
+    try:
+        pidfd = os.pidfd_open(process.pid)
+        ours.setblocking(False)
+        with contextlib.suppress(ConnectionError):  # it has ended: its owner sees that
+            if start.fds:
+                socket.send_fds(ours, [start.data], start.fds)
+            else:
+                ours.send(start.data)
+    except BaseException:
+        process.kill()
+        process.wait()  # it has not been told yet what to do: nothing in it hangs
+        ours.close()
+        if pidfd >= 0:
+            os.close(pidfd)
+        raise
+    return HelperProcess(process, ours, pidfd)

@@ -1,0 +1,377 @@
+"""Keeps a helper process running: starts it, gives up one that hangs, and starts another after a pause.
+
+One thread does all of this. It lives as long as the process is wanted, which matters: the kernel kills the process when
+the thread that started it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiercache.daemon.helper_processes import packets
+from tiercache.daemon.helper_processes.process import (
+    HelperProcess,
+    ProcessError,
+    ProcessProblem,
+    StartMessage,
+    start_process,
+)
+
+log = logging.getLogger("tiercache.daemon")
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """What differs between kinds of helper processes. Times are in seconds."""
+
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+    steady_s: float = 5.0
+    """After a life of so long the next process follows at once; else after a pause, twice as long each time."""
+    max_late_lines: int = 16
+    """Lines that were given up and are not over: with so many, no line is opened."""
+    hung_s: float = 10.0
+    """The process hangs if a late call is so old, and it has answered nothing since or has `max_late_lines`."""
+    max_undead: int = 4
+    """Killed processes that are still in the kernel: with so many, no other is started. 1: one at a time, ever."""
+    reap_s: float = 1.0
+    """For so long at most the thread waits for a killed process before it counts as undead."""
+
+
+DEFAULT_LIMITS = ProcessLimits()
+
+
+class Supervisor:
+    """Keeps one helper process running, from `begin` to `close`.
+
+    Callbacks are called on the supervisor's thread and hold it up: they must not block. An exception of theirs is
+    logged.
+
+    Args:
+        child: the module that is the process: it calls `child.run_child`.
+        name: what the log calls it, such as "helper process of ADDRESS".
+        start: makes the message for each process that is started; called on the supervisor's thread. May raise
+            OSError, as if the process could not be started.
+        limits: may be replaced at any time, by assignment.
+        on_started: a process is ready, and lines can be opened.
+        on_ended: a process is lost, and why. One that hung may still be in the kernel. None: it could not be started.
+        on_gone: nothing is left of a process that was lost before: it touches neither files nor memory any more.
+
+    Attributes:
+        starts, ends, given_up: how often a process was started, ended by itself, and was killed because it hung.
+        late_calls: calls that were not answered in time.
+    """
+
+    def __init__(
+        self,
+        child: str,
+        name: str,
+        start: Callable[[], StartMessage],
+        limits: ProcessLimits = DEFAULT_LIMITS,
+        on_started: Callable[[HelperProcess], object] | None = None,
+        on_ended: Callable[[HelperProcess | None, str], object] | None = None,
+        on_gone: Callable[[HelperProcess], object] | None = None,
+    ) -> None:
+        self.limits = limits
+        self.starts = self.ends = self.given_up = self.late_calls = 0
+        self._child, self._name, self._start = child, name, start
+        self._on_started, self._on_ended, self._on_gone = on_started, on_ended, on_gone
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self._now: HelperProcess | None = None
+        self._problem = ""
+        self._orderly_s = 0.0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        # The thread's own:
+        self._undead: list[HelperProcess] = []
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    # --- for the owner ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the process, and keep one running until `close`. Does not block. Raises ProcessError (NO_RESOURCES)."""
+        with self._changed:
+            if self._thread is None and not self._closing.is_set():
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    text = f"no thread for its helper process: {error}"
+                    raise ProcessError(ProcessProblem.NO_RESOURCES, text) from None
+                self._thread = thread
+
+    def open_line(self, deadline_s: float) -> tuple[HelperProcess, socket.socket]:
+        """A new line, which is the caller's to close. Blocks until the process is ready, or until that time of the
+        monotonic clock. Raises ProcessError.
+        """
+        self.begin()
+        with self._changed:
+            while not ((its := self._now) and its.ready and not its.hangs):
+                left_s = deadline_s - time.monotonic()
+                if self._problem:
+                    raise ProcessError(ProcessProblem.ENDED, self._problem)
+                if left_s <= 0 or self._closing.is_set():
+                    raise ProcessError(ProcessProblem.STARTING, "its helper process is starting")
+                self._changed.wait(left_s)
+            its.late = [(line, began_s) for line, began_s in its.late if not _close_if_over(line)]
+            if len(its.late) >= self.limits.max_late_lines:
+                text = f"{len(its.late)} calls were not answered yet: no more are made"
+                raise ProcessError(ProcessProblem.LATE, text)
+            return its, _new_line(its.control)
+
+    def give_up_line(self, its: HelperProcess, line: socket.socket, began_s: float) -> None:
+        """A call that began then was not answered in time: the line is never used again, and is the supervisor's to
+        close, once the process has closed its end. Does not block.
+        """
+        with contextlib.suppress(OSError):  # the process is gone
+            line.shutdown(socket.SHUT_WR)
+        with self._changed:
+            self.late_calls += 1
+            if its is not self._now:
+                line.close()
+                return
+            its.late = [(one, since_s) for one, since_s in its.late if not _close_if_over(one)]
+            its.late.append((line, began_s))
+            first_s = min(since_s for _, since_s in its.late)
+            silent = its.answered_s < first_s
+            many = len(its.late) >= self.limits.max_late_lines
+            hangs = time.monotonic() - first_s >= self.limits.hung_s and (silent or many)
+        if hangs:
+            self.give_up(its)
+
+    def give_up(self, its: HelperProcess) -> None:
+        """This process hangs: kill it. Does not block, and does nothing if it is lost already."""
+        with self._changed:
+            if its is self._now:
+                its.hangs = True
+                self._now = None
+                self._wake_thread()
+
+    def stats(self) -> dict[str, object]:
+        """Counts and state, as plain values."""
+        its = self._now
+        return {
+            "pid": its.pid if its else 0,
+            "ready": bool(its and its.ready),
+            "starts": self.starts,
+            "ends": self.ends,
+            "given_up": self.given_up,
+            "late_calls": self.late_calls,
+            "late_lines": len(its.late) if its else 0,
+            "undead": len(self._undead),
+            "problem": self._problem,
+        }
+
+    def close(self, orderly_s: float = 0.0) -> bool:
+        """End the process; whether nothing is left of it, and of those before it. Callbacks are not called any more.
+
+        Blocks for two seconds at most, and `orderly_s`: for so long the process may take to end by itself. Without it,
+        the process is killed.
+        """
+        with self._changed:
+            self._closing.set()
+            self._orderly_s = orderly_s
+            self._changed.notify_all()
+            self._wake_thread()
+            thread = self._thread
+        if thread is not None:
+            # It waits for nothing but the end of a process.
+            thread.join(orderly_s + 2 * self.limits.reap_s)
+        with self._changed:
+            ended = not (thread and thread.is_alive())
+            if self._wake >= 0 and ended:
+                os.close(self._wake)
+                self._wake = -1
+        return ended and not self._undead
+
+    def _wake_thread(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._closing.is_set():
+            self._wait_for_undead()
+            if self._closing.is_set():
+                break
+            why, steady = self._live()
+            if self._closing.is_set():
+                break
+            limits = self.limits
+            pause_s = 0.0 if steady else min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
+            if len(self._undead) < limits.max_undead:
+                log.warning("the %s %s: another one starts in %g s", self._name, why, pause_s)
+            with self._changed:
+                self._problem = f"its helper process {why}, and the log says why: another one starts soon"
+                self._changed.notify_all()
+                self._changed.wait_for(self._closing.is_set, pause_s)
+                self._problem = ""
+        self._reap()
+        for its in self._undead:
+            its.close()
+
+    def _live(self) -> tuple[str, bool]:
+        """One life of the process: how it ended, and whether it had started well."""
+        try:
+            its = start_process(self._child, self._start())
+        except OSError as error:
+            why = f"could not be started ({error.strerror})"
+            self._tell(self._on_ended, None, why)
+            return why, False
+        self.starts += 1
+        with self._changed:
+            self._now = its
+        try:
+            self._watch(its)
+        finally:
+            with self._changed:
+                self._now = None
+                late, its.late = its.late, []
+            for line, _ in late:
+                line.close()
+            steady = time.monotonic() - its.started_s > self.limits.steady_s
+            why = self._end(its)
+        return why, steady
+
+    def _watch(self, its: HelperProcess) -> None:
+        """Until the process ends, hangs, or is not wanted any more."""
+        look = select.poll()
+        for fd in (self._wake, *its.awaited_fds()):
+            look.register(fd, select.POLLIN)
+        while not (its.hangs or self._closing.is_set()):
+            ready = [fd for fd, _ in look.poll()]
+            if self._wake in ready:
+                self._clear_wake()
+            # What it has said before its end is read first. Its control socket may outlive it, in a child of its own.
+            over = its.pidfd in ready
+            if not all(self._take_report(its, report) for report in its.reports()) or over or its.control_ended:
+                return
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _take_report(self, its: HelperProcess, report: bytes) -> bool:
+        """Take what the process says; False if that cannot be."""
+        kind = report[:1]
+        level, text = packets.text_of(report)
+        if kind == packets.LOG:
+            log.log(level, "%s: %s", self._name, text)
+        elif kind == packets.FAILED:
+            its.failed = text
+        elif kind == packets.READY:
+            with self._changed:
+                its.ready = True
+                self._changed.notify_all()
+            self._tell(self._on_started, its)
+        else:
+            return False
+        return True
+
+    def _end(self, its: HelperProcess) -> str:
+        """See a process that is lost, or not wanted any more, to its end; how it ended."""
+        if self._closing.is_set() and self._orderly_s and not its.hangs:
+            with contextlib.suppress(OSError):
+                its.control.shutdown(socket.SHUT_WR)
+            its.wait_until_gone(self._orderly_s)
+        its.process.kill()
+        if its.hangs:
+            self.given_up += 1
+            why = "hung and was killed"
+            self._tell(self._on_ended, its, why)
+        gone = its.wait_until_gone(self.limits.reap_s)
+        if not its.hangs:
+            self.ends += 1
+            code = its.process.returncode
+            status = "unknown: it is still in the kernel" if code is None else str(code)
+            why = f"could not start: {its.failed}" if its.failed else f"ended with status {status}"
+            self._tell(self._on_ended, its, why)
+        if gone:
+            self._let_go(its)
+        else:
+            self._undead.append(its)
+        return why
+
+    def _wait_for_undead(self) -> None:
+        """While there are as many as may be, wait until one of them is gone."""
+        self._reap()
+        count = len(self._undead)
+        if count < self.limits.max_undead:
+            return
+        why = f"hangs in the kernel, as {count} before it do" if count > 1 else "hangs in the kernel"
+        log.warning("the %s %s: another one starts once one of them is gone", self._name, why)
+        with self._changed:
+            self._problem = f"its helper process {why}, and the log says why: another one starts once one is gone"
+            self._changed.notify_all()
+        while len(self._undead) >= self.limits.max_undead and not self._closing.is_set():
+            look = select.poll()
+            for fd in (self._wake, *(fd for its in self._undead for fd in its.awaited_fds())):
+                look.register(fd, select.POLLIN)
+            look.poll()
+            self._clear_wake()
+            self._reap()
+        with self._changed:
+            self._problem = ""
+
+    def _reap(self) -> None:
+        gone = [its for its in self._undead if its.is_gone()]
+        self._undead = [its for its in self._undead if its not in gone]
+        for its in gone:
+            self._let_go(its)
+
+    def _let_go(self, its: HelperProcess) -> None:
+        its.close()
+        self._tell(self._on_gone, its)
+
+    def _tell(self, callback: Callable[..., object] | None, *arguments: object) -> None:
+        if callback is None or self._closing.is_set():
+            return
+        try:
+            callback(*arguments)
+        except Exception:
+            log.exception("what is to know of the %s failed to take it in", self._name)
+
+
+def _new_line(control: socket.socket) -> socket.socket:
+    """A line to the process with that control socket. Raises ProcessError."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        text = f"no line to its helper process: {error.strerror}"
+        raise ProcessError(ProcessProblem.NO_RESOURCES, text) from None
+    try:
+        socket.send_fds(control, [packets.LINE], [theirs.fileno()])
+    except BlockingIOError:
+        ours.close()
+        raise ProcessError(ProcessProblem.HANGS, "its helper process does not take new calls") from None
+    except OSError:
+        ours.close()
+        raise ProcessError(ProcessProblem.ENDED, "its helper process has ended") from None
+    finally:
+        theirs.close()
+    return ours
+
+
+def _close_if_over(line: socket.socket) -> bool:
+    """Close a line that was given up if the process has closed its end; whether it has. Does not block."""
+    try:
+        line.setblocking(False)
+        while packet := line.recv(packets.MAX_PACKET_BYTES):
+            del packet  # a late answer
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    line.close()
+    return True

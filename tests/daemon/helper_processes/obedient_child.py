@@ -1,0 +1,69 @@
+"""A helper process that does as its start message and its lines say. It runs by itself: see `test_helper_processes`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tiercache.daemon.helper_processes.child import CannotStart, ControlSocket, run_child
+
+log = logging.getLogger("tiercache.daemon")
+FLOOD = 3000
+
+
+def serve(control: ControlSocket) -> int:
+    how, _, rest = control.start.decode().partition(":")
+    if how == "end":
+        return 3
+    if how == "raise":
+        raise ValueError("a defect")
+    if how == "cannot":
+        raise CannotStart("the disk is away")
+    if how == "nonsense":
+        control._end.send(b"?")
+    if how == "flood":
+        for number in range(FLOOD):
+            log.warning("line %d of many", number)
+    if how != "silent":
+        control.say_ready()
+    while line := control.next_line():
+        threading.Thread(target=answer, args=(line, control), daemon=True).start()
+    if how == "orderly":
+        Path(rest).write_text("in order")
+    while how == "stays":
+        time.sleep(0.1)
+    return 0
+
+
+def answer(line: socket.socket, control: ControlSocket) -> None:
+    """One line: each packet is echoed, except for orders."""
+    while order := line.recv(100):
+        if order == b"crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif order == b"log and crash":
+            log.warning("about to crash")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif order == b"hang":
+            time.sleep(1000)
+        elif order == b"modules":
+            line.send(" ".join(name for name in sys.modules if "." not in name).encode())
+        elif order == b"fds":
+            line.send(b" ".join(os.pread(fd, 100, 0) for fd in control.start_fds))
+        elif order == b"fork":
+            child = os.fork()
+            if not child:  # has the control socket, too
+                signal.pause()
+            line.send(b"%d" % child)
+        else:
+            line.send(order)
+    line.close()
+
+
+if __name__ == "__main__":
+    run_child(serve, "the obedient process")

@@ -1,0 +1,320 @@
+"""Helper processes of any kind: how they start, end, hang and are replaced, with one that obeys (`obedient_child`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from obedient_child import FLOOD
+from waiting import state_of, wait_until
+
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
+from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+
+EAGER = ProcessLimits(first_pause_s=0.01, longest_pause_s=0.05, steady_s=0.0)
+
+
+def soon() -> float:
+    return time.monotonic() + 50.0
+
+
+@dataclass
+class Owner:
+    """Keeps what the callbacks say, in order."""
+
+    start: Callable[[], StartMessage]
+    limits: ProcessLimits
+    told: list[tuple[str, int]] = field(default_factory=list)
+    whys: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(
+            "obedient_child",
+            "process of a test",
+            self.start,
+            self.limits,
+            lambda its: self.told.append(("started", its.pid)),
+            self._ended,
+            lambda its: self.told.append(("gone", its.pid)),
+        )
+
+    def _ended(self, its: HelperProcess | None, why: str) -> None:
+        self.told.append(("ended", its.pid if its else 0))
+        self.whys.append(why)
+
+    def ask(self, order: bytes, process: HelperProcess | None = None) -> bytes:
+        """What the process answers; nothing if it ends instead."""
+        its, line = self.supervisor.open_line(soon())
+        assert process in (None, its)
+        with line:
+            line.settimeout(50)
+            line.send(order)
+            try:
+                return line.recv(20_000)
+            except ConnectionError:
+                return b""
+
+    def pid(self) -> int:
+        its, line = self.supervisor.open_line(soon())
+        line.close()
+        return its.pid
+
+    def problem(self) -> ProcessError | None:
+        try:
+            self.supervisor.open_line(time.monotonic())[1].close()
+        except ProcessError as error:
+            return error
+        return None
+
+
+Own = Callable[..., Owner]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(Path(__file__).parent)]))
+    owners: list[Owner] = []
+
+    def own(how: str = "serve", limits: ProcessLimits = EAGER, fds: tuple[int, ...] = ()) -> Owner:
+        owners.append(Owner(lambda: StartMessage(how.encode(), fds), limits))
+        owners[-1].supervisor.begin()
+        return owners[-1]
+
+    yield own
+    for one in owners:
+        one.supervisor.limits = ProcessLimits(reap_s=20.0)  # each is reaped, however busy the machine is
+        one.supervisor.close()
+
+
+def test_it_gets_its_start_message_with_descriptors_and_serves_lines(own: Own, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    (tmp_path / "b").write_text("two")
+    fds = tuple(os.open(tmp_path / name, os.O_RDONLY) for name in "ab")
+    try:
+        owner = own(fds=fds)
+        assert owner.ask(b"hello") == b"hello"
+        assert owner.ask(b"fds") == b"one two"
+    finally:
+        for fd in fds:
+            os.close(fd)
+    wait_until(lambda: owner.told, "the callback")
+    assert owner.told == [("started", owner.pid())]
+
+
+def test_it_imports_little(own: Own) -> None:
+    loaded = set(own().ask(b"modules").decode().split())
+    assert {"socket", "logging"} <= loaded
+    assert loaded & {"asyncio", "zmq", "numpy", "msgspec", "argparse", "subprocess", "multiprocessing"} == set()
+
+
+def test_after_kill_9_another_one_is_started(own: Own) -> None:
+    owner = own()
+    first = owner.pid()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: len(owner.told) == 4, "another one")
+    second = owner.pid()
+    assert owner.told == [("started", first), ("ended", first), ("gone", first), ("started", second)]
+    assert owner.whys == ["ended with status -9"]
+    assert (owner.supervisor.starts, owner.supervisor.ends, owner.supervisor.given_up) == (2, 1, 0)
+
+
+def test_what_it_says_before_its_end_is_logged(own: Own, caplog: pytest.LogCaptureFixture) -> None:
+    owner = own()
+    assert owner.ask(b"log and crash") == b""
+    wait_until(lambda: owner.whys, "its end")
+    assert "process of a test: about to crash" in caplog.text
+    wait_until(lambda: "the process of a test ended with status -9: another one starts in 0 s" in caplog.text)
+
+
+@pytest.mark.parametrize("how", ["stopped", "in a call"])
+def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
+    owner = own(limits=ProcessLimits(0.01, 0.05, 0.0, hung_s=0.0))
+    its, line = owner.supervisor.open_line(soon())
+    if how == "stopped":
+        os.kill(its.pid, signal.SIGSTOP)
+        wait_until(lambda: state_of(its.pid) == "T", "it to stop")
+    line.send(b"hang")
+    owner.supervisor.give_up_line(its, line, time.monotonic())
+    wait_until(lambda: len(owner.told) == 4, "another one")
+    assert [what for what, _ in owner.told] == ["started", "ended", "gone", "started"]
+    assert owner.whys == ["hung and was killed"]
+    assert owner.pid() != its.pid
+    assert state_of(its.pid) == ""
+    owner.supervisor.give_up(its)  # too late: that one is lost already
+    assert owner.ask(b"hello") == b"hello"
+    assert (owner.supervisor.starts, owner.supervisor.given_up, owner.supervisor.late_calls) == (2, 1, 1)
+
+
+def test_a_late_call_costs_its_line_and_only_so_many_may_be_late(own: Own) -> None:
+    owner = own(limits=ProcessLimits(max_late_lines=2))
+    for _ in range(2):
+        its, line = owner.supervisor.open_line(soon())
+        line.send(b"hang")
+        owner.supervisor.give_up_line(its, line, time.monotonic())
+    with pytest.raises(ProcessError, match="2 calls were not answered yet") as caught:
+        owner.supervisor.open_line(soon())
+    assert caught.value.problem is ProcessProblem.LATE
+    assert owner.supervisor.stats()["late_lines"] == 2
+    assert owner.supervisor.starts == 1
+
+
+def test_a_late_line_is_forgotten_once_the_process_is_done_with_it(own: Own) -> None:
+    owner = own(limits=ProcessLimits(max_late_lines=1))
+    its, line = owner.supervisor.open_line(soon())
+    line.send(b"hello")
+    owner.supervisor.give_up_line(its, line, time.monotonic())
+    wait_until(lambda: owner.problem() is None, "a line")
+    assert line.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("end", "ended with status 3"),
+        ("raise", "ended with status 1"),
+        ("cannot", "could not start: the disk is away"),
+        ("nonsense", "ended with status -9"),
+    ],
+)
+def test_one_that_ends_at_once_is_told_and_tried_again_after_pauses(
+    own: Own, how: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = own(how, ProcessLimits(0.01, 0.02, steady_s=1000.0))
+    error = wait_until(lambda: (its := owner.problem()) and its.problem is ProcessProblem.ENDED and its, "the text")
+    assert isinstance(error, ProcessError)
+    assert error.text == f"its helper process {why}, and the log says why: another one starts soon"
+    wait_until(lambda: len(owner.whys) >= 3, "further attempts")
+    assert set(owner.whys) == {why}
+    for pause in ("0.01", "0.02"):
+        wait_until(lambda pause=pause: f"{why}: another one starts in {pause} s" in caplog.text, "the log")
+    if how == "raise":
+        assert "the obedient process fails" in caplog.text
+        assert "ValueError: a defect" in caplog.text
+
+
+def test_one_that_cannot_be_started_is_told(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = len(os.listdir("/proc/self/fd"))
+    owner = own()
+    wait_until(lambda: len(owner.whys) >= 3, "attempts")
+    assert owner.told[0] == ("ended", 0)
+    assert set(owner.whys) == {"could not be started (No such file or directory)"}
+    owner.supervisor.close()
+    assert len(os.listdir("/proc/self/fd")) < before + 3, "none is kept for each attempt"
+
+
+def test_a_flood_of_log_lines_delays_nothing_for_good(own: Own, caplog: pytest.LogCaptureFixture) -> None:
+    owner = own("flood")
+    assert owner.ask(b"hello") == b"hello"
+    lines = [record.getMessage() for record in caplog.records]
+    assert 0 < len(lines) <= FLOOD
+    assert lines[0] == "process of a test: line 0 of many"
+
+
+def test_one_that_is_never_ready_is_waited_for_up_to_the_deadline(own: Own) -> None:
+    owner = own("silent")
+    wait_until(lambda: owner.supervisor.stats()["pid"], "the process")
+    with pytest.raises(ProcessError, match="is starting") as caught:
+        owner.supervisor.open_line(time.monotonic() + 0.05)
+    assert caught.value.problem is ProcessProblem.STARTING
+    assert owner.told == []
+
+
+def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
+    own: Own, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the kernel's state D: here a process whose SIGKILL does not come."""
+    owner = own(limits=ProcessLimits(0.01, 0.02, 0.0, max_undead=1, reap_s=0.01))
+    first, line = owner.supervisor.open_line(soon())
+    line.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
+        owner.supervisor.give_up(first)
+        wait_until(lambda: "hangs in the kernel" in str(owner.supervisor.stats()["problem"]), "the wait")
+    try:
+        assert owner.told[1:] == [("ended", first.pid)]
+        error = owner.problem()
+        assert error is not None
+        assert error.problem is ProcessProblem.ENDED
+        assert owner.supervisor.stats()["undead"] == owner.supervisor.starts == 1
+        assert "the process of a test hangs in the kernel: another one starts once one of them is gone" in caplog.text
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: len(owner.told) == 4, "another one")
+    assert [what for what, _ in owner.told] == ["started", "ended", "gone", "started"]
+    assert owner.supervisor.stats()["undead"] == 0
+
+
+def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) -> None:
+    owner = own(limits=ProcessLimits(0.01, 0.02, 0.0, max_undead=1, reap_s=0.01))
+    first = owner.pid()
+    heir = int(owner.ask(b"fork"))
+    try:
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: owner.supervisor.stats()["undead"], "its end")
+        assert state_of(first) == ""
+        assert owner.whys == ["ended with status -9"]
+        assert owner.supervisor.starts == 1
+    finally:
+        os.kill(heir, signal.SIGKILL)
+    wait_until(lambda: ("gone", first) in owner.told, "the end of the heir")
+
+
+def test_closing_does_not_wait_for_one_that_does_not_die(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = own(limits=ProcessLimits(reap_s=0.01))
+    its, line = owner.supervisor.open_line(soon())
+    line.close()
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
+    began_s = time.monotonic()
+    assert not owner.supervisor.close()
+    assert time.monotonic() - began_s < 5.0
+    # The kernel has killed it when the supervisor's thread ended.
+    assert its.process.wait(50) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("orderly_s", [0.0, 50.0])
+def test_closing_lets_it_end_by_itself_where_there_is_time(own: Own, tmp_path: Path, orderly_s: float) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    owner = own(f"orderly:{tmp_path}/end")
+    assert owner.ask(b"hello") == b"hello"
+    pid = owner.supervisor.stats()["pid"]
+    assert owner.supervisor.close(orderly_s)
+    assert (tmp_path / "end").exists() == (orderly_s > 0)
+    assert state_of(str(pid)) == ""
+    assert len(os.listdir("/proc/self/fd")) == before
+    error = owner.problem()
+    assert error is not None
+    assert error.problem is ProcessProblem.STARTING
+
+
+def test_closing_kills_what_does_not_end_in_its_time(own: Own) -> None:
+    owner = own("stays")
+    assert owner.ask(b"hello") == b"hello"
+    assert owner.supervisor.close(0.05)
+    assert owner.whys == [], "its owner wanted that"
+
+
+def test_a_callback_that_fails_is_logged_and_the_process_lives_on(own: Own, caplog: pytest.LogCaptureFixture) -> None:
+    owner = own()
+    owner.supervisor._on_ended = lambda its, why: 1 // 0
+    os.kill(owner.pid(), signal.SIGKILL)
+    wait_until(lambda: owner.supervisor.starts == 2, "another one")
+    assert owner.ask(b"hello") == b"hello"
+    assert [record for record in caplog.records if record.exc_info and record.levelno == logging.ERROR]
+
+
+def test_without_a_thread_there_is_no_process(no_threads: pytest.MonkeyPatch) -> None:
+    owner = Owner(lambda: StartMessage(b"serve"), EAGER)
+    with pytest.raises(ProcessError, match="no thread for its helper process") as caught:
+        owner.supervisor.begin()
+    assert caught.value.problem is ProcessProblem.NO_RESOURCES
+    no_threads.undo()
+    assert owner.supervisor.close()
