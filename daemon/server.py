@@ -279,6 +279,7 @@ class Server:
 
     def _add_region(self, region: Region, fd: int) -> None:
         self.regions[region.region_id] = region
+        self.below.add_region(region, fd)
         self.gate.announce(region, fd)
         self.cache.space.allocator.add_region(region.region_id, region.size_bytes)
 

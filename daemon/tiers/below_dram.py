@@ -80,6 +80,11 @@ class BelowDram:
         if self._together is not None:
             self._together.attach(*parts, self._regions, self._landed)
 
+    def add_region(self, region: Region, fd: int) -> None:
+        """The arena has one more region, in this file: the descriptor stays the caller's."""
+        if self.nvme is not None:
+            self.nvme.add_region(region, fd)
+
     async def open(self, stopping: asyncio.Event) -> None:
         """Begin to open them; returns early once `stopping`. Raises ConfigError for a setting that can never work.
 

@@ -73,6 +73,7 @@ class DaemonConfig:
     nvme_shrink: bool = False
     nvme_require_mount: bool = False
     nvme_segment_bytes: int = 1 << 30
+    nvme_workers: str = "auto"
     nvme_codec: str = "raw"
     nvme_key: Path | None = None
     nvme_write_budget_bytes: int = 0

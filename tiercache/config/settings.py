@@ -194,6 +194,13 @@ _TABLE = (
         "their files.",
     ),
     Setting(
+        "nvme_workers",
+        "nvme_workers",
+        choice("auto", "on", "off"),
+        "Whether each nvme directory has a process of its own, which does its I/O, checksums, compression, encryption "
+        "and index, so that several disks share no interpreter. auto: from two directories and four cores on.",
+    ),
+    Setting(
         "nvme_codec",
         "nvme_codec",
         choice("raw", "lz4", "zstd"),

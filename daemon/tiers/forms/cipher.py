@@ -63,6 +63,11 @@ class Cipher:
         self._make: Callable[[bytes], Any] = AESGCM
         self._invalid = InvalidTag
 
+    @property
+    def secret(self) -> bytes:
+        """The key itself, for another process of the daemon that does the same with it."""
+        return self._key
+
     def derived_key(self, person: bytes) -> bytes:
         """A key for another purpose, which `person` (at most 16 bytes) names. It reveals nothing of this one."""
         return hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=person).digest()

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.daemon.index.entries import LIVE
+from tiercache.daemon.tiers.nvme.carriers import Carrier
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
-from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import COUNTERS, LATENCIES, DiskPriority
-from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan, in_thread, open_directory
+from tiercache.daemon.tiers.nvme.in_thread import in_thread
+from tiercache.daemon.tiers.nvme.opening import Plan
+from tiercache.daemon.tiers.nvme.parts import OpenDirectory
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.ground.histograms import LatencyHistogram
@@ -52,7 +54,7 @@ class Keeper:
     def __init__(
         self,
         plan: Plan,
-        disk: DiskIO,
+        carrier: Carrier,
         opened: Callable[[OpenDirectory], Shelf],
         gone: Callable[[Shelf], None],
     ) -> None:
@@ -69,7 +71,7 @@ class Keeper:
         """Whether a wrong setting keeps the daemon from starting, instead of running without the directory."""
         self.tried = asyncio.Event()
         self.open_failures = 0
-        self._disk = disk
+        self._carrier = carrier
         self._opened = opened
         self._gone = gone
         self._home: Home | None = None
@@ -96,8 +98,7 @@ class Keeper:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def _try(self) -> OpenDirectory | None:
-        post = asyncio.get_running_loop().call_soon_threadsafe
-        call = partial(open_directory, self.plan, self._disk, post, self._home)
+        call = partial(self._carrier.opener(self.plan), self._home)
         try:
             return await in_thread(f"open {self.path}", call)
         except (ConfigError, DirectoryUnavailable) as error:

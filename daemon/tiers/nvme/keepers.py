@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from tiercache.daemon.tiers.nvme.in_thread import in_thread
 from tiercache.daemon.tiers.nvme.keeper import Keeper
-from tiercache.daemon.tiers.nvme.opening import in_thread
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 log = logging.getLogger("tiercache.daemon")

@@ -1,15 +1,13 @@
-"""Opens a cache directory on a thread of its own, so that a hung disk delays nothing else."""
+"""Opens a cache directory: its files, its catalog, and the cap applied to what is there."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
@@ -17,12 +15,10 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import count_rows
 from tiercache.daemon.tiers.nvme.disk.directory import SPARE_BYTES, Directory, Home
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.troubles import unavailable
-from tiercache.errors import CatalogUnavailable, DirectoryUnavailable, TierCacheError
+from tiercache.errors import CatalogUnavailable, DirectoryUnavailable
 from tiercache.ground.units import format_bytes
 
 log = logging.getLogger("tiercache.daemon")
-
-T = TypeVar("T")
 
 DB_RESERVE_SHARE = 64
 """One part in so many of the cap is reserved for the database: 2% is ample for blocks of 8 KiB and more."""
@@ -31,14 +27,6 @@ _SMALL_CAP_BYTES = 64 << 20
 CLOSE_S = 5.0
 _FOR_EVER_S = threading.TIMEOUT_MAX
 """This thread waits for a hung disk as long as it takes: the daemon goes on, and uses the disk once it is back."""
-
-
-class OpenDirectory(NamedTuple):
-    """The parts of a shelf."""
-
-    directory: Directory
-    catalog: Catalog
-    state: CatalogState
 
 
 def fitted_segment_bytes(cap_bytes: int, wanted_bytes: int) -> int:
@@ -57,16 +45,23 @@ class Plan(NamedTuple):
     cipher: Cipher | None = None
     may_shrink: bool = False
     require_mount: bool = False
+    daemon_pid: int = 0
+    """In a process of its own for the directory: the daemon's."""
 
 
-def open_directory(plan: Plan, disk: DiskIO, post: Callable[..., object], before: Home | None = None) -> OpenDirectory:
+def open_directory(
+    plan: Plan, disk: DiskIO, post: Callable[..., object], before: Home | None = None
+) -> tuple[Directory, Catalog, CatalogState]:
     """Open a directory; `before`: where it was earlier in this life. Blocks as the disk does.
 
     Raises ConfigError for what waiting cannot mend, and DirectoryUnavailable for what may pass.
     """
     cap_bytes = plan.cap_bytes
     fitted = fitted_segment_bytes(cap_bytes, plan.segment_bytes)
-    directory = Directory(plan.path, cap_bytes, fitted, cap_bytes // DB_RESERVE_SHARE, disk, plan.require_mount, before)
+    reserve_bytes = cap_bytes // DB_RESERVE_SHARE
+    directory = Directory(
+        plan.path, cap_bytes, fitted, reserve_bytes, disk, plan.require_mount, before, plan.daemon_pid
+    )
     directory.cipher = plan.cipher
     directory.open()
     catalog = None
@@ -78,7 +73,7 @@ def open_directory(plan: Plan, disk: DiskIO, post: Callable[..., object], before
         for segment in set(state.segments) - set(directory.segments):
             catalog.drop_segment(segment)  # its file is gone
         directory.note_database()
-        return OpenDirectory(directory, catalog, state)
+        return directory, catalog, state
     except BaseException as error:
         if catalog is not None:
             catalog.close(CLOSE_S)
@@ -141,22 +136,3 @@ def _blocks_in(path: Path, segments: Sequence[int]) -> str:
         return f"{count_rows(path, segments):,}"
     except CatalogUnavailable:
         return "some"
-
-
-async def in_thread(name: str, call: Callable[[], T]) -> T:
-    """The result of a call that may block for ever; the thread does not keep the process from ending."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        if not outcome.set_running_or_notify_cancel():
-            return
-        try:
-            outcome.set_result(call())
-        except (TierCacheError, OSError) as error:
-            outcome.set_exception(error)
-        finally:
-            if not outcome.done():  # a bug of ours: the thread ends with its traceback
-                outcome.set_exception(RuntimeError(f"{name} went wrong"))
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(outcome)

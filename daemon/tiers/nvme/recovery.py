@@ -19,14 +19,13 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
     PLACED_BYTES,
     ROOT_KEY,
     SLOT_BITS,
-    Loading,
     Row,
     RowBatch,
     keys_of_placed,
     pack_placed,
     unpack_placed,
 )
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.parts import DirectoryFiles, LoadingRows
 from tiercache.daemon.tiers.nvme.registry import Registry
 from tiercache.daemon.tiers.nvme.slots import PAGE_SHIFT, SLOT_MASK, Slots, slot_of
 
@@ -40,7 +39,7 @@ RELEASED_AT_ONCE = 256
 class Loaded(Protocol):
     """The part of a shelf that recovery needs."""
 
-    directory: Directory
+    directory: DirectoryFiles
     registry: Registry
     slots: Slots
 
@@ -68,7 +67,7 @@ class Loaded(Protocol):
 class Recovery:
     """Recovers the rows of one shelf. Event loop only; never blocks."""
 
-    def __init__(self, shelf: Loaded, rows: Loading, key_since: int = 0) -> None:
+    def __init__(self, shelf: Loaded, rows: LoadingRows, key_since: int = 0) -> None:
         self.rows = rows
         self.loaded_rows = 0
         self.orphan_rows = 0

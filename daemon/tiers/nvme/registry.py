@@ -10,7 +10,8 @@ import logging
 from collections.abc import Container
 
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, Done, SavedNamespace
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done, SavedNamespace
+from tiercache.daemon.tiers.nvme.parts import CatalogRows
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -25,7 +26,7 @@ Stone = tuple[int, bytes]
 class Registry:
     """Event loop only; never blocks. `name` is for the log."""
 
-    def __init__(self, name: str, catalog: Catalog, state: CatalogState, space: Space) -> None:
+    def __init__(self, name: str, catalog: CatalogRows, state: CatalogState, space: Space) -> None:
         self.epochs: dict[int, int] = {}
         """By namespace number: the epoch of rows written now."""
         self.oldest_epochs: dict[int, int] = {}

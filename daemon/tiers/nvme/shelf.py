@@ -27,11 +27,10 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.forms.cipher import sealed_bytes
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, Done
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
+from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
 from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
 from tiercache.daemon.tiers.nvme.registry import Registry
 from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots, place_of_slot
@@ -58,9 +57,9 @@ class Shelf:
 
     def __init__(
         self,
-        directory: Directory,
-        catalog: Catalog,
-        queue: DiskQueue,
+        directory: DirectoryFiles,
+        catalog: CatalogRows,
+        queue: BlockQueue,
         state: CatalogState,
         space: Space,
         soon: Callable[[], None] = lambda: None,
@@ -348,7 +347,7 @@ class Shelf:
 
     def reasons(self) -> list[str]:
         """What is not well, for people."""
-        found = [self.health.reason, self.slots.no_growth, self.catalog.error]
+        found = [self.directory.trouble, self.health.reason, self.slots.no_growth, self.catalog.error]
         if self.offline:
             found.append(f"an operation has been under way for {self.queue.oldest_age_s():.0f} s")
         elif self._catalog_hangs:

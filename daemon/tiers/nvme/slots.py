@@ -25,12 +25,12 @@ from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.tiers.dram.space import Space
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
 from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, SLOT_BITS
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, DiskQueue
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
 from tiercache.daemon.tiers.quotas import UNLIMITED
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -72,9 +72,9 @@ class Slots:
 
     def __init__(
         self,
-        directory: Directory,
-        catalog: Catalog,
-        queue: DiskQueue,
+        directory: DirectoryFiles,
+        catalog: CatalogRows,
+        queue: BlockQueue,
         state: CatalogState,
         space: Space,
         index: Index,

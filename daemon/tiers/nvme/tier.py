@@ -36,11 +36,11 @@ from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
 from tiercache.daemon.tiers.lower_tier import FlushBelow, IndexedTier
 from tiercache.daemon.tiers.nvme import inspection as viewing
+from tiercache.daemon.tiers.nvme.carriers import Carrier, InDaemon, InWorkers, wants_workers
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
-from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.fairness import Fairness
 from tiercache.daemon.tiers.nvme.flushes import Flushes
 from tiercache.daemon.tiers.nvme.keeper import Keeper
@@ -50,9 +50,11 @@ from tiercache.daemon.tiers.nvme.moves.dirty import dirty
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
 from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSources
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
-from tiercache.daemon.tiers.nvme.opening import OpenDirectory, Plan
+from tiercache.daemon.tiers.nvme.opening import Plan
+from tiercache.daemon.tiers.nvme.parts import BlockQueue, OpenDirectory
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.source import LowerTier
 from tiercache.protocol.messages import KEY_BYTES, BlockView
@@ -77,7 +79,9 @@ class NvmeTier(IndexedTier):
         soon: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._disk_of = disk_of
+        workers = wants_workers(config.nvme_workers, len(config.nvme_dirs))
+        self._arena = ArenaFiles() if workers else None
+        self._carrier: Carrier = InDaemon(disk_of) if self._arena is None else InWorkers(self._arena)
         self._regions = regions
         self._landed = landed
         self._soon = soon
@@ -139,7 +143,12 @@ class NvmeTier(IndexedTier):
             config.nvme_shrink,
             config.nvme_require_mount,
         )
-        return Keeper(plan, self._disk_of(path), self._opened, self._gone)
+        return Keeper(plan, self._carrier, self._opened, self._gone)
+
+    def add_region(self, region: Region, fd: int) -> None:
+        """The arena has one more region, in this file: the descriptor stays the caller's."""
+        if self._arena is not None:
+            self._arena.add(region, fd)
 
     async def open(self, patience_s: float | None = None) -> None:
         """Begin to open all directories; returns when each has been tried, or after `patience_s`.
@@ -151,10 +160,8 @@ class NvmeTier(IndexedTier):
 
     def _opened(self, found: OpenDirectory) -> Shelf:
         """Make the shelf of an open directory, and use it."""
-        directory, catalog, state = found
-        loop = asyncio.get_running_loop()
-        queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon)
-        shelf = Shelf(directory, catalog, queue, state, self._space, self._soon)
+        directory, catalog, state, make_queue = found
+        shelf = Shelf(directory, catalog, make_queue(), state, self._space, self._soon)
         if self._events is not None:
             shelf.tell(self._events)
         self._shelves.append(shelf)
@@ -330,6 +337,8 @@ class NvmeTier(IndexedTier):
         self._flushes.close()
         await close_shelves(self._shelves, self._keeping.leaving, self._writes.settle)
         self._shelves.clear()
+        if self._arena is not None:
+            self._arena.close()
         return left
 
     def _dirty(self) -> Iterator[tuple[Namespace, bytes]]:
@@ -399,7 +408,7 @@ class NvmeTier(IndexedTier):
             "directories": [keeper.stats() for keeper in self._keepers],
         }
 
-    def queues(self) -> dict[str, DiskQueue]:
+    def queues(self) -> dict[str, BlockQueue]:
         """By directory: the source of histograms."""
         return {str(shelf.directory.path): shelf.queue for shelf in self._shelves}
 

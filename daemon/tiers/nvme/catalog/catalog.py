@@ -38,6 +38,7 @@ MAX_PENDING = 20_000
 CALLBACKS_AT_ONCE = 256
 """`done` calls in one turn of the event loop."""
 _MAX_U32 = 0xFFFFFFFF
+_FORGET = ("DELETE FROM tombstones WHERE namespace = ?", "DELETE FROM namespaces WHERE number = ?")
 
 
 class Catalog:
@@ -113,12 +114,13 @@ class Catalog:
         values = (segment, slot_bytes, row_checksum(segment, slot_bytes))
         self._keep(("segment", segment), ("INSERT OR REPLACE INTO segments VALUES(?, ?, ?)", values), done=done)
 
-    def set_key(self, key_id: bytes, since: int) -> None:
+    def set_key(self, key_id: bytes, since: int, done: Done | None = None) -> None:
         """Encrypted rows from this sequence number on use that key, those before another one."""
         self._keep(
             ("key",),
             ("INSERT OR REPLACE INTO meta VALUES('key_id', ?)", (key_id,)),
             ("INSERT OR REPLACE INTO meta VALUES('key_since', ?)", (since,)),
+            done=done,
         )
 
     def drop_segment(self, segment: int, done: Done | None = None) -> None:
@@ -150,16 +152,12 @@ class Catalog:
         burial = ("DELETE FROM tombstones WHERE namespace = ? AND key = ?", (namespace, key))
         self._writer.put(Burial((burial,), done))
 
-    def forget_namespaces(self, keep: Collection[int]) -> None:
+    def forget_namespaces(self, keep: Collection[int], done: Done | None = None) -> None:
         """Delete the namespaces not in `keep`, which have no rows. They stay if any row was refused in this life."""
-        for number in self._namespaces.difference(keep):
-            self._namespaces.remove(number)
-            own = (number,)
-            burial = (
-                ("DELETE FROM tombstones WHERE namespace = ?", own),
-                ("DELETE FROM namespaces WHERE number = ?", own),
-            )
-            self._writer.put(Burial(burial, None))
+        numbers = self._namespaces.difference(keep)
+        self._namespaces.difference_update(numbers)
+        burial = [(statement, (number,)) for number in numbers for statement in _FORGET]
+        self._writer.put(Burial(tuple(burial), done))
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> Loading:
         """Start reading the rows that were in the database at `open`; once.

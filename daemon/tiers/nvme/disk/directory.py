@@ -75,6 +75,7 @@ class Directory:
         disk: the system calls.
         require_mount: refuse the file system of /.
         before: where it was earlier in this life, if it was open then.
+        daemon_pid: of the daemon, if this is a process of its own for the directory.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Directory:
         disk: DiskIO | None = None,
         require_mount: bool = False,
         before: Home | None = None,
+        daemon_pid: int = 0,
     ) -> None:
         if segment_bytes <= 0 or segment_bytes % PAGE_BYTES:
             raise ConfigError(f"a segment of {segment_bytes} bytes: must be a multiple of {PAGE_BYTES}, e.g. 1GiB")
@@ -106,7 +108,10 @@ class Directory:
         self.superblock = Superblock(b"", segment_bytes, 0)
         self.kept_bytes = 0
         """Bytes of segments beyond the cap, kept because their blocks would be lost."""
+        self.trouble = ""
+        """What is wrong with the process that uses it, for people: never anything here."""
         self._require_mount = require_mount
+        self._daemon_pid = daemon_pid
         self._fds: dict[int, int] = {}
         self._lock_fd = self._folder_fd = -1
         self._database: tuple[int, int] | None = None
@@ -236,7 +241,7 @@ class Directory:
 
     def _lock(self) -> None:
         try:
-            self._lock_fd = take_lock(self._here)
+            self._lock_fd = take_lock(self._here, self._daemon_pid)
         except LockedBy as holder:
             if holder.ourselves:
                 raise ConfigError(

@@ -1,0 +1,69 @@
+"""Who runs a directory: the daemon itself, in threads, or a worker process. Chosen for all directories together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tiercache.daemon.tiers.nvme.disk.directory import Home
+from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
+from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
+from tiercache.daemon.tiers.nvme.parts import OpenDirectory
+
+if TYPE_CHECKING:
+    from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
+
+WORKERS_FROM_DIRECTORIES, WORKERS_FROM_CORES = 2, 4
+"""`auto` means processes from so many on: with one disk, or where they share the loop's cores, they gain too little."""
+
+
+class Carrier(Protocol):
+    """Opens directories, and runs them from then on."""
+
+    def opener(self, plan: Plan) -> Callable[[Home | None], OpenDirectory]:
+        """A call that opens a directory, for a thread: it blocks. Made on the event loop, for one opening.
+
+        It raises ConfigError and DirectoryUnavailable, as `open_directory`.
+        """
+
+
+class InDaemon:
+    """This process: `disk_of(path)` are the system calls."""
+
+    def __init__(self, disk_of: Callable[[Path], DiskIO]) -> None:
+        self._disk_of = disk_of
+
+    def opener(self, plan: Plan) -> Callable[[Home | None], OpenDirectory]:
+        """See `Carrier`."""
+        return partial(self._open, plan, asyncio.get_running_loop())
+
+    def _open(self, plan: Plan, loop: asyncio.AbstractEventLoop, before: Home | None) -> OpenDirectory:
+        post = loop.call_soon_threadsafe
+        directory, catalog, state = open_directory(plan, self._disk_of(plan.path), post, before)
+        return OpenDirectory(directory, catalog, state, lambda: DiskQueue(directory, post, again=loop.call_soon))
+
+
+class InWorkers:
+    """A process for each directory."""
+
+    def __init__(self, arena: ArenaFiles) -> None:
+        self._arena = arena
+
+    def opener(self, plan: Plan) -> Callable[[Home | None], OpenDirectory]:
+        """See `Carrier`."""
+        # Imported here: most daemons have one disk and no such process.
+        from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
+
+        return DirectoryWorker(plan, self._arena, asyncio.get_running_loop()).open
+
+
+def wants_workers(setting: str, directories: int) -> bool:
+    """Whether each directory gets a process of its own: `setting` is auto, on or off."""
+    if setting != "auto":
+        return setting == "on"
+    return directories >= WORKERS_FROM_DIRECTORIES and len(os.sched_getaffinity(0)) >= WORKERS_FROM_CORES

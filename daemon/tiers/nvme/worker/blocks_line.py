@@ -1,0 +1,150 @@
+"""In the worker process: takes blocks from the daemon, has them moved by a `DiskQueue`, and says what came of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, DiskQueue
+from tiercache.daemon.tiers.nvme.worker import records
+from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
+from tiercache.daemon.tiers.nvme.worker.regions import MappedRegions
+
+PACKETS_AT_ONCE = 8
+"""Taken before those that are done are told."""
+_MAX_U32 = 0xFFFFFFFF
+
+
+class _Read(ReadOp):
+    __slots__ = ("number",)
+    number: int
+
+
+class _Write(WriteOp):
+    __slots__ = ("number",)
+    number: int
+
+
+class BlocksLine:
+    """Serves one line until the daemon closes it. `run` is for one thread, which is the queue's event loop."""
+
+    def __init__(self, line: socket.socket, directory: Directory) -> None:
+        self._line = line
+        self._regions = MappedRegions()
+        self._names: dict[int, str] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._queue = DiskQueue(directory, self._announce)
+        self._ended: list[bytes] = []
+
+    def run(self) -> None:
+        """Serve. Blocks; raises OSError where the daemon has gone."""
+        look = select.epoll()
+        look.register(self._line, select.EPOLLIN)
+        look.register(self._wake, select.EPOLLIN)
+        while True:
+            for fd, _ in look.poll():
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                    self._queue.deliver()
+                elif not self._take_packets():
+                    return
+            self._tell_ended()
+
+    def _announce(self, deliver: Callable[[], None]) -> None:
+        # There is one `deliver`, the queue's own.
+        os.eventfd_write(self._wake, 1)
+
+    # --- what comes ------------------------------------------------------------------------------
+
+    def _take_packets(self) -> bool:
+        """Take what waits on the line; False at its end."""
+        for _ in range(PACKETS_AT_ONCE):
+            try:
+                data, fds, _, _ = socket.recv_fds(self._line, records.MAX_PACKET_BYTES, 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._take(data, fds)
+        return True
+
+    def _take(self, data: bytes, fds: list[int]) -> None:
+        match records.tag_of(data):
+            case Tag.BLOCKS:
+                self._submit(records.blocks_of(data))
+            case Tag.NAME:
+                number, fingerprint = records.name_of(data)
+                self._names[number] = fingerprint
+            case Tag.REGION:
+                region_id, size_bytes = records.region_of(data)
+                self._regions.add(region_id, fds[0], size_bytes)
+            case Tag.CANCEL:
+                priority = records.cancelled_priority(data)
+                self._queue.cancel_queued(None if priority is None else DiskPriority(priority))
+            case Tag.PING:
+                self._line.send(records.PONG)
+            case other:
+                raise AssertionError(f"the daemon does not send {other.name}")
+
+    def _submit(self, blocks: Iterator[BlockRecord]) -> None:
+        for priority, some in groupby(blocks, key=lambda block: block.priority):
+            ops = [self._op(block) for block in some]
+            taken = self._queue.submit_many(ops, DiskPriority(priority))
+            assert taken == len(ops), "the daemon's credit is below the queue's limits"
+
+    def _op(self, block: BlockRecord) -> AnyOp:
+        address = NOWHERE if block.frame < 0 else self._regions.address_of(block.frame)
+        op: _Read | _Write
+        if block.write:
+            op = _Write(
+                done=self._end,
+                slot=block.slot,
+                address=address,
+                length=block.length,
+                key=block.key,
+                fingerprint=self._names[block.name],
+                codec=block.codec,
+                kind=block.kind,
+            )
+        else:
+            op = _Read(
+                done=self._end,
+                slot=block.slot,
+                address=address,
+                length=block.length,
+                key=block.key,
+                fingerprint=self._names[block.name],
+                stored_length=block.stored_length,
+                checksum=block.checksum,
+                codec=block.codec,
+                kind=block.kind,
+            )
+        op.number = block.number
+        return op
+
+    # --- what goes back --------------------------------------------------------------------------
+
+    def _end(self, op: _Read | _Write) -> None:
+        self._ended.append(
+            records.END.pack(
+                op.number,
+                records.NUMBER_OF[op.outcome],
+                op.codec,
+                op.errno,
+                op.stored_length,
+                op.checksum,
+                min(op.io_ns // 1000, _MAX_U32),
+                op.calls,
+                min(op.io_bytes, _MAX_U32),
+            )
+        )
+
+    def _tell_ended(self) -> None:
+        for first in range(0, len(self._ended), records.MAX_RECORDS):
+            self._line.send(records.packet(Tag.ENDS, self._ended[first : first + records.MAX_RECORDS]))
+        self._ended.clear()

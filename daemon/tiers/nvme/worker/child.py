@@ -1,0 +1,129 @@
+"""The worker process of one directory: `run_child` of this module, started by `directory_worker`.
+
+main thread   the control socket: lines come by it, and its end ends the process
+files         opens the directory, makes segments, looks at it: one question at a time
+blocks, rows  once the directory is open
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tiercache.daemon.helper_processes.child import ControlSocket, run_child
+from tiercache.daemon.tiers.forms.cipher import Cipher
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
+from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
+from tiercache.daemon.tiers.nvme.worker import messages
+from tiercache.daemon.tiers.nvme.worker.blocks_line import BlocksLine
+from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_message
+from tiercache.daemon.tiers.nvme.worker.rows_line import RowsLine
+from tiercache.errors import ConfigError, DirectoryUnavailable
+
+
+def serve(control: ControlSocket) -> int:
+    """Serve the lines that the daemon opens, in this order: files, blocks, rows. Returns when the daemon is gone."""
+    control.say_ready()
+    lines = []
+    for _ in range(3):
+        line = control.next_line()
+        if line is None:
+            return 0
+        lines.append(line)
+    files, blocks, rows = lines
+    _start("files", _FilesLine(files, blocks, rows).run)
+    while control.next_line() is not None:
+        raise AssertionError("the daemon opens three lines")
+    return 0
+
+
+def _start(name: str, run: Callable[[], None]) -> None:
+    def thread() -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the daemon has gone, or has given us up
+            run()
+
+    threading.Thread(target=thread, name=name, daemon=True).start()
+
+
+class _FilesLine:
+    """Answers questions about the directory's files. `run` is for one thread."""
+
+    def __init__(self, line: socket.socket, blocks: socket.socket, rows: socket.socket) -> None:
+        self._line = line
+        self._blocks = blocks
+        self._rows = rows
+
+    def run(self) -> None:
+        """Open the directory as the first question says, then answer the others until the line is closed."""
+        first = self._next()
+        if not isinstance(first, messages.Open):
+            return
+        rows = RowsLine(self._rows)
+        try:
+            directory, catalog, opened = _open(first, rows)
+        except (ConfigError, DirectoryUnavailable) as error:
+            self._say(messages.Refused(isinstance(error, ConfigError), str(error)))
+            return
+        _start("rows", lambda: rows.run(catalog))
+        _start("blocks", BlocksLine(self._blocks, directory).run)
+        self._say(opened)
+        while (question := self._next()) is not None:
+            self._say(_answer(directory, question))
+
+    def _next(self) -> messages.FileQuestion | None:
+        message = receive_message(self._line)
+        return None if message is None else messages.decode_question(message)
+
+    def _say(self, answer: messages.FileAnswer) -> None:
+        send_message(self._line, messages.encode(answer))
+
+
+def _open(asked: messages.Open, rows: RowsLine) -> tuple[Directory, Catalog, messages.Opened]:
+    plan = Plan(
+        Path(asked.path),
+        asked.cap_bytes,
+        asked.segment_bytes,
+        Cipher(asked.key) if asked.key else None,
+        asked.may_shrink,
+        asked.require_mount,
+        asked.daemon_pid,
+    )
+    directory, catalog, state = open_directory(plan, DiskIO(), rows.post, asked.home)
+    assert directory.home is not None
+    opened = messages.Opened(
+        directory_id=directory.superblock.directory_id,
+        created_s=directory.superblock.created_s,
+        segment_bytes=directory.segment_bytes,
+        db_reserve_bytes=directory.db_reserve_bytes,
+        direct=directory.direct,
+        direct_reason=directory.direct_reason,
+        kept_bytes=directory.kept_bytes,
+        segments=directory.segments,
+        home=directory.home,
+        state=state,
+    )
+    return directory, catalog, opened
+
+
+def _answer(directory: Directory, question: messages.FileQuestion) -> messages.FileAnswer:
+    try:
+        match question:
+            case messages.CreateSegment(segment):
+                directory.create_segment(segment)
+            case messages.Look():
+                return messages.Good(directory.look())
+            case messages.Open():
+                raise AssertionError("a directory is opened once")
+    except OSError as error:
+        return messages.Bad(error.errno or errno.EIO)
+    return messages.Good()
+
+
+if __name__ == "__main__":
+    run_child(serve, "the worker process of an nvme directory")

@@ -1,0 +1,308 @@
+"""Keeps the worker process of one directory running, and its three remote parts connected to it.
+
+    open (a thread) ─► start process, open directory ─► use (loop) ─► lines are read
+                             ▲                                            │ end of a line
+    process gone: reads are misses, writes and rows wait ◄────────────────┘
+        └► the next process opens the directory again ─► use: what waits is sent
+
+The index of the loop stays. So the next process must find the same directory with the same catalog and all its
+segments: otherwise the directory counts as gone, and its keeper opens it anew, as after any other fault of that kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiercache.copies.arena import Region
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
+from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.tiers.nvme.disk.directory import Home
+from tiercache.daemon.tiers.nvme.opening import Plan
+from tiercache.daemon.tiers.nvme.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.worker import messages
+from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_message
+from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
+from tiercache.daemon.tiers.nvme.worker.remote_catalog import RemoteCatalog
+from tiercache.daemon.tiers.nvme.worker.remote_directory import RemoteDirectory
+from tiercache.daemon.tiers.nvme.worker.remote_queue import RemoteQueue
+from tiercache.errors import ConfigError, DirectoryUnavailable
+
+log = logging.getLogger("tiercache.daemon")
+
+CHILD = "tiercache.daemon.tiers.nvme.worker.child"
+LIMITS = ProcessLimits(first_pause_s=0.1, longest_pause_s=10.0, steady_s=1.0, max_undead=1)
+"""One at a time: two processes must never have one directory."""
+START_S = 60.0
+"""For so long a process may take to start; what it does with the disk then takes as long as it takes."""
+END_S = 2.0
+"""For so long a process may take to end in order."""
+PING_S = 1.0
+HUNG_S = 5.0
+"""A process that does not answer a ping for so long is killed. It answers while its disk hangs: other threads wait."""
+LEFT_S = 0.5
+"""For so long a process may still run after it has closed a line."""
+
+
+@dataclass(eq=False)
+class _Life:
+    """A process that has the directory open."""
+
+    its: HelperProcess
+    files: socket.socket
+    blocks: socket.socket
+    rows: socket.socket
+    opened: messages.Opened
+    used: bool = False
+    pinged_s: float = 0.0
+    """When it was asked whether it is alive; 0: it has answered."""
+
+
+class _Ended(Exception):
+    """The process has ended while it opened the directory."""
+
+
+class DirectoryWorker:
+    """One directory, from its opening to its end. Event loop only, but for `open`.
+
+    plan: how to open it. arena: the regions whose frames blocks are moved from and to.
+    """
+
+    def __init__(self, plan: Plan, arena: ArenaFiles, loop: asyncio.AbstractEventLoop) -> None:
+        self._plan = plan
+        self._arena = arena
+        self._loop = loop
+        self._life: _Life | None = None
+        self._down_s = 0.0
+        self._closed = False
+        self._first: messages.Opened | None = None
+        self._watching: asyncio.TimerHandle | None = None
+        self._supervisor = Supervisor(
+            CHILD,
+            f"worker process of nvme directory {plan.path}",
+            lambda: StartMessage(b"nvme"),
+            LIMITS,
+            self._on_started,
+            self._on_ended,
+            self._on_gone,
+        )
+
+    # --- opening, in threads ---------------------------------------------------------------------
+
+    def open(self, before: Home | None) -> OpenDirectory:
+        """Start a process that opens the directory. Blocks as `open_directory` does, and raises the same."""
+        try:
+            life = self._connect(before)
+        except _Ended:
+            self._end()
+            raise DirectoryUnavailable(
+                f"nvme directory {self._plan.path} cannot be used: its worker process ends; the log says why"
+            ) from None
+        except BaseException:
+            self._end()
+            raise
+        self._life, self._first = life, life.opened
+        self.directory = RemoteDirectory(self._plan, life.opened, self._end)
+        soon, from_thread = self._loop.call_soon, self._from_thread
+        self.catalog = RemoteCatalog(soon, from_thread, self._wait_for_room)
+        self.queue = RemoteQueue(self._arena, from_thread, self._wait_for_room)
+        return OpenDirectory(self.directory, self.catalog, life.opened.state, self._begin)
+
+    def _connect(self, before: Home | None) -> _Life:
+        """A process that has opened the directory. Blocks. Raises ConfigError, DirectoryUnavailable and _Ended."""
+        plan = self._plan
+        try:
+            deadline_s = time.monotonic() + START_S
+            its, files = self._supervisor.open_line(deadline_s)
+            others = [self._supervisor.open_line(deadline_s) for _ in range(2)]
+        except ProcessError as error:
+            raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: {error.text}") from None
+        if any(other is not its for other, _ in others):
+            raise _Ended
+        question = messages.Open(
+            path=str(plan.path),
+            cap_bytes=plan.cap_bytes,
+            segment_bytes=plan.segment_bytes,
+            key=b"" if plan.cipher is None else plan.cipher.secret,
+            may_shrink=plan.may_shrink,
+            require_mount=plan.require_mount,
+            home=before,
+            daemon_pid=os.getpid(),
+        )
+        try:
+            send_message(files, messages.encode(question))
+            message = receive_message(files)
+        except OSError:
+            raise _Ended from None
+        if message is None:
+            raise _Ended
+        answer = messages.decode_file_answer(message)
+        if isinstance(answer, messages.Refused):
+            raise (ConfigError if answer.setting else DirectoryUnavailable)(answer.text)
+        assert isinstance(answer, messages.Opened)
+        return _Life(its, files, others[0][1], others[1][1], answer)
+
+    def _reopen(self) -> None:
+        """Have another process open the directory as it was."""
+        assert self.directory.home is not None
+        try:
+            life = self._connect(self.directory.home)
+        except _Ended:
+            return  # one more follows
+        except (ConfigError, DirectoryUnavailable) as error:
+            self._from_thread(lambda error=error: self._give_up(str(error)))  # type: ignore[misc]
+            return
+        self._from_thread(lambda: self._use_again(life))
+
+    # --- the process, told by the supervisor's thread ----------------------------------------------
+
+    def _on_started(self, its: HelperProcess) -> None:
+        if self._first is not None:
+            threading.Thread(target=self._reopen, name=f"reopen {self._plan.path}", daemon=True).start()
+
+    def _on_ended(self, its: HelperProcess | None, why: str) -> None:
+        self._from_thread(lambda: self._ending(its))
+
+    def _on_gone(self, its: HelperProcess) -> None:
+        self._from_thread(lambda: self._gone(its))
+
+    def _from_thread(self, callback: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    # --- on the loop -----------------------------------------------------------------------------
+
+    def _begin(self) -> RemoteQueue:
+        """Begin to serve the lines: `OpenDirectory.queue`."""
+        self._arena.tell(self._add_region)
+        if self._life is not None:
+            self._use(self._life)
+        else:  # it has ended already
+            self._give_up_loading()
+        self._watch()
+        return self.queue
+
+    def _add_region(self, region: Region, fd: int) -> None:
+        self.queue.add_region(region.region_id, region.size_bytes, fd)
+
+    def _use(self, life: _Life) -> None:
+        life.used, self._life = True, life
+        self.directory.trouble = ""
+        self.directory.connect(life.files, life.opened.segments)
+        self.queue.connect(life.blocks)
+        self.catalog.connect(life.rows)
+        self._loop.add_reader(life.blocks, self._read, life, life.blocks, self.queue.readable)
+        self._loop.add_reader(life.rows, self._read, life, life.rows, self.catalog.readable)
+
+    def _use_again(self, life: _Life) -> None:
+        """Use another process than before, if it has the directory as it was."""
+        first, opened = self._first, life.opened
+        assert first is not None
+        if self._closed:
+            return
+        lost = set(self.directory.segments) - set(opened.segments)
+        if opened.directory_id != first.directory_id or opened.segment_bytes != first.segment_bytes:
+            self._give_up("it is another directory than before")
+        elif opened.state.fresh:
+            self._give_up("its index was lost when its worker process ended")
+        elif lost:
+            self._give_up(f"{len(lost)} of its segments were lost when its worker process ended")
+        else:
+            log.info(
+                "nvme directory %s is served by another process after %.2f s",
+                self._plan.path,
+                time.monotonic() - self._down_s,
+            )
+            self._use(life)
+
+    def _give_up(self, why: str) -> None:
+        self.directory.give_up(why)
+
+    def _give_up_loading(self) -> None:
+        # Nothing is known of most of its rows yet: they are read anew.
+        self._give_up("its worker process ended while its rows were read")
+
+    def _read(self, life: _Life, line: socket.socket, readable: Callable[[socket.socket], bool]) -> None:
+        if not readable(line):
+            self._drop(life)
+            # A process that has closed a line and goes on running is at fault.
+            self._loop.call_later(LEFT_S, self._supervisor.give_up, life.its)
+
+    def _drop(self, life: _Life) -> None:
+        """The process is ending: use it no more."""
+        if not life.used or life is not self._life:
+            return
+        life.used, self._down_s = False, time.monotonic()
+        for line in (life.blocks, life.rows):
+            self._loop.remove_reader(line)
+            self._loop.remove_writer(line)
+        self.directory.disconnect()
+        self.queue.disconnect()
+        self.catalog.lost()
+        self.directory.trouble = "its worker process has ended; another one starts"
+        loading = self.catalog.loading
+        if loading is None or not loading.finished:
+            self._give_up_loading()
+
+    def _ending(self, its: HelperProcess | None) -> None:
+        life = self._life
+        if life is not None and its is life.its:
+            self._drop(life)
+            self.directory.trouble = "its worker process hangs in the kernel: what it had taken stays in use"
+
+    def _gone(self, its: HelperProcess) -> None:
+        """Nothing is left of a process: no I/O of it is under way."""
+        life = self._life
+        if life is not None and its is life.its:
+            self._drop(life)
+            self._life = None
+            self.directory.trouble = "its worker process has ended; another one starts"
+            self.queue.lost()
+
+    def _wait_for_room(self, line: socket.socket, callback: Callable[[], None] | None) -> None:
+        if callback is None:
+            self._loop.remove_writer(line)
+        else:
+            self._loop.add_writer(line, callback)
+
+    def _watch(self) -> None:
+        """Every second: is the process alive?"""
+        if self._closed:
+            return
+        self._watching = self._loop.call_later(PING_S, self._watch)
+        life, now_s = self._life, time.monotonic()
+        if life is None or not life.used:
+            return
+        if life.pinged_s and self.queue.heard_s >= life.pinged_s:
+            life.pinged_s = 0.0
+        if not life.pinged_s:
+            life.pinged_s = now_s
+            self.queue.ping()
+        elif now_s - life.pinged_s > HUNG_S:
+            log.error("the worker process of nvme directory %s does not answer: it is killed", self._plan.path)
+            life.pinged_s = now_s
+            self._supervisor.give_up(life.its)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """End the process. Blocks for some seconds at most."""
+        self._closed = True
+        self._from_thread(self._stop_reading)
+        self._supervisor.close(END_S)
+
+    def _stop_reading(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._life is not None and self._life.used:
+            self._life.used = False
+            for line in (self._life.blocks, self._life.rows):
+                self._loop.remove_reader(line)
+                self._loop.remove_writer(line)
+        self._arena.forget(self._add_region)

@@ -1,0 +1,49 @@
+"""Messages over a socket that keeps packets apart: long ones in parts, each with a byte that says if more follow."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+PART_BYTES = 60 << 10
+"""Fits the send buffer that sockets have by default, with room for others."""
+_LAST, _MORE = b"\0", b"\1"
+
+
+class Joiner:
+    """Joins the parts of messages that come on one socket."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def add(self, packet: bytes) -> bytes | None:
+        """Take a packet, never an empty one; returns the message that it completes."""
+        self._parts.append(packet[1:])
+        if packet[:1] == _MORE:
+            return None
+        whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        return whole
+
+
+def parts_of(message: bytes) -> Iterator[bytes]:
+    """The packets of a message."""
+    for start in range(0, max(1, len(message)), PART_BYTES):
+        end = start + PART_BYTES
+        yield (_LAST if end >= len(message) else _MORE) + message[start:end]
+
+
+def send_message(sock: socket.socket, message: bytes) -> None:
+    """Send all of a message. Blocks; raises OSError."""
+    for part in parts_of(message):
+        sock.send(part)
+
+
+def receive_message(sock: socket.socket) -> bytes | None:
+    """The next message; None at the end of file. Blocks; raises OSError."""
+    joiner = Joiner()
+    while packet := sock.recv(PART_BYTES + 1):
+        message = joiner.add(packet)
+        if message is not None:
+            return message
+    return None

@@ -1,0 +1,322 @@
+"""The catalog of a directory whose files belong to a worker process. Changes that it has not confirmed are kept.
+
+    insert, delete, ... ─► _unsent ─► (packets) ─► the process's Catalog
+                              └► _open: until the answer; sent again, in order, to the next process
+
+A change does the same when it is made twice, so one that the last process has committed without saying so is no harm.
+What a failing disk has refused for now and keeps (see `Catalog`) is kept here too, until the catalog works again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from tiercache.daemon.tiers.nvme.catalog.catalog import MAX_PENDING
+from tiercache.daemon.tiers.nvme.catalog.changes import Done
+from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, unpack_placed
+from tiercache.daemon.tiers.nvme.worker import messages
+from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, parts_of
+
+log = logging.getLogger("tiercache.daemon")
+
+CHANGES_AT_ONCE = 256
+"""In one message."""
+_ROWS = frozenset(("insert", "delete"))
+_BURIALS = frozenset(("remove_tombstone", "forget_namespaces"))
+
+
+class _Change(NamedTuple):
+    method: str
+    arguments: list[Any]
+    done: Done | None
+    posted_s: float
+
+
+class RemoteLoading:
+    """Rows that the process sends; see `Loading`. Event loop only."""
+
+    def __init__(self, say: Callable[[messages.RowOrder], None]) -> None:
+        self.damaged = 0
+        self.error = ""
+        self.over = False
+        """Whether the process has sent all of them."""
+        self.ready: deque[bytes] = deque()
+        self._say = say
+
+    def next_batch(self) -> RowBatch | None:
+        """The next batch; None when none is ready now, or ever again (`finished`)."""
+        if not self.ready:
+            return None
+        self._say(messages.MoreRows())
+        return unpack_placed(self.ready.popleft())
+
+    @property
+    def finished(self) -> bool:
+        """Every batch has been taken and no more will come."""
+        return self.over and not self.ready
+
+    def cancel(self) -> None:
+        """Stop reading; waiting batches are dropped."""
+        self.ready.clear()
+        self._say(messages.StopRows())
+
+
+class RemoteCatalog:
+    """See `Catalog`. Event loop only, but for `close`.
+
+    `soon(callback)`: `loop.call_soon`; `from_thread(callback)`: `loop.call_soon_threadsafe`.
+    """
+
+    def __init__(
+        self,
+        soon: Callable[[Callable[[], None]], object],
+        from_thread: Callable[[Callable[[], None]], object],
+        wait_for_room: Callable[[socket.socket, Callable[[], None] | None], None],
+    ) -> None:
+        self.error = ""
+        self.written_bytes = 0
+        self.loading: RemoteLoading | None = None
+        self._soon = soon
+        self._from_thread = from_thread
+        self._wait_for_room = wait_for_room
+        self._line: socket.socket | None = None
+        self._joiner = Joiner()
+        self._next = 0
+        self._open: dict[int, _Change] = {}  # by number, in order: not answered
+        self._unsent: deque[tuple[int, _Change]] = deque()
+        self._kept: dict[int, _Change] = {}  # refused for now; the process has them too
+        self._packets: deque[bytes] = deque()  # of messages on their way
+        self._refused_rows = False
+        self._flushing = False
+        self._on_rows: Callable[[], None] = lambda: None
+        self._disk_bytes = 0
+        self._earlier_written_bytes = 0  # by processes that have ended
+        self._closed = threading.Event()
+        self._written = False
+
+    # --- changes ---------------------------------------------------------------------------------
+
+    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("insert", [place, row], done)
+
+    def delete(self, place: int, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("delete", [place], done)
+
+    def add_namespace(
+        self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None
+    ) -> None:
+        """See `Catalog`."""
+        self._post("add_namespace", [number, fingerprint, spec, epoch], done)
+
+    def raise_epoch(self, namespace: int, epoch: int, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("raise_epoch", [namespace, epoch], done)
+
+    def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("set_segment", [segment, slot_bytes], done)
+
+    def set_key(self, key_id: bytes, since: int, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("set_key", [key_id, since], done)
+
+    def add_tombstone(self, namespace: int, key: bytes, epoch: int, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("add_tombstone", [namespace, key, epoch], done)
+
+    def remove_tombstone(self, namespace: int, key: bytes, done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("remove_tombstone", [namespace, key], done)
+
+    def forget_namespaces(self, keep: Collection[int], done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("forget_namespaces", [list(keep)], done)
+
+    def _post(self, method: str, arguments: list[Any], done: Done | None) -> None:
+        if method in _BURIALS and self._refused_rows:
+            self._soon(lambda: _answer(done, False))
+            return
+        change = _Change(method, arguments, done, time.monotonic())
+        number = self._next
+        self._next += 1
+        self._open[number] = change
+        self._unsent.append((number, change))
+        self._send_soon()
+
+    # --- state -----------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """See `Catalog`."""
+        return len(self._open) + len(self._kept)
+
+    @property
+    def full(self) -> bool:
+        """See `Catalog`."""
+        return self.pending >= MAX_PENDING
+
+    def age_s(self) -> float:
+        """How long the oldest change has waited for its answer."""
+        oldest = next(iter(self._open.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.posted_s
+
+    def bytes_on_disk(self) -> int:
+        """See `Catalog`."""
+        return self._disk_bytes
+
+    # --- the process -----------------------------------------------------------------------------
+
+    def connect(self, line: socket.socket) -> None:
+        """A process is there: send it everything that none has confirmed, in order."""
+        self._line = line
+        self._joiner = Joiner()
+        changes = sorted([*self._kept.items(), *self._open.items()])
+        self._kept.clear()
+        # This process does not know which rows an earlier one has refused (see `Catalog.remove_tombstone`).
+        refused = [change for _, change in changes if change.method in _BURIALS] if self._refused_rows else []
+        self._unsent = deque(its for its in changes if its[1] not in refused)
+        self._open = dict(self._unsent)
+        for change in refused:
+            _answer(change.done, False)
+        self._send_soon()
+
+    def lost(self) -> None:
+        """The process has ended."""
+        self._line = None
+        self._packets.clear()
+        self._unsent.clear()
+        self._earlier_written_bytes = self.written_bytes
+        self._closed.set()
+
+    def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> RemoteLoading:
+        """See `Catalog`."""
+        assert self.loading is None, "rows are loaded once"
+        self._on_rows = on_ready
+        self.loading = RemoteLoading(self._say)
+        self._say(messages.Load(batch_rows))
+        return self.loading
+
+    def close(self, timeout_s: float) -> bool:
+        """See `Catalog`. Blocks; not for the loop's thread, which serves the line meanwhile."""
+        self._from_thread(lambda: self._say(messages.CloseCatalog(timeout_s)))
+        self._closed.wait(timeout_s)
+        return self._written
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def _send_soon(self) -> None:
+        if not self._flushing and self._line is not None:
+            self._flushing = True
+            self._soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send changes that wait; those of one turn of the loop go together."""
+        self._flushing = False
+        while self._unsent and not self._packets:
+            self._encode_changes()
+            self._send_packets()
+
+    def _encode_changes(self) -> None:
+        unsent = self._unsent
+        some: list[tuple[str, list[Any]]] = []
+        first = unsent[0][0]
+        while unsent and len(some) < CHANGES_AT_ONCE and unsent[0][0] == first + len(some):
+            change = unsent.popleft()[1]
+            some.append((change.method, change.arguments))
+        self._packets.extend(parts_of(messages.encode(messages.Changes(first, some))))
+
+    def _say(self, order: messages.RowOrder) -> None:
+        """Send something else, behind the changes so far."""
+        if self._line is None:
+            return
+        while self._unsent:
+            self._encode_changes()
+        self._packets.extend(parts_of(messages.encode(order)))
+        self._send_packets()
+
+    def _send_packets(self) -> None:
+        line = self._line
+        while self._packets and line is not None:
+            try:
+                line.send(self._packets[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_for_room(line, self._go_on)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                    raise
+                return  # it has ended: `lost` follows
+            self._packets.popleft()
+
+    def _go_on(self) -> None:
+        if self._line is not None:
+            self._wait_for_room(self._line, None)
+            self._send_packets()
+            self._flush()
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def readable(self, line: socket.socket) -> bool:
+        """Take one message from the line, if there is one; False at its end."""
+        try:
+            packet = line.recv(PART_BYTES + 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not packet:
+            return False
+        message = self._joiner.add(packet)
+        if message is not None:
+            self._take(messages.decode_row_report(message))
+        return True
+
+    def _take(self, report: messages.RowReport) -> None:
+        match report:
+            case messages.Answers(runs):
+                for first, count, ok in runs:
+                    for number in range(first, first + count):
+                        self._answered(number, ok)
+            case messages.Status(error, disk_bytes, written_bytes):
+                self._disk_bytes = disk_bytes
+                self.written_bytes = self._earlier_written_bytes + written_bytes
+                self.error = error
+                if not error:
+                    self._kept.clear()
+            case messages.Rows(packed):
+                if self.loading is not None:
+                    self.loading.ready.append(packed)
+                    self._on_rows()
+            case messages.RowsEnd(damaged, error):
+                if self.loading is not None:
+                    self.loading.damaged, self.loading.error, self.loading.over = damaged, error, True
+                    self._on_rows()
+            case messages.CatalogClosed(written):
+                self._written = written
+                self._closed.set()
+
+    def _answered(self, number: int, ok: bool) -> None:
+        change = self._open.pop(number)
+        if not ok:
+            if change.method in _ROWS:
+                self._refused_rows = True
+            elif change.method not in _BURIALS:
+                self._kept[number] = change._replace(done=None)
+        _answer(change.done, ok)
+
+
+def _answer(done: Done | None, ok: bool) -> None:
+    if done is not None:
+        try:
+            done(ok)
+        except Exception:
+            log.exception("the owner of a row failed to take an answer")

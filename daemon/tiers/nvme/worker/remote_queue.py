@@ -1,0 +1,393 @@
+"""The queue of a directory whose I/O a worker process does: what may be sent waits here, by priority, for credit.
+
+    submit ─► [LOAD] [PREFETCH] [WRITE] ─► packets of 64 ─► the process ─► packets ─► op.done(op)
+                    bounded                  credit: so many blocks and bytes under way
+
+When the process has ended, what it had taken comes to nothing: reads are CANCELLED, which makes them misses; writes are
+sent to the next process, into the same slots. Both keep frame and slot until the process is certainly gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
+from tiercache.daemon.tiers.nvme.disk.tally import Tally
+from tiercache.daemon.tiers.nvme.worker import records
+from tiercache.daemon.tiers.nvme.worker.records import Tag
+from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
+
+log = logging.getLogger("tiercache.daemon")
+
+MAX_SENT, MAX_SENT_BYTES = 1024, 64 << 20
+"""Blocks with the process, and their bytes; one block at least."""
+MAX_SENT_WRITES, MAX_SENT_WRITE_BYTES = 768, 48 << 20
+"""Of these, writes: a load that arrives amid writes does not wait for them."""
+DELIVER_NS = 1_000_000
+"""Packets are taken for so long in one go of the loop, plus the one in progress."""
+NO_FRAME = -1
+
+BlockOp = ReadOp | WriteOp
+
+
+class RemoteQueue(Tally):
+    """See `DiskQueue`. Event loop only; nothing blocks but `stop`.
+
+    `from_thread(callback)`: `loop.call_soon_threadsafe`; `wait_for_room(line, callback)`: call it whenever the line can
+    be written to, until told None.
+    """
+
+    def __init__(
+        self,
+        arena: ArenaFiles,
+        from_thread: Callable[[Callable[[], None]], object],
+        wait_for_room: Callable[[socket.socket, Callable[[], None] | None], None],
+        limits: dict[DiskPriority, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.heard_s = time.monotonic()
+        """When the process last said anything here."""
+        self._arena = arena
+        self._from_thread = from_thread
+        self._wait_for_room = wait_for_room
+        self._limits = {**QUEUE_LIMITS, **(limits or {})}
+        self._line: socket.socket | None = None
+        self._down_s = time.monotonic()  # since when there is no process
+        self._waiting: tuple[deque[BlockOp], ...] = (deque(), deque(), deque())
+        self._sent: dict[int, BlockOp] = {}  # by number, the oldest first
+        self._sent_at: deque[tuple[int, float]] = deque()  # last number of each packet, and when it was sent
+        self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
+        self._next = 0
+        self._names: dict[str, int] = {}
+        self._packets: deque[tuple[bytes, int]] = deque()  # on their way, each with a descriptor or -1
+        self._cancelled: list[AnyOp] = []
+        self._stopping = False
+        self._tasks: queue.SimpleQueue[TaskOp | None] = queue.SimpleQueue()
+        self._open_tasks: dict[TaskOp, None] = {}
+        self._task_since_s = 0.0
+        self._task_thread = threading.Thread(target=self._do_tasks, name="nvme tasks", daemon=True)
+        self._task_thread.start()
+
+    # --- submitting ------------------------------------------------------------------------------
+
+    def submit(self, op: AnyOp, priority: DiskPriority) -> bool:
+        """See `DiskQueue`."""
+        return self.submit_many([op], priority) == 1
+
+    def submit_many(self, ops: Sequence[AnyOp], priority: DiskPriority) -> int:
+        """See `DiskQueue`."""
+        waiting = self._waiting[priority]
+        room = 0 if self._stopping else max(0, self._limits[priority] - len(waiting))
+        accepted = list(islice(ops, room))
+        now_ns, pending = time.monotonic_ns(), DiskOutcome.PENDING
+        for op in accepted:
+            op.submitted_ns, op.priority, op.outcome = now_ns, priority, pending
+            op.held_bytes = op.moved_bytes
+            self.in_flight_bytes += op.held_bytes
+            if isinstance(op, TaskOp):
+                self._open_tasks[op] = None
+                self._tasks.put(op)
+            else:
+                waiting.append(op)
+        self.in_flight += len(accepted)
+        self.refused += len(ops) - len(accepted)
+        self._send()
+        return len(accepted)
+
+    def cancel_queued(self, priority: DiskPriority | None = None) -> int:
+        """See `DiskQueue`. What the process has not started ends as CANCELLED too, when it says so."""
+        cancelled: list[BlockOp] = []
+        for number, waiting in enumerate(self._waiting):
+            if priority is None or number == priority:
+                cancelled += waiting
+                waiting.clear()
+        for op in cancelled:
+            self._cancel(op)
+        if self._line is not None and self._sent:
+            self._packets.append((records.cancel_packet(priority), -1))
+            self._send_packets()
+        return len(cancelled)
+
+    def _cancel(self, op: AnyOp) -> None:
+        """Pass it to its `done` soon: the caller does not expect that in here."""
+        op.outcome = DiskOutcome.CANCELLED
+        if not self._cancelled:
+            self._from_thread(self._deliver_cancelled)
+        self._cancelled.append(op)
+
+    def _deliver_cancelled(self) -> None:
+        ops = list(self._cancelled)
+        self._cancelled.clear()
+        self._deliver(ops)
+
+    def queued(self, priority: DiskPriority | None = None) -> int:
+        """Operations that wait for credit, or with a process for its disk."""
+        if priority is not None:
+            return len(self._waiting[priority])
+        return sum(map(len, self._waiting))
+
+    def oldest_age_s(self) -> float:
+        """How long the oldest block has been with the process, or there has been none."""
+        since_s = [self._down_s] if self._line is None else []
+        if self._sent:
+            oldest = next(iter(self._sent))
+            while self._sent_at[0][0] < oldest:
+                self._sent_at.popleft()
+            since_s.append(self._sent_at[0][1])
+        if self._task_since_s:
+            since_s.append(self._task_since_s)
+        return time.monotonic() - min(since_s) if since_s else 0.0
+
+    @property
+    def waits_for_process(self) -> bool:
+        """Whether the process has something to answer."""
+        return bool(self._sent)
+
+    def stats(self) -> dict[str, object]:
+        """See `DiskQueue`."""
+        return {
+            **self._counts(),
+            "queued": self.queued(),
+            "waiting": {priority.name.lower(): self.queued(priority) for priority in DiskPriority},
+            "oldest_age_s": self.oldest_age_s(),
+        }
+
+    # --- the process -----------------------------------------------------------------------------
+
+    def connect(self, line: socket.socket) -> None:
+        """A process is there: tell it what it needs to know, and send what waits."""
+        self._line, self.heard_s = line, time.monotonic()
+        self._names.clear()
+        self._packets.clear()
+        for region, fd in self._arena.regions:
+            self._packets.append((records.region_packet(region.region_id, region.size_bytes), fd))
+        self._send()
+
+    def add_region(self, region_id: int, size_bytes: int, fd: int) -> None:
+        """The arena has one more region."""
+        if self._line is not None:
+            self._packets.append((records.region_packet(region_id, size_bytes), fd))
+            self._send_packets()
+
+    def disconnect(self) -> None:
+        """The process is ending: send it nothing more. What it has keeps its frames and slots until `lost`."""
+        self._line, self._down_s = None, time.monotonic()
+        self._packets.clear()
+
+    def lost(self) -> None:
+        """The process is gone, and its I/O is over."""
+        left = list(self._sent.values())
+        self._sent.clear()
+        self._sent_at.clear()
+        self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
+        writes = [op for op in left if isinstance(op, WriteOp) and not self._stopping and not op.unwanted]
+        self._waiting[DiskPriority.WRITE].extendleft(reversed(writes))
+        again = set(map(id, writes))
+        ended = [op for op in left if id(op) not in again]
+        for op in ended:
+            op.outcome = DiskOutcome.CANCELLED
+        self._deliver(ended)
+
+    def ping(self) -> None:
+        """Have the process say that it is alive."""
+        self._packets.append((records.PING, -1))
+        self._send_packets()
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Send what waits, as far as there is credit and room on the line."""
+        while self._line is not None and not self._packets:
+            ops = self._next_ops()
+            if not ops:
+                return
+            self._pack(ops)
+            self._send_packets()
+
+    def _next_ops(self) -> list[BlockOp]:
+        """At most a packet of the first queue that has credit."""
+        for priority, waiting in enumerate(self._waiting):
+            ops: list[BlockOp] = []
+            write = priority == DiskPriority.WRITE
+            while waiting and len(ops) < records.MAX_RECORDS and self._has_credit(waiting[0], write):
+                op = waiting.popleft()
+                if op.unwanted:
+                    self._cancel(op)
+                    continue
+                self._sent_bytes += op.held_bytes
+                if write:
+                    self._sent_writes += 1
+                    self._sent_write_bytes += op.held_bytes
+                self._sent[self._next + len(ops)] = op
+                ops.append(op)
+            if ops:
+                return ops
+        return []
+
+    def _has_credit(self, op: BlockOp, write: bool) -> bool:
+        count = len(self._sent)
+        if not count:
+            return True
+        if (
+            write
+            and self._sent_writes
+            and (self._sent_writes >= MAX_SENT_WRITES or self._sent_write_bytes + op.held_bytes > MAX_SENT_WRITE_BYTES)
+        ):
+            return False
+        return count < MAX_SENT and self._sent_bytes + op.held_bytes <= MAX_SENT_BYTES
+
+    def _pack(self, ops: Sequence[BlockOp]) -> None:
+        packed, frame_at = [], self._arena.frame_at
+        for number, op in enumerate(ops, self._next):
+            name = self._names.get(op.fingerprint)
+            if name is None:
+                name = self._names[op.fingerprint] = len(self._names)
+                self._packets.append((records.name_packet(name, op.fingerprint), -1))
+            frame = NO_FRAME if op.address == NOWHERE else frame_at(op.address)
+            packed.append(
+                records.BLOCK.pack(
+                    number,
+                    isinstance(op, WriteOp),
+                    op.codec,
+                    op.kind,
+                    op.priority,
+                    frame,
+                    op.slot,
+                    op.key,
+                    name,
+                    op.length,
+                    op.stored_length,
+                    op.checksum,
+                )
+            )
+        self._next += len(ops)
+        self._sent_at.append((self._next - 1, time.monotonic()))
+        self._packets.append((records.packet(Tag.BLOCKS, packed), -1))
+
+    def _send_packets(self) -> None:
+        line = self._line
+        while self._packets and line is not None:
+            data, fd = self._packets[0]
+            try:
+                if fd < 0:
+                    line.send(data, socket.MSG_DONTWAIT)
+                else:
+                    socket.send_fds(line, [data], [fd], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_for_room(line, self._go_on)
+                return
+            except ConnectionError:
+                return  # it has ended: `disconnect` follows
+            self._packets.popleft()
+
+    def _go_on(self) -> None:
+        if self._line is not None:
+            self._wait_for_room(self._line, None)
+            self._send_packets()
+            self._send()
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def readable(self, line: socket.socket) -> bool:
+        """Take what the process says, for a while; False at the end of the line."""
+        until_ns = time.perf_counter_ns() + DELIVER_NS
+        while True:
+            try:
+                data = line.recv(records.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                return False
+            if not data:
+                return False
+            self.heard_s = time.monotonic()
+            if data[0] == Tag.ENDS:
+                self._take_ends(data)
+            if time.perf_counter_ns() >= until_ns:
+                break
+        self._send()
+        return True
+
+    def _take_ends(self, data: bytes) -> None:
+        ended, sent, outcomes = [], self._sent, records.OUTCOMES
+        for number, outcome, codec, errno, stored, checksum, io_us, calls, io_bytes in records.ends_of(data):
+            op = sent.pop(number)
+            op.outcome, op.errno = outcomes[outcome], errno
+            op.io_ns, op.calls, op.io_bytes = io_us * 1000, calls, io_bytes
+            self._sent_bytes -= op.held_bytes
+            if isinstance(op, WriteOp):
+                self._sent_writes -= 1
+                self._sent_write_bytes -= op.held_bytes
+                op.codec, op.stored_length, op.checksum = codec, stored, checksum
+            ended.append(op)
+        self._deliver(ended)
+
+    def _deliver(self, ops: Sequence[AnyOp]) -> None:
+        for op in ops:
+            self.in_flight -= 1
+            self.in_flight_bytes -= op.held_bytes
+            self._count(op)
+            try:
+                op.done(op)
+            except Exception:
+                log.exception("the owner of a disk operation failed to take it back")
+
+    # --- tasks -----------------------------------------------------------------------------------
+
+    def _do_tasks(self) -> None:
+        """Call tasks, which ask the process and wait for it, one after another."""
+        while (op := self._tasks.get()) is not None:
+            if op.unwanted or self._stopping:
+                op.outcome = DiskOutcome.CANCELLED
+            else:
+                self._task_since_s = time.monotonic()
+                try:
+                    op.call()
+                    op.outcome = DiskOutcome.OK
+                except OSError as error:
+                    op.outcome, op.errno = DiskOutcome.IO_ERROR, error.errno or 5
+                finally:
+                    self._task_since_s = 0.0
+            self._from_thread(lambda op=op: self._task_done(op))  # type: ignore[misc]
+
+    def _task_done(self, op: TaskOp) -> None:
+        if op in self._open_tasks:
+            del self._open_tasks[op]
+            self._deliver([op])
+
+    # --- stopping --------------------------------------------------------------------------------
+
+    def begin_stop(self) -> None:
+        """See `DiskQueue`."""
+        self._stopping = True
+        self.cancel_queued()
+
+    def stop(self, deadline_s: float) -> bool:
+        """See `DiskQueue`."""
+        self.begin_stop()
+        line = self._line
+        if line is not None:
+            look = select.poll()
+            look.register(line, select.POLLIN)
+            while self._sent and (left_s := deadline_s - time.monotonic()) > 0:
+                if look.poll(1000 * left_s) and not self.readable(line):
+                    break
+        left: list[AnyOp] = [*self._sent.values(), *self._open_tasks]
+        everything_over = not self._sent
+        self._sent.clear()
+        self._open_tasks.clear()
+        self._tasks.put(None)
+        for op in left:
+            op.outcome = DiskOutcome.ABANDONED
+        self._deliver_cancelled()
+        self._deliver(left)
+        return everything_over
