@@ -19,16 +19,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiercache.daemon.tiers.nvme.catalog.changes import Burial, Done, RowChange, Statement, Sync, TableChange
+from tiercache.daemon.tiers.nvme.catalog.changes import (
+    Answer,
+    Burial,
+    Done,
+    RowChange,
+    RowsChange,
+    Statement,
+    Sync,
+    TableChange,
+)
 from tiercache.daemon.tiers.nvme.catalog.database import NAME, CatalogState, SavedNamespace, Tombstone, row_checksum
-from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, Loading, Row, pack_row, place_of
+from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, Loading, Row, RowFields, pack_row, place_of
 from tiercache.daemon.tiers.nvme.catalog.writer import Writer
 
 __all__ = ["Catalog", "CatalogState", "Done", "SavedNamespace", "Tombstone"]
@@ -36,7 +45,9 @@ __all__ = ["Catalog", "CatalogState", "Done", "SavedNamespace", "Tombstone"]
 MAX_PENDING = 20_000
 """Pending changes beyond which `full` asks the owner to hold back."""
 CALLBACKS_AT_ONCE = 256
-"""`done` calls in one turn of the event loop."""
+"""`done` calls in one turn of the event loop; those of batches count for as many as they have rows."""
+MAX_ROWS = 512
+"""Rows of one `insert_many` or `delete_many`."""
 _MAX_U32 = 0xFFFFFFFF
 _FORGET = ("DELETE FROM tombstones WHERE namespace = ?", "DELETE FROM namespaces WHERE number = ?")
 
@@ -46,7 +57,7 @@ class Catalog:
 
     `post(callback, *args)` is the loop's call_soon_threadsafe; every `done(ok)` is called through it, once; the
     successful ones in the order of posting. `done(False)` means
-    - for `insert`, `delete` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
+    - for `insert`, `delete`, their `_many` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
     - for all others: not written yet. It is kept, and retried as long as the catalog is open.
     Pending changes are applied in the order of posting; a batch is all or nothing. `alone`: opens on a full disk too,
     and no other process may open the database meanwhile (`connect_to_write`).
@@ -57,7 +68,7 @@ class Catalog:
         self._post = post
         self._alone = alone
         self._writer = Writer(self._path, directory_id, alone, lambda answers: self._call(self._deliver, answers))
-        self._answers: deque[tuple[Done, bool]] = deque()
+        self._answers: deque[Answer] = deque()
         self._namespaces: set[int] = set()
         self._loading: Loading | None = None
 
@@ -82,6 +93,25 @@ class Catalog:
         """The slot holds nothing; it may be overwritten after `done(True)`. A missing row is no error."""
         assert place >= 0
         self._writer.put(RowChange(place, None, 0, done))
+
+    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+        """As `insert` of each in turn, written or refused together: one `done(ok)` for all of them.
+
+        At least one and at most `MAX_ROWS`; the sequences lie above those of all rows before. Both lists are the
+        catalog's from here on, since its thread packs the rows. All numbers must fit their fields (`Row`).
+        """
+        assert 0 < len(places) == len(rows) <= MAX_ROWS
+        assert min(places) >= 0
+        self._writer.put(RowsChange(places, rows, done))
+
+    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
+        """As `delete` of each in turn, written or refused together: one `done(ok)` for all of them.
+
+        At least one and at most `MAX_ROWS`. The list is the catalog's from here on.
+        """
+        assert 0 < len(places) <= MAX_ROWS
+        assert min(places) >= 0
+        self._writer.put(RowsChange(places, None, done))
 
     def add_namespace(
         self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None
@@ -243,7 +273,7 @@ class Catalog:
         with suppress(RuntimeError):  # the loop is closed: no callback is left to run
             self._post(callback, *args)
 
-    def _deliver(self, answers: list[tuple[Done, bool]]) -> None:
+    def _deliver(self, answers: list[Answer]) -> None:
         """On the loop: call the answered `done`s, so many in one turn. One that raises does not stop the others."""
         waiting = bool(self._answers)
         self._answers.extend(answers)
@@ -251,9 +281,11 @@ class Catalog:
             self._deliver_some()
 
     def _deliver_some(self) -> None:
+        rows = 0
         try:
-            for _ in range(min(CALLBACKS_AT_ONCE, len(self._answers))):
-                done, ok = self._answers.popleft()
+            while self._answers and rows < CALLBACKS_AT_ONCE:
+                done, ok, its_rows = self._answers.popleft()
+                rows += its_rows
                 done(ok)
         finally:
             if self._answers:

@@ -8,9 +8,12 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from tiercache.daemon.tiers.nvme.catalog.database import write_rows
+from tiercache.daemon.tiers.nvme.catalog.rows import RowFields, pack_row
 
 Done = Callable[[bool], None]
 """Called on the loop once a change is written (True) or cannot be written now (False)."""
+Answer = tuple[Done, bool, int]
+"""What is to be called, with what, and for how many rows it answers."""
 Statement = tuple[str, Sequence[Any]]
 
 
@@ -18,6 +21,14 @@ class RowChange(NamedTuple):
     place: int
     record: bytes | None  # None deletes
     sequence: int
+    done: Done | None
+
+
+class RowsChange(NamedTuple):
+    """Rows that are written or refused together: packed by the thread that applies them. `rows` None deletes."""
+
+    places: Sequence[int]
+    rows: Sequence[RowFields] | None
     done: Done | None
 
 
@@ -43,7 +54,12 @@ class Sync(NamedTuple):
     result: Future[bool]
 
 
-Change = RowChange | TableChange | Burial | Sync
+Change = RowChange | RowsChange | TableChange | Burial | Sync
+
+
+def rows_of(change: Change | None) -> int:
+    """How many rows a change counts for."""
+    return len(change.places) if isinstance(change, RowsChange) else 1
 
 
 def apply(db: sqlite3.Connection, batch: Sequence[Change]) -> None:
@@ -54,6 +70,12 @@ def apply(db: sqlite3.Connection, batch: Sequence[Change]) -> None:
         if isinstance(change, RowChange):
             rows[change.place] = change.record
             sequence = max(sequence, change.sequence)
+        elif isinstance(change, RowsChange):
+            if change.rows is None:
+                rows.update(dict.fromkeys(change.places))
+            else:
+                rows.update(zip(change.places, map(pack_row, change.places, change.rows), strict=True))
+                sequence = max(sequence, *(row[9] for row in change.rows))  # RowFields ends with it
         elif isinstance(change, (TableChange, Burial)):
             write_rows(db, rows)
             rows.clear()

@@ -54,6 +54,8 @@ class Row(NamedTuple):
     sequence: int
 
 
+RowFields = tuple[bytes, bytes, int, int, int, int, int, int, int, int]
+"""The fields of a `Row` in its order; a `Row` is one."""
 PlacedRow = tuple[int, Row]
 
 _FIELDS = struct.Struct("<16s16sIIIIBB2xQQ")
@@ -77,9 +79,9 @@ def segment_and_slot(place: int) -> tuple[int, int]:
     return place >> SLOT_BITS, place & (MAX_SLOTS - 1)
 
 
-def pack_row(place: int, row: Row) -> bytes:
+def pack_row(place: int, row: RowFields) -> bytes:
     """The record of a row at its place. Raises struct.error for a number that does not fit its field."""
-    assert len(row.key) == len(row.parent) == len(ROOT_KEY), "struct would cut or fill a key without a word"
+    assert len(row[0]) == len(row[1]) == len(ROOT_KEY), "struct would cut or fill a key without a word"
     fields = _FIELDS.pack(*row)
     return fields + _CHECKSUM.pack(xxh3_64_intdigest(fields, place & _SEED_MASK))
 

@@ -14,7 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiercache.daemon.tiers.nvme.catalog.changes import Burial, Change, Done, RowChange, Sync, TableChange, apply
+from tiercache.daemon.tiers.nvme.catalog.changes import (
+    Answer,
+    Burial,
+    Change,
+    RowChange,
+    RowsChange,
+    Sync,
+    TableChange,
+    apply,
+    rows_of,
+)
 from tiercache.daemon.tiers.nvme.catalog.closing import closing_own
 from tiercache.daemon.tiers.nvme.catalog.database import (
     SQLITE_ERRORS,
@@ -31,7 +41,7 @@ from tiercache.errors import CatalogUnavailable, ConfigError
 log = logging.getLogger("tiercache.daemon")
 
 BATCH_OPS = 2000
-"""Most changes in one transaction."""
+"""Most changes in one transaction, a row a change; a batch of rows is not divided."""
 COLLECT_S = 0.005
 """How long the first change of a transaction waits for others."""
 IDLE_S = 1.0
@@ -44,9 +54,7 @@ class Writer:
     `answer(answers)` is called by the thread: each `done` of a batch, and whether it was written.
     """
 
-    def __init__(
-        self, path: Path, directory_id: bytes, alone: bool, answer: Callable[[list[tuple[Done, bool]]], None]
-    ) -> None:
+    def __init__(self, path: Path, directory_id: bytes, alone: bool, answer: Callable[[list[Answer]], None]) -> None:
         self.error = ""
         self.commits = 0
         self.failures = 0
@@ -63,6 +71,8 @@ class Writer:
         self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._in_hand = 0
+        # Rows of batches beyond the one that the queue counts each for: put by the loop, taken by the thread.
+        self._more_put = self._more_taken = 0
         self._refused_rows = False
         self._kept: dict[tuple[Any, ...], TableChange] = {}
         self._retry_s = RETRY_FIRST_S
@@ -87,6 +97,8 @@ class Writer:
 
     def put(self, change: Change, soon: bool = False) -> None:
         """Have a change written after all that were put before; `soon`: without waiting for others to join it."""
+        if isinstance(change, RowsChange):  # from the loop alone
+            self._more_put += rows_of(change) - 1
         self._changes.put(change)
         if soon:
             self._hurry.set()
@@ -94,7 +106,7 @@ class Writer:
     @property
     def pending(self) -> int:
         """Changes put and not yet written or refused, and those kept for a retry."""
-        return self._changes.qsize() + self._in_hand + len(self._kept)
+        return self._changes.qsize() + self._more_put - self._more_taken + self._in_hand + len(self._kept)
 
     def age_s(self) -> float:
         """How long the current transaction has been with the disk; 0 between two."""
@@ -180,17 +192,21 @@ class Writer:
             first = self._changes.get(timeout=wait_s)
         except queue.Empty:
             return []
-        self._in_hand = int(first is not None)
+        batch = self._with([], first)
         if self._changes.qsize() < BATCH_OPS:
             self._hurry.wait(COLLECT_S)
         self._hurry.clear()
-        batch = [] if first is None else [first]
         with suppress(queue.Empty):
-            while len(batch) < BATCH_OPS:
-                change = self._changes.get_nowait()
-                if change is not None:
-                    self._in_hand += 1
-                    batch.append(change)
+            while self._in_hand < BATCH_OPS:
+                self._with(batch, self._changes.get_nowait())
+        return batch
+
+    def _with(self, batch: list[Change], change: Change | None) -> list[Change]:
+        """A batch with one more change in hand; None is the word to close."""
+        if change is not None:
+            self._in_hand += rows_of(change)
+            self._more_taken += rows_of(change) - 1
+            batch.append(change)
         return batch
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[Change]) -> str:
@@ -238,7 +254,7 @@ class Writer:
             if isinstance(change, TableChange):
                 self._kept.pop(change.name, None)
                 self._kept[change.name] = change
-            self._refused_rows |= isinstance(change, RowChange)
+            self._refused_rows |= isinstance(change, (RowChange, RowsChange))
         self._in_hand = 0
         self._answer(batch, False)
 
@@ -273,11 +289,11 @@ class Writer:
         self.written_bytes = thread_written_bytes()
 
     def _answer(self, changes: Sequence[Change], ok: bool) -> None:
-        answers = []
+        answers = list[Answer]()
         for change in changes:
             if isinstance(change, Sync):
                 change.result.set_result(ok)
             elif change.done is not None:
-                answers.append((change.done, ok))
+                answers.append((change.done, ok, rows_of(change)))
         if answers:
             self._post_answers(answers)

@@ -12,7 +12,13 @@ import pytest
 from catalog_bench import ID, WAIT_S, Answers, Bench, row
 
 from tiercache.daemon.tiers.nvme.catalog import database, writer
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace, Tombstone
+from tiercache.daemon.tiers.nvme.catalog.catalog import (
+    CALLBACKS_AT_ONCE,
+    Catalog,
+    CatalogState,
+    SavedNamespace,
+    Tombstone,
+)
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
 from tiercache.daemon.tiers.nvme.catalog.database import NAME
 from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Row, place_of
@@ -129,6 +135,63 @@ def test_a_change_is_pending_from_its_posting_to_its_commit(bench: Bench, monkey
         bench.loop.until(lambda: len(answers.got) == number + 1)  # noqa: B023  # called at once
         assert catalog.pending == 0
     assert seen == [1, 1, 1]
+
+
+def test_a_batch_of_rows_counts_for_its_rows_and_is_answered_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BATCH_OPS", 8)
+    catalog, _ = bench.open()
+    answers, places = Answers(), list(range(20, 0, -1))
+    catalog.insert(50, row(1), answers("one"))
+    catalog.insert_many(places, [row(100 + place) for place in reversed(places)], answers("all"))
+    catalog.delete_many([20, 3, 50], answers("three"))
+    catalog.insert_many([3], [row(200)], answers("again"))
+    bench.loop.until(lambda: len(answers.got) == 4)
+    assert answers.got == [("one", True), ("all", True), ("three", True), ("again", True)]
+    assert catalog.pending == 0
+    assert catalog.close(WAIT_S)
+    wanted = {place: row(121 - place) for place in range(1, 20)} | {3: row(200)}
+    assert bench.open()[1].next_sequence == 201
+    assert dict(check_rows(bench.directory)) == wanted
+
+
+def test_rows_of_a_batch_are_pending_until_their_commit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog, _ = bench.open()
+    seen = []
+
+    class Collecting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            seen.append(catalog.pending)
+            return True
+
+    monkeypatch.setattr(catalog._writer, "_hurry", Collecting())
+    answers = Answers()
+    catalog.insert_many([1, 2, 3], [row(1), row(2), row(3)], answers("in"))
+    bench.loop.until(lambda: len(answers.got) == 1)
+    assert catalog.pending == 0
+    catalog.delete_many([1, 2], answers("out"))
+    bench.loop.until(lambda: len(answers.got) == 2)
+    assert catalog.pending == 0
+    assert seen == [3, 2]
+
+
+def test_answers_to_batches_come_in_turns_by_their_rows(bench: Bench) -> None:
+    """Each row is a slot to free: a turn of the loop takes no more batches than make `CALLBACKS_AT_ONCE` of them."""
+    catalog, _ = bench.open()
+    turns, got = [0], list[int]()
+    for first in range(0, 4 * CALLBACKS_AT_ONCE, CALLBACKS_AT_ONCE):
+        catalog.delete_many(range(first, first + CALLBACKS_AT_ONCE), lambda ok: got.append(turns[0]))
+    assert catalog.sync(WAIT_S)
+    deliver = catalog._deliver_some
+
+    def turn() -> None:
+        turns[0] += 1
+        deliver()
+
+    catalog._deliver_some = turn  # type: ignore[method-assign]
+    bench.loop.until(lambda: len(got) == 4)
+    assert got == [1, 2, 3, 4]
 
 
 def test_an_answer_that_raises_stops_no_other(bench: Bench) -> None:

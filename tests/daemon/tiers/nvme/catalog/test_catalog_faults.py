@@ -137,6 +137,27 @@ def test_full_while_the_disk_does_not_answer(
     assert catalog.close(WAIT_S)
 
 
+def test_rows_of_a_batch_are_refused_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, answers = Bench(tmp_path), Answers()
+    catalog, _ = bench.open()
+    catalog.insert_many([1, 2], [row(1), row(2)], answers("in"))
+    bench.loop.until(lambda: answers.got == [("in", True)])
+    commit = catalog._writer._commit
+    monkeypatch.setattr(catalog._writer, "_commit", lambda db, batch: "full")
+    catalog.insert_many([3, 4], [row(3), row(4)], answers("refused"))
+    catalog.delete_many([1, 2], answers("kept"))
+    catalog.remove_tombstone(1, b"k" * 16, answers("tombstone"))
+    bench.loop.until(lambda: len(answers.got) == 4)
+    assert answers.got[1:] == [("refused", False), ("kept", False), ("tombstone", False)]
+    monkeypatch.setattr(catalog._writer, "_commit", commit)
+    bench.loop.until(lambda: not catalog.error)
+    catalog.remove_tombstone(1, b"k" * 16, answers("as rows were refused"))
+    bench.loop.until(lambda: len(answers.got) == 5)
+    assert answers.got[4] == ("as rows were refused", False)
+    assert catalog.close(WAIT_S)
+    assert bench.reopened() == {1: row(1), 2: row(2)}
+
+
 def test_closing_does_not_wait_for_a_dead_disk(tmp_path: Path, stuck: threading.Event) -> None:
     stuck.set()
     bench = Bench(tmp_path)
