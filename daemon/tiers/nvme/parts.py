@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch
+from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields
 from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
@@ -78,6 +78,12 @@ class CatalogRows(Protocol):
 
     def delete(self, place: int, done: Done | None = None) -> None:
         """The slot holds nothing."""
+
+    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+        """As `insert` of each in turn, answered together."""
+
+    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
+        """As `delete` of each in turn, answered together."""
 
     def add_namespace(
         self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import msgspec
 
+from tiercache.protocol.frames import OFFSET_MASK as OFFSET_MASK
+from tiercache.protocol.frames import REGION_SHIFT as REGION_SHIFT
+
 PROTOCOL = 1
 OLDEST_PROTOCOL = 1
 
@@ -37,9 +40,6 @@ MAX_LISTED = 65_536
 
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LISTED)]
 """Numbers of namespaces or leases, in a request."""
-
-REGION_SHIFT = 48
-OFFSET_MASK = (1 << REGION_SHIFT) - 1
 
 
 class ErrorCode(str, Enum):

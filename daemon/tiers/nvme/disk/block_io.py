@@ -26,7 +26,7 @@ from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.ground.units import round_up
 from tiercache.protocol.checksums import CHECKSUM_XXH3, KINDS, block_checksum, block_seed
-from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+from tiercache.protocol.frames import OFFSET_MASK, REGION_SHIFT
 
 log = logging.getLogger("tiercache.daemon")
 

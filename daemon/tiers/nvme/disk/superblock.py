@@ -28,7 +28,7 @@ from pathlib import Path
 
 import xxhash
 
-from tiercache.protocol.messages import OFFSET_MASK
+from tiercache.protocol.frames import OFFSET_MASK
 
 NAME = "superblock"
 SIZE_BYTES = 4096

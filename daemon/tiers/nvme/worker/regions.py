@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from tiercache.copies.arena import Region
-from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+from tiercache.protocol.frames import OFFSET_MASK, REGION_SHIFT
 
 
 class ArenaFiles:

@@ -15,20 +15,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from tiercache.daemon.tiers.nvme.catalog.catalog import MAX_PENDING
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, unpack_placed
+from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields, unpack_placed
 from tiercache.daemon.tiers.nvme.worker import messages
 from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, parts_of
 
 log = logging.getLogger("tiercache.daemon")
 
-CHANGES_AT_ONCE = 256
-"""In one message."""
-_ROWS = frozenset(("insert", "delete"))
+ROWS_AT_ONCE = 512
+"""In one message, unless a single change has more."""
+_ROWS = frozenset(("insert", "delete", "insert_many", "delete_many"))
 _BURIALS = frozenset(("remove_tombstone", "forget_namespaces"))
 
 
@@ -37,6 +37,7 @@ class _Change(NamedTuple):
     arguments: list[Any]
     done: Done | None
     posted_s: float
+    rows: int
 
 
 class RemoteLoading:
@@ -90,6 +91,7 @@ class RemoteCatalog:
         self._joiner = Joiner()
         self._next = 0
         self._open: dict[int, _Change] = {}  # by number, in order: not answered
+        self._open_rows = 0  # of those
         self._unsent: deque[tuple[int, _Change]] = deque()
         self._kept: dict[int, _Change] = {}  # refused for now; the process has them too
         self._packets: deque[bytes] = deque()  # of messages on their way
@@ -110,6 +112,14 @@ class RemoteCatalog:
     def delete(self, place: int, done: Done | None = None) -> None:
         """See `Catalog`."""
         self._post("delete", [place], done)
+
+    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("insert_many", [places, rows], done, len(places))
+
+    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
+        """See `Catalog`."""
+        self._post("delete_many", [places], done, len(places))
 
     def add_namespace(
         self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None
@@ -141,13 +151,14 @@ class RemoteCatalog:
         """See `Catalog`."""
         self._post("forget_namespaces", [list(keep)], done)
 
-    def _post(self, method: str, arguments: list[Any], done: Done | None) -> None:
+    def _post(self, method: str, arguments: list[Any], done: Done | None, rows: int = 1) -> None:
         if method in _BURIALS and self._refused_rows:
             self._soon(lambda: _answer(done, False))
             return
-        change = _Change(method, arguments, done, time.monotonic())
+        change = _Change(method, arguments, done, time.monotonic(), rows)
         number = self._next
         self._next += 1
+        self._open_rows += rows
         self._open[number] = change
         self._unsent.append((number, change))
         self._send_soon()
@@ -157,7 +168,7 @@ class RemoteCatalog:
     @property
     def pending(self) -> int:
         """See `Catalog`."""
-        return len(self._open) + len(self._kept)
+        return self._open_rows + len(self._kept)
 
     @property
     def full(self) -> bool:
@@ -185,6 +196,7 @@ class RemoteCatalog:
         refused = [change for _, change in changes if change.method in _BURIALS] if self._refused_rows else []
         self._unsent = deque(its for its in changes if its[1] not in refused)
         self._open = dict(self._unsent)
+        self._open_rows = sum(change.rows for change in self._open.values())
         for change in refused:
             _answer(change.done, False)
         self._send_soon()
@@ -229,8 +241,10 @@ class RemoteCatalog:
         unsent = self._unsent
         some: list[tuple[str, list[Any]]] = []
         first = unsent[0][0]
-        while unsent and len(some) < CHANGES_AT_ONCE and unsent[0][0] == first + len(some):
+        rows = 0
+        while unsent and rows < ROWS_AT_ONCE and unsent[0][0] == first + len(some):
             change = unsent.popleft()[1]
+            rows += change.rows
             some.append((change.method, change.arguments))
         self._packets.extend(parts_of(messages.encode(messages.Changes(first, some))))
 
@@ -306,6 +320,7 @@ class RemoteCatalog:
 
     def _answered(self, number: int, ok: bool) -> None:
         change = self._open.pop(number)
+        self._open_rows -= change.rows
         if not ok:
             if change.method in _ROWS:
                 self._refused_rows = True
