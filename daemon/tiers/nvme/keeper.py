@@ -229,6 +229,8 @@ def _figures_of_none() -> dict[str, Any]:
         "in_flight",
         "in_flight_bytes",
         "queued",
+        "worker_pid",
+        "worker_starts",
     )
     return {
         **dict.fromkeys((*zeros, *_COUNTERS), 0),

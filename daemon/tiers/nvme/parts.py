@@ -34,6 +34,8 @@ class DirectoryFiles(Protocol):
     kept_bytes: int
     home: Home | None
     trouble: str
+    worker_pid: int
+    worker_starts: int
 
     @property
     def segments(self) -> list[int]:

@@ -360,6 +360,8 @@ class Shelf:
             "path": str(self.directory.path),
             "state": "loading" if self.loading else "offline" if self.offline else "ok",
             "direct": self.directory.direct,
+            "worker_pid": self.directory.worker_pid,
+            "worker_starts": self.directory.worker_starts,
             "blocks": sum(table.blocks for table in self.index.tables.values()),
             "used_bytes": self.allocator.used_bytes,
             "segments": len(self.directory.segments),

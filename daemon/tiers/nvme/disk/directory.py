@@ -110,6 +110,8 @@ class Directory:
         """Bytes of segments beyond the cap, kept because their blocks would be lost."""
         self.trouble = ""
         """What is wrong with the process that uses it, for people: never anything here."""
+        self.worker_pid = self.worker_starts = 0
+        """That process, if it has one of its own, and how many there were."""
         self._require_mount = require_mount
         self._daemon_pid = daemon_pid
         self._fds: dict[int, int] = {}

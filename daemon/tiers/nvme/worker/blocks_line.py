@@ -12,6 +12,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, ReadOp, Wr
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, DiskQueue
 from tiercache.daemon.tiers.nvme.worker import records
+from tiercache.daemon.tiers.nvme.worker.packets import receive_now
 from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
 from tiercache.daemon.tiers.nvme.worker.regions import MappedRegions
 
@@ -65,7 +66,7 @@ class BlocksLine:
         """Take what waits on the line; False at its end."""
         for _ in range(PACKETS_AT_ONCE):
             try:
-                data, fds, _, _ = socket.recv_fds(self._line, records.MAX_PACKET_BYTES, 1, socket.MSG_DONTWAIT)
+                data, fds = receive_now(self._line, records.MAX_PACKET_BYTES)
             except BlockingIOError:
                 return True
             if not data:

@@ -63,6 +63,11 @@ class _Life:
     pinged_s: float = 0.0
     """When it was asked whether it is alive; 0: it has answered."""
 
+    def close(self) -> None:
+        """Close its lines, if it is not used."""
+        for line in (self.files, self.blocks, self.rows):
+            line.close()
+
 
 class _Ended(Exception):
     """The process has ended while it opened the directory."""
@@ -116,15 +121,27 @@ class DirectoryWorker:
 
     def _connect(self, before: Home | None) -> _Life:
         """A process that has opened the directory. Blocks. Raises ConfigError, DirectoryUnavailable and _Ended."""
-        plan = self._plan
+        lines: list[tuple[HelperProcess, socket.socket]] = []
         try:
             deadline_s = time.monotonic() + START_S
-            its, files = self._supervisor.open_line(deadline_s)
-            others = [self._supervisor.open_line(deadline_s) for _ in range(2)]
+            for _ in range(3):
+                lines.append(self._supervisor.open_line(deadline_s))
+            if len({its for its, _ in lines}) > 1:
+                raise _Ended
+            (its, files), (_, blocks), (_, rows) = lines
+            return self._open_on(its, files, blocks, rows, before)
         except ProcessError as error:
-            raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: {error.text}") from None
-        if any(other is not its for other, _ in others):
-            raise _Ended
+            _close_all(lines)
+            raise DirectoryUnavailable(f"nvme directory {self._plan.path} cannot be used: {error.text}") from None
+        except BaseException:
+            _close_all(lines)
+            raise
+
+    def _open_on(
+        self, its: HelperProcess, files: socket.socket, blocks: socket.socket, rows: socket.socket, before: Home | None
+    ) -> _Life:
+        """Have a process open the directory. Blocks. Raises as `_connect`."""
+        plan = self._plan
         question = messages.Open(
             path=str(plan.path),
             cap_bytes=plan.cap_bytes,
@@ -146,7 +163,7 @@ class DirectoryWorker:
         if isinstance(answer, messages.Refused):
             raise (ConfigError if answer.setting else DirectoryUnavailable)(answer.text)
         assert isinstance(answer, messages.Opened)
-        return _Life(its, files, others[0][1], others[1][1], answer)
+        return _Life(its, files, blocks, rows, answer)
 
     def _reopen(self) -> None:
         """Have another process open the directory as it was."""
@@ -193,8 +210,7 @@ class DirectoryWorker:
 
     def _use(self, life: _Life) -> None:
         life.used, self._life = True, life
-        self.directory.trouble = ""
-        self.directory.connect(life.files, life.opened.segments)
+        self.directory.connect(life.files, life.opened.segments, life.its.pid)
         self.queue.connect(life.blocks)
         self.catalog.connect(life.rows)
         self._loop.add_reader(life.blocks, self._read, life, life.blocks, self.queue.readable)
@@ -205,6 +221,7 @@ class DirectoryWorker:
         first, opened = self._first, life.opened
         assert first is not None
         if self._closed:
+            life.close()
             return
         lost = set(self.directory.segments) - set(opened.segments)
         if opened.directory_id != first.directory_id or opened.segment_bytes != first.segment_bytes:
@@ -220,6 +237,8 @@ class DirectoryWorker:
                 time.monotonic() - self._down_s,
             )
             self._use(life)
+            return
+        life.close()
 
     def _give_up(self, why: str) -> None:
         self.directory.give_up(why)
@@ -238,10 +257,8 @@ class DirectoryWorker:
         """The process is ending: use it no more."""
         if not life.used or life is not self._life:
             return
-        life.used, self._down_s = False, time.monotonic()
-        for line in (life.blocks, life.rows):
-            self._loop.remove_reader(line)
-            self._loop.remove_writer(line)
+        self._down_s = time.monotonic()
+        self._leave(life)
         self.directory.disconnect()
         self.queue.disconnect()
         self.catalog.lost()
@@ -301,8 +318,21 @@ class DirectoryWorker:
         if self._watching is not None:
             self._watching.cancel()
         if self._life is not None and self._life.used:
-            self._life.used = False
-            for line in (self._life.blocks, self._life.rows):
-                self._loop.remove_reader(line)
-                self._loop.remove_writer(line)
+            self._leave(self._life)
+            self.directory.disconnect()
+        elif self._life is not None:
+            self._life.close()
         self._arena.forget(self._add_region)
+
+    def _leave(self, life: _Life) -> None:
+        """Read its lines no more."""
+        life.used = False
+        for line in (life.blocks, life.rows):
+            self._loop.remove_reader(line)
+            self._loop.remove_writer(line)
+            line.close()
+
+
+def _close_all(lines: list[tuple[HelperProcess, socket.socket]]) -> None:
+    for _, line in lines:
+        line.close()

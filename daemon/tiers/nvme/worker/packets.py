@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import socket
 from collections.abc import Iterator
 
@@ -37,6 +38,26 @@ def send_message(sock: socket.socket, message: bytes) -> None:
     """Send all of a message. Blocks; raises OSError."""
     for part in parts_of(message):
         sock.send(part)
+
+
+def receive_now(sock: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:
+    """A packet that is there, with its descriptors: one at most. Raises BlockingIOError when none is there.
+
+    `socket.recv_fds` ignores its flags up to Python 3.12.
+    """
+    fds = array.array("i")
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    packet, ancillary, _, _ = sock.recvmsg(most_bytes, socket.CMSG_LEN(fds.itemsize), flags)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return packet, list(fds)
+
+
+def send_now(sock: socket.socket, packet: bytes, fd: int) -> None:
+    """Send a packet, with a descriptor unless `fd` is negative. Raises BlockingIOError where there is no room for it."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+    sock.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
 
 
 def receive_message(sock: socket.socket) -> bytes | None:

@@ -37,12 +37,16 @@ class RemoteDirectory:
         self.home: Home | None = opened.home
         self.trouble = ""
         """What is wrong with the process, for people; empty when nothing is."""
+        self.worker_pid = self.worker_starts = 0
+        """The process that has it open, 0 while there is none; and how many there were."""
         self._db_reserve_bytes = opened.db_reserve_bytes
         self._segments = set(opened.segments)
         self._end = end
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._line: socket.socket | None = None
+        self._asking: socket.socket | None = None
+        """The line on which a thread waits for an answer: that thread closes it, if the process has ended."""
         self._gone = ""
         self._closed = False
 
@@ -81,30 +85,33 @@ class RemoteDirectory:
 
         Waits for the next process if there is none.
         """
-        asked: socket.socket | None = None
+        ended: socket.socket | None = None
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: (self._line not in (None, asked)) or self._gone or self._closed,  # noqa: B023
+                    lambda: (self._line not in (None, ended)) or self._gone or self._closed,  # noqa: B023
                 )
                 if self._closed:
                     raise OSError(errno.EIO, "the directory is closed")
                 if is_settled() or self._gone:
                     return messages.Good()
-                asked = self._line
+                asked = self._asking = self._line
                 assert asked is not None
-            try:
-                send_message(asked, messages.encode(question))
-                message = receive_message(asked)
-            except OSError:
-                continue  # it has ended
+            message = _answer_of(asked, question)
+            with self._changed:
+                self._asking = None
+                if asked is not self._line:
+                    asked.close()
             if message is not None:
                 return messages.decode_file_answer(message)
+            ended = asked
 
     # --- the process -----------------------------------------------------------------------------
 
-    def connect(self, line: socket.socket, segments: Collection[int]) -> None:
+    def connect(self, line: socket.socket, segments: Collection[int], pid: int) -> None:
         """A process has it open."""
+        self.worker_pid, self.trouble = pid, ""
+        self.worker_starts += 1
         with self._changed:
             self._segments |= set(segments)
             self._line = line
@@ -112,7 +119,10 @@ class RemoteDirectory:
 
     def disconnect(self) -> None:
         """The process is ending."""
+        self.worker_pid = 0
         with self._changed:
+            if self._line is not None and self._line is not self._asking:
+                self._line.close()
             self._line = None
 
     def give_up(self, why: str) -> None:
@@ -127,3 +137,12 @@ class RemoteDirectory:
             self._closed = True
             self._changed.notify_all()
         self._end()
+
+
+def _answer_of(line: socket.socket, question: messages.FileQuestion) -> bytes | None:
+    """What the process answers; None if it ends. Blocks."""
+    try:
+        send_message(line, messages.encode(question))
+        return receive_message(line)
+    except OSError:
+        return None

@@ -23,6 +23,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcom
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
 from tiercache.daemon.tiers.nvme.disk.tally import Tally
 from tiercache.daemon.tiers.nvme.worker import records
+from tiercache.daemon.tiers.nvme.worker.packets import send_now
 from tiercache.daemon.tiers.nvme.worker.records import Tag
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 
@@ -206,10 +207,8 @@ class RemoteQueue(Tally):
 
     def _send(self) -> None:
         """Send what waits, as far as there is credit and room on the line."""
-        while self._line is not None and not self._packets:
-            ops = self._next_ops()
-            if not ops:
-                return
+        self._send_packets()
+        while self._line is not None and not self._packets and (ops := self._next_ops()):
             self._pack(ops)
             self._send_packets()
 
@@ -278,10 +277,7 @@ class RemoteQueue(Tally):
         while self._packets and line is not None:
             data, fd = self._packets[0]
             try:
-                if fd < 0:
-                    line.send(data, socket.MSG_DONTWAIT)
-                else:
-                    socket.send_fds(line, [data], [fd], socket.MSG_DONTWAIT)
+                send_now(line, data, fd)
             except BlockingIOError:
                 self._wait_for_room(line, self._go_on)
                 return

@@ -76,6 +76,7 @@ class TierRig:
         for region_id in range(arena_regions):
             fd = create_region(REGION_BYTES, "test")
             self.regions[region_id] = Region(region_id, fd, REGION_BYTES)
+            self.tier.add_region(self.regions[region_id], fd)
             os.close(fd)
             self.cache.space.allocator.add_region(region_id, REGION_BYTES)
         self.owner = Owner(b"a" * 16)
