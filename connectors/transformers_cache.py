@@ -70,10 +70,13 @@ class RestoredCache(DynamicCache):  # type: ignore[misc]
     Attributes:
         root: identifies what computes it.
         known_tokens: how many leading ones were restored.
+        named_tokens: how many of these need no store. The daemon does not know what blocks from a shared store are
+            called: where it publishes KV events, a store names them, which writes nothing as long as they are there.
     """
 
     root = b""
     known_tokens = 0
+    named_tokens = 0
 
 
 class PrefixCache:
@@ -212,13 +215,17 @@ class PrefixCache:
             matches = [self.connector.match(row.chain.packed()) for row in rows]
             kept = min(row.pad + match.blocks * self._block_size for row, match in zip(rows, matches, strict=True))
             kept = min(kept, length - 1)
+            named = kept
+            if self.connector.wants_events:
+                ours = (match.blocks - match.shared_blocks for match in matches)
+                named = min(row.pad + blocks * self._block_size for row, blocks in zip(rows, ours, strict=True))
             states = self._new_states(len(rows), kept)
             for index, (row, match) in enumerate(zip(rows, matches, strict=True)):
                 kept = min(kept, self._load_row(row, match, states, index, kept))
         for layer in range(len(self._shapes) if kept else 0):
             keys, values = states[2 * layer : 2 * layer + 2]
             cache.update(keys[:, :, :kept], values[:, :, :kept], layer)
-        cache.known_tokens = kept
+        cache.known_tokens, cache.named_tokens = kept, min(kept, named)
         return cache
 
     @torch.no_grad()
@@ -300,7 +307,7 @@ class PrefixCache:
 
     def _store_row(self, row: _Row, cache: RestoredCache, index: int) -> int:
         size, count, stored = self._block_size, len(row.chain), 0
-        done = min(count, max(0, cache.known_tokens - row.pad) // size)
+        done = min(count, max(0, cache.named_tokens - row.pad) // size)
         begun_anew = False
         while done < count:
             part = min(count - done, len(self._staging))

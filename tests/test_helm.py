@@ -227,6 +227,16 @@ def test_a_shared_store_is_reached_by_a_secret(tmp_path: Path) -> None:
     assert len(daemon_set(plain)["initContainers"]) == 1, "there are no keys to copy"
 
 
+def test_the_credentials_of_an_object_store_are_a_secret_of_their_own() -> None:
+    store = {**SHARED["shared"], "url": "s3://kv/prefix", "credentialsSecret": "s3-kv"}
+    its = container({"shared": store})
+    assert its["envFrom"] == [{"secretRef": {"name": "s3-kv"}}]
+    config = config_of({"shared": store})
+    assert (config.shared.full, str(config.shared_key)) == ("s3://kv/prefix", "/keys/shared.key")
+    assert "envFrom" not in container(SHARED), "the pod may have a role"
+    assert "envFrom" not in container({"shared": {**store, "enabled": False}})
+
+
 def test_labels_reach_what_is_to_be_found_by_them() -> None:
     objects = validate(
         render(

@@ -208,7 +208,7 @@ class RequestPlanner:
             return None
         if not state.running:
             state.running = True
-            self.stores.begin(request, lookup.root, lookup.keys, lookup.match.blocks)
+            self.stores.begin(request, lookup.root, lookup.keys, self._named_blocks(lookup.match))
             if not lookup.match.blocks:
                 self._log.missed(request_id, request.num_prompt_tokens)
         local = local_tokens // self._block_size
@@ -234,6 +234,14 @@ class RequestPlanner:
             self._look_up(state)
             self._lookups.begin()
         return True
+
+    def _named_blocks(self, match: Match) -> int:
+        """The leading blocks of a match that need no store.
+
+        The daemon does not know what blocks from a shared store are called. Where it publishes KV events, a store names
+        them, which copies nothing as long as they are there.
+        """
+        return match.blocks - match.shared_blocks if self.connector.wants_events else match.blocks
 
     def _worth(self, match: Match, local: int) -> int:
         """The end of the blocks of a match that are worth a load after the first `local`."""

@@ -7,7 +7,7 @@ is a map with its class in `type`. Blocks have the names that their engine gave 
 a tier (of two epochs, or two models) is stored with the first and removed with the last of them.
 
 A block is remembered, tokens and all, for as long as any tier has it: it is stored anew in each tier that it comes to.
-Blocks that came without names, or from an earlier life, are in no events.
+Blocks that came without names, from a shared store or from an earlier life, are in no events until a store names them.
 """
 
 from __future__ import annotations
@@ -288,6 +288,20 @@ class Events:
         else:
             self._pending.append(_Stored(medium, block))
         self._grown(len(block.tokens) + len(block.extra or b""))
+
+    def named_late(
+        self, number: int, key: bytes, said: Callable[[], Block | None], on_disks: Callable[[], int]
+    ) -> None:
+        """A store names a block that DRAM has already, and that may have come without a name, as from a shared store.
+
+        `on_disks()`: how many copies the tier below DRAM has.
+        """
+        block = self._blocks[number].get(key)
+        if block is not None and block.copies & self.dram.mask:
+            return
+        self.arrived(self.dram, number, key, said())
+        for _ in range(on_disks() if block is None else 0):
+            self.arrived(self.storage, number, key, None)
 
     def left(self, medium: Medium, number: int, key: bytes) -> None:
         """A block has left a tier. Nothing happens if it was not known to be there."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from tiercache.daemon.events.events import Named, NamedBlocks
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.requests.context import Method, RequestContext, check_range, check_run, encoder
@@ -69,6 +72,8 @@ class WriteRequests:
         named = self._named(session.owner, request, namespace)
         got = self._writes.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
         self._observers.reserved(namespace, request.parent, request.keys)
+        if named is not None:
+            self._name_present(namespace, request.keys, got.states, named)
         frames, states = m.pack_frames(got.frames), bytes(got.states)
         return m.Reserved(request.request_id, self._generation, got.lease_id, states, frames, got.parent_missing)
 
@@ -92,6 +97,16 @@ class WriteRequests:
             events.unnamed_blocks += blocks
             return None
         return named
+
+    def _name_present(self, namespace: Namespace, keys: bytes, states: Sequence[m.BlockState], named: Named) -> None:
+        """Blocks that are here already are in events from now on, also where they came without names."""
+        events = self._events
+        assert events is not None
+        for place, state in enumerate(states):
+            if state is m.BlockState.HAVE:
+                key = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+                said, on_disks = partial(named, place), lambda key=key: len(self._below.places(namespace, key))
+                events.named_late(namespace.number, key, said, on_disks)
 
     def _commit(self, session: Session, request: m.Commit) -> Steps[m.Reply]:
         if len(request.blocks) % 4 or len(request.blocks) > 4 * m.MAX_RESERVE:

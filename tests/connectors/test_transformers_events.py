@@ -60,3 +60,38 @@ def test_events_have_the_tokens_of_prompt_and_answer(tmp_path: Path) -> None:
             assert len(said) == 1 + sum(len(chain) for chain in chains) // SIZE
     dealer.close(0)
     context.term()
+
+
+def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store names them; the daemon has them, so that nothing is written. Without events there is nothing to name."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 128, (1, 6 * SIZE + 1))
+    model = tiny_model("LlamaConfig")
+    for settings, first in (({"kv_events": f"ipc://{tmp_path}/events"}, 4), ({}, 6)):
+        with (
+            tiercache.launch("16MiB", region="16MiB", **settings) as daemon,
+            PrefixCache(model, daemon.address, required=True, block_size=SIZE, request_timeout_s=20.0) as cache,
+        ):
+            options = {"do_sample": False, "max_new_tokens": 2 * SIZE, "eos_token_id": None, "pad_token_id": 0}
+            cache.generate(ids, **options)
+            connector, calls = cache.connector, list[tuple[int, int, int]]()
+            match, store = connector.match, connector.store
+
+            def matched(keys: bytes, match: Any = match) -> tiercache.Match:
+                found: tiercache.Match = match(keys)
+                found.below_blocks = found.shared_blocks = 2  # its last blocks
+                return found
+
+            def stored(keys: bytes, block_ids: Any, *, store: Any = store, calls: Any = calls, **more: Any) -> Any:
+                result = store(keys, block_ids, **more)
+                calls.append((more["first"], result.stored, result.present))
+                return result
+
+            monkeypatch.setattr(connector, "match", matched)
+            monkeypatch.setattr(connector, "store", stored)
+            cache.generate(ids, **options)
+            assert calls[0][0] == first, settings
+            assert sum(stored for _, stored, _ in calls) == 0
+            assert sum(present for *_, present in calls) == 8 - first

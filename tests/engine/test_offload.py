@@ -82,6 +82,23 @@ def test_only_what_the_pool_lacks_is_loaded(llama: Path) -> None:
     assert warm.tokens == cold.tokens
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(wanted: bool, llama: Path) -> None:
+    """A store names them; the daemon has them, so that nothing is copied. Without events there is nothing to name."""
+    cache = MemoryCache()
+    with engine_on(cache, llama) as first:
+        [cold] = first.generate([PROMPT], GREEDY)
+    cache.store_calls.clear()
+    cache.wants_events, cache.shared_from = wanted, 8
+    with engine_on(cache, llama) as second:
+        [warm] = second.generate([PROMPT], GREEDY)
+        second.drain()
+        assert second.stats()["stored"] == 0
+        assert second.stats()["present"] == (6 if wanted else 0)
+    assert (warm.external_hit_tokens, warm.tokens) == (112, cold.tokens)
+    assert cache.store_calls == ([(8, 6)] if wanted else [])
+
+
 @pytest.mark.parametrize(("good", "used"), [(0, 0), (3, 0), (4, 32), (9, 64), (13, 96), (14, 112)])
 def test_a_short_load_is_used_up_to_an_edge_and_computed_beyond(good: int, used: int, llama: Path) -> None:
     cache = MemoryCache()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from scheduler_rig import SIZE, Rig, adapter
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 from vllm_engines import PATIENCE_S, wait_until
 
@@ -19,7 +20,7 @@ from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, TierBlock
 from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S
 from tiercache.connectors.vllm.orders import WorkerReport
 from tiercache.connectors.vllm.scheduler import DECLINED
-from tiercache.protocol.messages import Priority
+from tiercache.protocol.messages import Priority, unpack_indices
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -217,6 +218,29 @@ def test_all_tiers_of_a_load_are_named(rig: Rig) -> None:
         CacheHitSource.EXTERNAL_UNSPECIFIED: SIZE,
     }
     assert rig.scheduler.hit_sources(request, 4 * SIZE) == sources
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(rig: Rig, wanted: bool) -> None:
+    """A store names them; the daemon has them, so that nothing is copied. Without events there is nothing to name."""
+    request = rig.add("a", 6)
+    request.all_token_ids, request.cache_salt, request.prompt_embeds = list(range(6 * SIZE + 1)), None, None
+    rig.cache.below_blocks, rig.cache.shared_blocks, rig.cache.wants_events = 4, 2, wanted
+    rig.go_on()
+    assert rig.scheduler.matched_tokens(request, 0) == 6 * SIZE
+    rig.load(request, 6 * SIZE)
+    rig.step()
+    rig.scheduler.loads_ended({"a"}, False)
+    request.num_computed_tokens = 6 * SIZE
+    stores = rig.step({"a": 1}, [request]).fresh
+    if not wanted:
+        assert stores == []
+        return
+    [store] = stores
+    assert [run.block_ids for run in store.runs] == [[4, 5]]
+    assert store.events is not None
+    assert store.events.hashes == [maybe_convert_block_hash(request.block_hashes[place]) for place in (4, 5)]
+    assert unpack_indices(store.events.tokens).tolist() == list(range(4 * SIZE, 6 * SIZE))
 
 
 def test_the_slowest_rank_is_what_a_load_has_taken(rig: Rig) -> None:

@@ -44,14 +44,20 @@ def shared_tier(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
         return tier
 
 
+def known_to_events(daemon: tiercache.LaunchedDaemon) -> int:
+    with tiercache.Client.connect(daemon.address, map_arena=False) as client:
+        return int(client.stats()["kv_events"]["known_blocks"])
+
+
 def test_what_one_host_has_stored_another_one_finds_and_computes_when_the_store_is_dead(
-    plain: Engine, start: Callable[..., Engine], store: ValkeyProcess, settings: dict[str, Any]
+    plain: Engine, start: Callable[..., Engine], store: ValkeyProcess, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     ids, other = prompt(1000, "on both hosts"), prompt(700, "on host A")
     blocks, others = len(ids) // BLOCK, len(other) // BLOCK
     (expected,), _ = plain.generate([ids], 40)
     (expected_other,), _ = plain.generate([other], 40)
-    with launch("64MiB", **settings) as a, launch("64MiB", **settings) as b:
+    events = {"kv_events": f"ipc://{tmp_path}/events"}
+    with launch("64MiB", **settings) as a, launch("64MiB", **settings, **events) as b:
         on_a = start(a.address)
         assert on_a.generate([ids], 40) == ([expected], [0])
         assert on_a.generate([other], 40) == ([expected_other], [0])
@@ -60,6 +66,9 @@ def test_what_one_host_has_stored_another_one_finds_and_computes_when_the_store_
         assert on_b.generate([ids], 40) == ([expected], [blocks * BLOCK])
         assert shared_tier(b)["fetched_blocks"] == blocks
         assert on_b.counts()["loaded_blocks"] == blocks
+        # The host's KV events have what came from the store, too.
+        wait_until(lambda: known_to_events(b) == (len(ids) + 39) // BLOCK)
+        assert on_b.counts()["stored_blocks"] == (len(ids) + 39) // BLOCK - blocks, "and no copy was made for it"
 
         store.kill()
         assert on_b.regenerate([other], 40) == ([expected_other], [0])

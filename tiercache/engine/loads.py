@@ -192,6 +192,14 @@ class Loads:
             choice = LoadChoice(kept)
         return None if match is None else CacheHit(match, match.blocks), choice
 
+    def named_end(self, hit: CacheHit) -> int:
+        """The end of the blocks of a hit that need no store.
+
+        The daemon does not know what blocks from a shared store are called. Where it publishes KV events, a store names
+        them, which copies nothing as long as they are there.
+        """
+        return hit.end - hit.match.shared_blocks if self._cache.wants_events else hit.end
+
     def _reach(self, sequence: Sequence, end: int, dram_end: int, local_end: int) -> Reach:
         """The load that ends at block `end`: the blocks needed there that the pool lacks."""
         missing = [position for positions in self.missing(sequence, end) for position in positions]

@@ -287,7 +287,8 @@ class Scheduler:
                 if position < usable:
                     block_id = sequence.tables[group].ids[position]
                     self._blocks.register(block_id, sequence.chain, position, group, stored=True)
-        sequence.registered_blocks = sequence.stored_blocks = usable
+        sequence.registered_blocks = usable
+        sequence.stored_blocks = min(usable, self._offload.loads.named_end(order.hit))
         self._enter(sequence, order.in_pool, usable)
 
     def _prefetch(self) -> None:

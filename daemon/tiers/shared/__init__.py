@@ -13,6 +13,7 @@ tier         puts these together; what the rest of the daemon sees
 naming       names of blocks and notes           epochs     notes as last read, and what follows from them
 value        the form of a block in the store    presence   what is believed to be in the store, for a short time
 lookups      how far the store extends a prompt  search     which blocks to probe for that
+                                                 local_windows   what this host has of windows
 fetches      blocks from the store               writes     which blocks go to the store, and when
 write_job    values on their way to the store    byte_rate  a limit on bytes in a second
 flushes      notes that the store has yet to replace      ancestry   where a block stands in its chain

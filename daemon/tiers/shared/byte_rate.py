@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class ByteRate:
-    """A token bucket of one second's bytes; 0 is no limit."""
+    """A token bucket of one second's bytes; 0 is no limit. `clock_s`: monotonic."""
 
-    def __init__(self, bytes_per_s: int) -> None:
+    def __init__(self, bytes_per_s: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._rate = bytes_per_s
         self._level = float(bytes_per_s)
-        self._seen_s = time.monotonic()
+        self._clock_s = clock_s
+        self._seen_s = clock_s()
 
     def has_room(self) -> bool:
         """Whether more may be sent; what is sent is charged afterwards, so a large value leaves it in debt."""
         if not self._rate:
             return True
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         self._level = min(float(self._rate), self._level + (now_s - self._seen_s) * self._rate)
         self._seen_s = now_s
         return self._level > 0

@@ -22,7 +22,7 @@ from typing import Any
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
+from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.daemon.tiers.shared.ancestry import Ancestry
 from tiercache.daemon.tiers.shared.breaker import Breaker, BreakerState
@@ -30,6 +30,7 @@ from tiercache.daemon.tiers.shared.epochs import Epochs
 from tiercache.daemon.tiers.shared.fetches import FetchJob, SharedSource
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob
+from tiercache.daemon.tiers.shared.local_windows import LocalWindows, split
 from tiercache.daemon.tiers.shared.lookups import MAX_NAMESPACES, LookupJob, SharedLookups
 from tiercache.daemon.tiers.shared.naming import Scope
 from tiercache.daemon.tiers.shared.presence import Presence
@@ -45,8 +46,6 @@ from tiercache.protocol.messages import KEY_BYTES
 log = logging.getLogger("tiercache.daemon")
 
 LOOKUP_LINES = 2
-MAX_WINDOW_LOOKUPS = 8192
-"""Blocks of windows that one request may look up on this host; with more, nothing is asked of the store for it."""
 CLOSE_S = 5.0
 _POLL_S = 0.01
 
@@ -85,7 +84,7 @@ class SharedTier:
     def attach(self, space: Space, lookup_local: Callable[[Namespace], Callable[[bytes], bool] | None]) -> None:
         """Attach it below DRAM; `lookup_local`: see `TierBelow.lookup`, of the tiers between."""
         self._space = space
-        self._lookup_local = lookup_local
+        self._windows = LocalWindows(space.index, lookup_local)
         settings = self.settings
         self._ancestry = Ancestry(space.index)
         self._writes = SharedWrites(
@@ -210,7 +209,7 @@ class SharedTier:
             return False
         if any(namespace.spec.dram_only for namespace in namespaces) or not self.breaker.admits():
             return False
-        if sum(namespace.table.windowed for namespace in namespaces) * (len(keys) // KEY_BYTES) > MAX_WINDOW_LOOKUPS:
+        if not self._windows.are_short_work(namespaces, len(keys) // KEY_BYTES):
             return False
         return self._lookups.wait(namespaces, keys, go, lambda: self._look_up(namespaces, keys, lengths))
 
@@ -219,41 +218,24 @@ class SharedTier:
         claim = self.presence.claim(namespaces, keys)
         if claim is None or any(lengths[place] < start for place, start in claim.starts.items()):
             return False
-        for place, namespace in enumerate(namespaces):
-            if place not in claim.starts and not self._has_window(
-                namespace, keys, claim, claim.stored.get(place, set())
-            ):
-                return False
-        return True
-
-    def _has_window(self, namespace: Namespace, keys: bytes, claim: Claim, stored: set[int]) -> bool:
-        """Whether this host still has what the store lacks of the window before the end of a claim."""
-        numbers = [one for one in range(first_of_window(namespace, claim.end), claim.end) if one not in stored]
-        if not numbers:
-            return True
-        return all(self._here(namespace, b"".join(keys[one * KEY_BYTES : (one + 1) * KEY_BYTES] for one in numbers)))
+        windowed = [(place, one) for place, one in enumerate(namespaces) if place not in claim.starts]
+        return all(self._windows.completes(claim, place, one, keys) for place, one in windowed)
 
     def _look_up(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> None:
         if self.away:  # since it was queued: its deadline, and those of all behind it, would pass one after another
             self._later(0.0, lambda: self._lookups.ended(namespaces, keys))
             return
         asks: list[ChainAsk | WindowAsk] = []
+        one_by_one = split(keys) if any(namespace.table.windowed for namespace in namespaces) else []
         for namespace, length in zip(namespaces, lengths, strict=True):
             if namespace.table.windowed:
-                asks.append(WindowAsk(namespace.spec.window_blocks, self._here(namespace, keys)))
+                asks.append(WindowAsk(namespace.spec.window_blocks, self._windows.here(namespace, one_by_one)))
             else:
                 asks.append(ChainAsk(length))
         pack = max(self.pack_of(namespace) for namespace in namespaces)
         bad = self.presence.unfetchable(namespaces)
         job = LookupJob(self.epochs, namespaces, keys, asks, pack, bad, self._looked_up)
         self._submit(job, LineUse.LOOKUP)
-
-    def _here(self, namespace: Namespace, keys: bytes) -> bytes:
-        """Which blocks this host has, in any tier."""
-        lookups = [self._space.index.lookup(namespace.table), self._lookup_local(namespace)]
-        here = [lookup for lookup in lookups if lookup is not None]
-        starts = range(0, len(keys), KEY_BYTES)
-        return bytes(any(has(keys[start : start + KEY_BYTES]) for has in here) for start in starts)
 
     def _looked_up(self, job: LookupJob) -> None:
         self._job_ended(job)

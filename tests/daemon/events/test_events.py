@@ -27,7 +27,7 @@ from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import CommitState, EventRun, ReceivedRun, Reserve
+from tiercache.protocol.messages import BlockState, CommitState, EventRun, ReceivedRun, Reserve
 from tiercache.protocol.namespaces import NamespaceSpec
 
 END = -1
@@ -181,6 +181,36 @@ def test_what_is_evicted_has_left(tmp_path: Path) -> None:
         removed = {"type": "BlockRemoved", "block_hashes": [3, 2], "medium": "CPU", "group_idx": 0}
         assert cleared == CLEARED
         assert arrived == [stored(range(4)), stored(range(10, 14)), removed, stored([100, 101])]
+
+
+def test_a_block_that_came_without_a_name_is_in_events_once_a_store_names_it(tmp_path: Path) -> None:
+    """Of both tiers that have it, and once; a store of blocks that are there copies nothing."""
+    (tmp_path / "nvme").mkdir()
+    disk = ["--nvme", str(tmp_path / "nvme"), "--nvme-size", "64MiB"]
+    with following(tmp_path, *disk) as (client, sub):
+        number, keys = client.namespace(), new_chain(3)
+        lease, states = client.ask("reserve", number, b"", keys, 10_000)[1:3]
+        assert client.commit(lease, range(len(states))) == [VISIBLE] * 3
+        wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 3)
+        assert sub.all() == [CLEARED]
+        tokens = struct.pack("<12I", *(place for place in range(3) for _ in range(4)))
+        said = [[1, 2, 3], None, tokens, 0, "full_attention", None, 7, "adapter"]
+        for _ in range(2):
+            _, lease, states, frames, _ = client.ask("reserve", number, b"", keys, 10_000, said)
+            assert (lease, states, frames) == (0, bytes([BlockState.HAVE] * 3), b"")
+        store(client, number, new_chain(1), [9])
+        wait_until(lambda: len(named := sub.all()) > 1 and {**stored([9]), "medium": "STORAGE"} in named)
+        events = [event for event in sub.all()[1:] if event["block_hashes"] != [9]]
+        media = {
+            medium: [name for event in events if event["medium"] == medium for name in event["block_hashes"]]
+            for medium in ("CPU", "STORAGE")
+        }
+        assert media == {"CPU": [1, 2, 3], "STORAGE": [1, 2, 3]}
+        assert {event["type"] for event in events} == {"BlockStored"}
+        assert client.ask("flush", "dram", [number], b"")[0] == "flushed"
+        removed = {"type": "BlockRemoved", "medium": "CPU", "group_idx": 0}
+        wait_until(lambda: any(removed.items() <= event.items() for event in sub.all()), "they have left DRAM")
+        assert client.stats()["health"]["state"] == "ok"
 
 
 def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:

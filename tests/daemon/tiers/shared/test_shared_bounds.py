@@ -18,7 +18,7 @@ from played import play, played
 from tiercache.daemon.ground.slices import Slices
 from tiercache.daemon.requests.service import Service
 from tiercache.daemon.tiers.lower_tier import Claim
-from tiercache.daemon.tiers.shared import ancestry, flushes, presence, tier
+from tiercache.daemon.tiers.shared import ancestry, flushes, local_windows, presence
 from tiercache.daemon.tiers.shared.stores.store import Get, StoreError, StoreProblem
 from tiercache.protocol.messages import BlockState
 
@@ -126,14 +126,33 @@ async def test_a_flush_of_many_namespaces_is_short_work(tmp_path: Path) -> None:
 @played
 async def test_windows_too_wide_for_a_look_up_wait_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they wait in vain, and count as look-ups that came too late: then no request waits any more."""
-    monkeypatch.setattr(tier, "MAX_WINDOW_LOOKUPS", 10)
+    monkeypatch.setattr(local_windows, "MAX_LOOKED_FOR", 10)
     a = host(MemoryStore(), tmp_path, "a", lookup_timeout_s=0.01)
     space = a.namespace(window_blocks=4)
+    a.store(space, chain_of("other", 1))  # else there is nothing to look for
     for number in range(20):
         chain = chain_of(f"x{number}", 20)
         assert not a.below.wait([space], chain, [0], lambda: None)
     assert not len(a.shared._lookups)
     await a.close()
+
+
+@played
+async def test_a_long_prompt_with_windows_of_which_this_host_has_nothing_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host that has just started: nothing has to be looked for there, however many ranks there are."""
+    monkeypatch.setattr(local_windows, "MAX_LOOKED_FOR", 10)
+    store, chain = MemoryStore(), chain_of("x", 30)
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    for rank in range(4):
+        a.store(a.namespace(window_blocks=4, tp_rank=rank), chain)
+    await a.sent()
+    spaces = [b.namespace(window_blocks=4, tp_rank=rank) for rank in range(4)]
+    assert await b.load(spaces, chain) == 30
+    for one in (a, b):
+        one.check()
+        await one.close()
 
 
 @played

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of
-from host_rig import host, names_of
+from host_rig import BLOCK_BYTES, host, names_of
 from memory_store import MemoryStore
 from played import play, played
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
 from tiercache.daemon.tiers.shared import settings
+from tiercache.daemon.tiers.shared.byte_rate import ByteRate
 from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
@@ -73,6 +74,36 @@ def test_single_evicted_blocks_make_no_packs(
     with pytest.raises(ConfigError, match=r"^shared_write = evicted: .* packs of 16: .*\?pack=1") as caught:
         settings.shared_settings(config)
     assert "\n" not in str(caught.value)
+
+
+@played
+async def test_no_more_bytes_are_sent_in_a_second_than_the_budget_says(tmp_path: Path) -> None:
+    """Local stores do not wait for it, and what waits is sent later."""
+    store, now_s = MemoryStore(), [100.0]
+    a = host(store, tmp_path, "a")
+    a.shared._writes._budget = ByteRate(10 * BLOCK_BYTES, lambda: now_s[0])
+    a.store(a.namespace(), chain_of("x", 40))
+    for seconds, sent in ((0.0, 10), (0.5, 15), (10.0, 25), (0.5, 30), (1.0, 40)):
+        now_s[0] += seconds
+        a.cache.work()
+        await a.until(lambda: not a.shared._writes._in_flight)
+        assert len(store.values) == sent
+        assert a.shared._writes.queued == 40 - sent
+    assert await a.load([a.namespace()], chain_of("x", 40)) == 40
+    a.check()
+    await a.close()
+
+
+def test_a_value_larger_than_the_budget_is_sent_and_paid_off() -> None:
+    now_s = [0.0]
+    rate = ByteRate(10, lambda: now_s[0])
+    rate.charge(35)
+    for second, has_room in ((1.0, False), (2.0, False), (2.5, False), (2.6, True), (100.0, True)):
+        now_s[0] = second
+        assert rate.has_room() is has_room
+    rate.charge(10)
+    assert not rate.has_room(), "what was not used long ago is not saved up"
+    assert ByteRate(0).has_room()
 
 
 @played

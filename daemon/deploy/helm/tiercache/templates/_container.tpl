@@ -179,6 +179,10 @@ env:
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- if and .Values.shared.enabled .Values.shared.credentialsSecret }}
+envFrom:
+  - secretRef: {name: {{ .Values.shared.credentialsSecret | quote }}}
+{{- end }}
 {{- if or .Values.http.enabled .Values.listen.enabled }}
 ports:
   {{- if .Values.http.enabled }}

@@ -144,10 +144,11 @@ GET_NOTE = b"*2\r\n$3\r\nGET\r\n$4\r\nnote\r\n"
 
 
 def slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
-    reply = b"*%d\r\n" % len(ranges)
-    for low, high, host, port in ranges:
-        reply += b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (low, high, len(host), host, port)
-    return reply
+    parts = [
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (low, high, len(host), host, port)
+        for low, high, host, port in ranges
+    ]
+    return b"*%d\r\n" % len(parts) + b"".join(parts)
 
 
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
