@@ -34,7 +34,13 @@ with of_served_versions():
     from sglang.srt.observability.metrics_collector import StorageMetrics
     from sglang.srt.runtime_context import get_server_args
 
-    from tiercache.connectors.sglang.engine import BackendMaker, find_maker, random_of_engine, watch_updates
+    from tiercache.connectors.sglang.engine import (
+        BackendMaker,
+        find_maker,
+        hand_over_drafts,
+        random_of_engine,
+        watch_updates,
+    )
     from tiercache.connectors.sglang.names import PageNames
     from tiercache.connectors.sglang.pools import HostPool, form_of, is_replicated, pool_of
 
@@ -72,6 +78,7 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
             self._names = PageNames(get_server_args(), self._settings, engine, known=self._maker.starting)
             watch_updates(self._names)
             self._maker.mend_prefixes()
+            hand_over_drafts(TierCacheHiCache)
         except TierCacheError as error:
             self._refuse(error)
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang.srt.managers.scheduler_components import weight_updater as sleep
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -108,6 +111,31 @@ def find_maker() -> BackendMaker:
                 tree = frame.f_locals[name]
         frame = frame.f_back
     return BackendMaker(tree, starting)
+
+
+def hand_over_drafts(backend: type) -> None:
+    """Have every rank hand the drafts of a model with MLA to such a backend, if SGLang divides their heads among ranks.
+
+    Otherwise the first rank alone would store its heads, and no prefix would be found: the others lack theirs. SGLang
+    does the same for its Mooncake backend.
+    """
+    original = HybridCacheController.should_backup
+    if hasattr(original, "tells_tiercache"):
+        return
+
+    @functools.wraps(original)
+    def should_backup(controller: Any, transfer: Any) -> bool:
+        if original(controller, transfer):
+            return True
+        if transfer.name not in (PoolName.DRAFT, PoolName.DRAFT_SWA):
+            return False
+        storage = controller.storage_backend
+        entry = controller.mem_pool_host.entry_map.get(transfer.name)
+        ours = isinstance(getattr(storage, "_backend", storage), backend)  # SGLang may wrap it to inject faults
+        return ours and entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
+
+    should_backup.tells_tiercache = True  # type: ignore[attr-defined]
+    HybridCacheController.should_backup = should_backup
 
 
 def random_of_engine() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from random_models import SaveModel, prompt_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model, engine
 from tiercache.engine.model import HostedModel
@@ -198,6 +198,27 @@ def test_files_that_change_between_their_hash_and_their_use_are_refused(
     monkeypatch.setattr(engine, "HostedModel", overwrite)
     with pytest.raises(ModelRefused, match="changed while they were read: start again"):
         Engine(folder, EngineSettings(**SMALL))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_overwritten_in_their_files_change_nothing_in_an_engine(
+    dtype: str, llama: Path, tmp_path: Path
+) -> None:
+    """transformers maps them from the files: what an engine computes would be stored under the name of the others."""
+    folder = copy_with(llama, tmp_path)
+    AutoModelForCausalLM.from_pretrained(llama, dtype=dtype).save_pretrained(folder)
+    others = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
+    others.save_pretrained(tmp_path / "others")
+    settings, params = EngineSettings(**SMALL), SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [prompt_of(41, seed=number) for number in range(3)]
+    with Engine(folder, settings) as engine:
+        before = [output.tokens for output in engine.generate(prompts, params)]
+    with Engine(folder, settings) as engine:
+        with (folder / "model.safetensors").open("r+b") as file:  # in place, as some programs copy
+            file.write((tmp_path / "others" / "model.safetensors").read_bytes())
+        assert [output.tokens for output in engine.generate(prompts, params)] == before
+    with Engine(folder, settings) as engine:
+        assert [output.tokens for output in engine.generate(prompts, params)] != before
 
 
 def test_a_model_is_described_by_its_content(llama: Path, tmp_path: Path) -> None:

@@ -27,6 +27,33 @@ def test_what_was_stored_is_a_hit_with_the_same_tokens(
     assert engine.ask("check")["idle"]
 
 
+AHEAD = """
+import contextlib, torch
+from unittest import mock
+from vllm.platforms.cpu import CpuPlatform as platform
+def ahead(kind, vllm_config, check=platform.check_and_update_config.__func__):
+    check(kind, vllm_config)
+    vllm_config.scheduler_config.async_scheduling = True
+platform.check_and_update_config = classmethod(ahead)
+torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = mock.MagicMock()
+torch.cuda.stream = lambda stream, nothing=contextlib.nullcontext: nothing()
+"""
+"""vLLM schedules ahead on every platform but a CPU, where there is no device to wait for."""
+
+
+def test_steps_that_are_scheduled_ahead(start: Start, plain: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    """As on a GPU, vLLM schedules a step before it knows the tokens of the one before."""
+    prompts = [prompt(700, f"ahead {number}") for number in range(3)]
+    engine = start(daemon.address, async_scheduling=True, patch=AHEAD)
+    assert engine.ask("check")["steps"] == 2
+    expected = plain.generate(prompts, 40)[0]
+    assert engine.generate(prompts, 40) == (expected, [0] * 3)
+    turns = [ids + answer for ids, answer in zip(prompts, expected, strict=True)]
+    wait_until(lambda: engine.regenerate(turns, 1)[1] == [(700 + 39) // BLOCK * BLOCK] * 3)
+    assert engine.regenerate(prompts, 40) == (expected, [672] * 3)
+    assert engine.ask("check")["idle"]
+
+
 def test_the_answer_is_part_of_the_next_prompt(engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon) -> None:
     turn = prompt(300, "turns")
     for number in range(3):

@@ -10,11 +10,13 @@ import torch
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_offload.base import make_offload_key
 
+from tiercache.connectors.vllm.fits import probe
 from tiercache.connectors.vllm.groups import GroupPart, check_groups, check_steps, leaves_last_token, parts_of
 from tiercache.connectors.vllm.orders import BlockRun
 from tiercache.connectors.vllm.pool import make_pools
 from tiercache.connectors.vllm.stores import runs_of
 from tiercache.connectors.vllm.tier_lookups import ChunkPlace, ChunkPlaces
+from tiercache.copies.pool import Pool
 from tiercache.errors import ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -35,6 +37,10 @@ class MambaSpec(SimpleNamespace):
 
 class ChunkedLocalAttentionSpec(SimpleNamespace):
     """The same."""
+
+
+class SlidingWindowMLASpec(SimpleNamespace):
+    """The same; DeepSeek V4's compressors have it."""
 
 
 def config(*specs: Any) -> Any:
@@ -88,6 +94,7 @@ def test_a_state_is_a_window_of_one_block() -> None:
     ("specs", "said"),
     [
         ([full(32), ChunkedLocalAttentionSpec(block_size=32)], "ChunkedLocalAttentionSpec are not served"),
+        ([full(32), SlidingWindowMLASpec(block_size=32)], "SlidingWindowMLASpec are not served"),
         ([full(32), state(32, "all")], "mamba_cache_mode align"),
         ([full(32), state(32, drafts=2)], "speculative decoding"),
         ([full(31), window(32, 100)], "only meet every 992 tokens"),
@@ -96,6 +103,13 @@ def test_a_state_is_a_window_of_one_block() -> None:
 def test_what_is_not_served_is_refused(specs: list[Any], said: str) -> None:
     with pytest.raises(ModelRefused, match=said):
         check_groups(ENGINE, config(*specs))
+
+
+@pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(size: str) -> None:
+    parallel = SimpleNamespace(**{**vars(PARALLEL), size: 2})
+    with pytest.raises(ModelRefused, match="context parallelism is not served"):
+        check_groups(SimpleNamespace(parallel_config=parallel), config(full(32)))
 
 
 def test_a_stage_without_a_group_is_refused() -> None:
@@ -115,21 +129,50 @@ def test_states_are_refused_where_steps_end_within_their_blocks() -> None:
         check_steps(engine(32), config(full(32), state(64)))
 
 
-def state_namespace(shapes: tuple[tuple[int, ...], ...], *dtypes: torch.dtype) -> NamespaceSpec:
-    spec = kv_cache_interface.MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+def pools_of(group: Any, kv_caches: dict[str, torch.Tensor], mla: bool = False) -> list[tuple[NamespaceSpec, Pool]]:
+    """Namespaces and pools of an engine with one KV cache group and three blocks."""
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "LINEAR"))
     engine = SimpleNamespace(
         parallel_config=SimpleNamespace(**vars(PARALLEL), rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(kv_cache_layout="LBNHC", cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
-        compilation_config=SimpleNamespace(static_forward_context={"layer 0": layer}),
-        model_config=SimpleNamespace(use_mla=False),
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(kv_caches, layer)),
+        model_config=SimpleNamespace(use_mla=mla),
     )
-    groups = config(spec)
-    groups.num_blocks = 3
-    memory = torch.zeros(kv_cache_interface.compute_layer_kv_cache_shape_bytes(spec, 3), dtype=torch.int8)
-    [(namespace, _)] = make_pools(engine, groups, {"layer 0": memory}, "")
+    groups = SimpleNamespace(kv_cache_groups=[group], prefix_cacheable_group_ids=[0], num_blocks=3)
+    return make_pools(engine, groups, kv_caches, "")
+
+
+def memory_of(spec: Any, num_blocks: int = 3) -> torch.Tensor:
+    """As vLLM allocates it."""
+    return torch.zeros(kv_cache_interface.compute_layer_kv_cache_shape_bytes(spec, num_blocks), dtype=torch.int8)
+
+
+def state_namespace(shapes: tuple[tuple[int, ...], ...], *dtypes: torch.dtype) -> NamespaceSpec:
+    spec = kv_cache_interface.MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+    [(namespace, _)] = pools_of(config(spec).kv_cache_groups[0], {"layer 0": memory_of(spec)})
     return namespace
+
+
+def sparse_group(indexer: int = 132) -> tuple[Any, dict[str, torch.Tensor]]:
+    """As vLLM has it for DeepSeek V3.2: in each layer MLA, and the keys of an indexer with `indexer` bytes a token."""
+    mla = kv_cache_interface.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    keys = kv_cache_interface.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=indexer, dtype=torch.uint8)
+    specs = {"0.attn": mla, "0.indexer.k_cache": keys, "1.attn": mla, "1.indexer.k_cache": keys}
+    spec = kv_cache_interface.UniformTypeKVCacheSpecs.from_specs(specs)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=list(specs))
+    return group, {name: memory_of(one) for name, one in specs.items()}
+
+
+def test_the_keys_of_a_sparse_indexer_are_in_a_block_with_the_latents_that_they_index() -> None:
+    """vLLM has no sparse attention on a CPU: this is all of it but the tokens."""
+    group, kv_caches = sparse_group()
+    [(namespace, pool)] = pools_of(group, kv_caches, mla=True)
+    assert namespace.block_bytes == pool.block_bytes == 2 * 64 * (2 * 576 + 132)
+    assert (namespace.tp_rank, namespace.tp_size) == (0, 1), "equal on all ranks"
+    probe(pool, list(kv_caches.values()))
+    [(other, _)] = pools_of(*sparse_group(indexer=68), mla=True)
+    assert other.fingerprint() != namespace.fingerprint()
 
 
 def test_states_of_other_types_or_order_are_others() -> None:

@@ -301,7 +301,8 @@ class Child:
         idle, jobs = not (scheduler._requests or scheduler._loads or scheduler._leased), len(scheduler.stores._jobs)
         available = scheduler.connector.available and all(self.llm.collective_rpc(is_available))
         declined = scheduler.costs.declined_blocks if scheduler.costs is not None else 0
-        counts = {"jobs": jobs, "declined": declined, **self.happened}
+        steps = self.llm.llm_engine.vllm_config.max_concurrent_batches
+        counts = {"jobs": jobs, "declined": declined, "steps": steps, **self.happened}
         return {"served": True, "idle": idle, "available": available, **counts}
 
 

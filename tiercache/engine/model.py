@@ -15,7 +15,7 @@ from tiercache.engine import attention
 from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import ALIASES, BatchSegment, KVLayout, KVPool
 from tiercache.engine.layer_groups import LayerGroups, group_layers
-from tiercache.engine.packed_linear import can_pack, pack_linears
+from tiercache.engine.packed_linear import can_pack, own_weights, pack_linears
 from tiercache.engine.settings import EngineSettings
 from tiercache.engine.streaming import longest_sequence
 from tiercache.errors import ConfigError, ModelRefused
@@ -181,7 +181,10 @@ class HostedModel:
             # Damaged files, sizes that do not fit, missing code: each raises its own type.
             raise ModelRefused(f"transformers cannot host {model_dir}: {_first_line(error)}") from error
         self.module = module.to(device).eval()
-        if can_pack(shape.dtype, device):
+        packed = can_pack(shape.dtype, device)
+        if device.type == "cpu":  # elsewhere they have been copied
+            own_weights(self.module, packed=packed)
+        if packed:
             pack_linears(self.module)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._graphs: DecodeGraphs | None = None

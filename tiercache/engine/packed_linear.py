@@ -25,9 +25,27 @@ def pack_linears(module: Any) -> None:
     The weights themselves stay for other readers; if they are mapped from the model's file they take no
     memory of their own. A later change to them has no effect.
     """
-    for layer in module.modules():
-        if type(layer) is torch.nn.Linear:
-            vars(layer)["forward"] = _Packed(layer)
+    for layer in _plain_linears(module):
+        vars(layer)["forward"] = _Packed(layer)
+
+
+def own_weights(module: Any, *, packed: bool) -> None:
+    """Copy the weights below `module` into memory of their own: transformers maps them from the model's files.
+
+    Through such a map a write to a file changes what the engine computes, under the name of the weights before. With
+    `packed`, weights that only `pack_linears` will read stay mapped. Takes as long as reading the files.
+    """
+    skipped = {id(layer.weight) for layer in _plain_linears(module)} if packed else set()
+    for part in module.modules():
+        if type(part) is not torch.nn.Linear:  # such as embeddings with the same weight
+            skipped -= {id(weight) for weight in part._parameters.values()}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in skipped:
+            tensor.data = tensor.data.clone()
+
+
+def _plain_linears(module: Any) -> list[torch.nn.Linear]:
+    return [layer for layer in module.modules() if type(layer) is torch.nn.Linear]
 
 
 class _Packed:
