@@ -55,7 +55,7 @@ def receive_now(sock: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]
 
 
 def send_now(sock: socket.socket, packet: bytes, fd: int) -> None:
-    """Send a packet, with a descriptor unless `fd` is negative. Raises BlockingIOError where there is no room for it."""
+    """Send a packet, with a descriptor unless `fd` is negative. Raises BlockingIOError where there is no room."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
     sock.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
 
