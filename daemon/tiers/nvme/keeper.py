@@ -232,6 +232,8 @@ def _figures_of_none() -> dict[str, Any]:
     return {
         **dict.fromkeys((*zeros, *_COUNTERS), 0),
         "direct": False,
+        "io": "",
+        "io_reason": "",
         "writing": "off",
         "waiting": {priority.name.lower(): 0 for priority in DiskPriority},
         "oldest_age_s": 0.0,

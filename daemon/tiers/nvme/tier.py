@@ -39,6 +39,7 @@ from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
+from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.fairness import Fairness
@@ -153,7 +154,8 @@ class NvmeTier(IndexedTier):
         """Make the shelf of an open directory, and use it."""
         directory, catalog, state = found
         loop = asyncio.get_running_loop()
-        queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon)
+        why_not_aio = why_threads(self._config.nvme_io, self._config.nvme_codec, beside_loop=True)
+        queue = DiskQueue(directory, loop.call_soon_threadsafe, again=loop.call_soon, why_not_aio=why_not_aio)
         shelf = Shelf(directory, catalog, queue, state, self._space, self._soon)
         if self._events is not None:
             shelf.tell(self._events)
@@ -163,7 +165,9 @@ class NvmeTier(IndexedTier):
         self._flushes.opened(directory.path, shelf)
         self._soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
-        log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
+        log.info("nvme directory %s: %d segments, %s, by %s", directory.path, len(directory.segments), how, queue.io)
+        if self._config.nvme_io == "aio" and queue.io != "aio":
+            log.warning("nvme directory %s: threads do its I/O, not aio: %s", directory.path, queue.io_reason)
         return shelf
 
     def _gone(self, shelf: Shelf) -> None:
