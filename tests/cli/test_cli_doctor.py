@@ -266,6 +266,19 @@ def hits(spaces: list[dict[str, Any]], specs: Any = None, **counters: int) -> st
     return "\n".join(f"{one.state.value}: {one.name}: {one.figure} -> {one.remedy}" for one in found)
 
 
+def test_what_carries_the_blocks_of_each_directory() -> None:
+    used_up = "io_setup: other processes use all of fs.aio-max-nr (see /proc/sys/fs/aio-nr)"
+    rows = [("/a", "aio", ""), ("/b", "threads", "nvme_io = threads"), ("/c", "threads", used_up), ("/d", "", "")]
+    directories = [{"path": path, "io": io, "io_reason": reason} for path, io, reason in rows]
+    found = list(doctor_daemon._disks({"tiers": {"nvme": {"directories": directories}}}))
+    assert [(one.name, one.figure, one.state) for one in found] == [
+        ("I/O of /a", "by aio", State.OK),
+        ("I/O of /b", "by threads: nvme_io = threads", State.OK),
+        ("I/O of /c", f"by threads: {used_up}", State.WARNING),
+    ]
+    assert "sysctl fs.aio-max-nr" in found[2].remedy
+
+
 def test_why_there_are_no_hits() -> None:
     assert "no engine has registered" in hits([])
     assert "no engine has registered" in hits([space(1, asked=9, engine="tiercache/probe")]), "probes are no engine"

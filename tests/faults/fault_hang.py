@@ -3,7 +3,7 @@
 `install` runs in the daemon's process, before the daemon. From then on every call that goes to that
 directory first asks for a lock of the kernel's that the test can hold: a thread that waits for it is in the
 kernel without the interpreter's lock, as it would be for a disk, and sees neither signals nor deadlines.
-SQLite's own calls are held up where Python enters it.
+SQLite's own calls are held up where Python enters it, and transfers by AIO in io_submit, as by a frozen file system.
 """
 
 from __future__ import annotations
@@ -154,3 +154,21 @@ def install(directory: str, gate: str, only_database: bool) -> None:
             setattr(os, name, by_path(getattr(os, name)))
         for name in _BY_FD:
             setattr(os, name, by_fd(getattr(os, name)))
+        _hold_up_aio(wait_for)
+
+
+def _hold_up_aio(wait_for: Callable[[object], None]) -> None:
+    from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
+
+    ready, submit = AioContext.ready, AioContext.submit
+
+    def held_ready(context: Any, place: int, writes: bool, fd: int, *where: Any) -> None:
+        context.__dict__.setdefault("fds", {})[place] = fd
+        ready(context, place, writes, fd, *where)
+
+    def held_submit(context: Any, places: Any) -> int:
+        for fd in {context.fds[place] for place in places}:
+            wait_for(os.readlink(f"/proc/self/fd/{fd}"))
+        return submit(context, places)
+
+    AioContext.ready, AioContext.submit = held_ready, held_submit  # type: ignore[method-assign,assignment]

@@ -146,8 +146,17 @@ def frozen_disk(tmp_path: Path, closing: ExitStack) -> FrozenDisk:
 
 
 @pytest.fixture
+def nvme_io(request: pytest.FixtureRequest) -> str:
+    """What carries the blocks; of tests that do not depend on it, whatever is usual."""
+    return str(getattr(request, "param", "auto"))
+
+
+both = pytest.mark.parametrize("nvme_io", ["aio", "threads"], indirect=True)
+
+
+@pytest.fixture
 def start_disks(
-    tmp_path: Path, gate: Gate, closing: ExitStack, engine_of: Callable[..., Engine]
+    tmp_path: Path, gate: Gate, closing: ExitStack, engine_of: Callable[..., Engine], nvme_io: str
 ) -> Callable[..., Disks]:
     """A daemon on directories `hung`, which hangs when the gate says so, and `well`."""
 
@@ -155,7 +164,7 @@ def start_disks(
         paths = [hung or tmp_path / "hung", tmp_path / "well"]
         code = patch(paths[0], gate, only_database, **{"shelf__OFFLINE_AGE_S": 1.0, "tier__CLOSE_S": 0.5, **constants})
         settings = "--arena", "32MiB", "--region", "8MiB", "--nvme-size", "128MiB", "--nvme-segment", "8MiB"
-        nvme = "--nvme", ",".join(map(str, paths))
+        nvme = "--nvme", ",".join(map(str, paths)), "--nvme-io", nvme_io
         daemon = Daemon(*settings, *nvme, "--grace", "1s", *flags, patch=code)
         closing.callback(daemon.close)
         return Disks(daemon, paths, engine_of)
@@ -174,6 +183,7 @@ def stats_of(run_dir: str) -> str:
     return subprocess.run(command, capture_output=True, check=True, timeout=SOON_S, text=True).stdout
 
 
+@both
 def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gate) -> None:
     disks = start_disks("--http", "127.0.0.1:0")
     hung, well = disks.paths
@@ -254,6 +264,7 @@ def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate)
     assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
 
 
+@both
 @pytest.mark.parametrize("end", ["terminated", "killed"])
 def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate, end: str) -> None:
     """The stop does not wait for the disk, and blocks that were being written are good or a miss."""
@@ -309,6 +320,7 @@ def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], ga
     disks.check_directories()
 
 
+@both
 def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks], frozen_disk: FrozenDisk) -> None:
     """Threads of the daemon wait uninterruptibly in the kernel: it serves, ends, and later uses the disk again."""
     disks = start_disks(hung=frozen_disk.path / "nvme")

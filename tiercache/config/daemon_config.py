@@ -75,6 +75,7 @@ class DaemonConfig:
     nvme_segment_bytes: int = 1 << 30
     nvme_workers: str = "auto"
     nvme_codec: str = "raw"
+    nvme_io: str = "auto"
     nvme_key: Path | None = None
     nvme_write_budget_bytes: int = 0
     nvme_quota: tuple[tuple[str, int], ...] = ()

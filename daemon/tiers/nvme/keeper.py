@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.daemon.index.entries import LIVE
-from tiercache.daemon.tiers.nvme.carriers import Carrier
+from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
-from tiercache.daemon.tiers.nvme.disk.queue import COUNTERS, LATENCIES, DiskPriority
+from tiercache.daemon.tiers.nvme.disk.tally import COUNTERS, LATENCIES
 from tiercache.daemon.tiers.nvme.in_thread import in_thread
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.runners import Runner
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.ground.histograms import LatencyHistogram
@@ -54,7 +55,7 @@ class Keeper:
     def __init__(
         self,
         plan: Plan,
-        carrier: Carrier,
+        runner: Runner,
         opened: Callable[[OpenDirectory], Shelf],
         gone: Callable[[Shelf], None],
     ) -> None:
@@ -71,7 +72,7 @@ class Keeper:
         """Whether a wrong setting keeps the daemon from starting, instead of running without the directory."""
         self.tried = asyncio.Event()
         self.open_failures = 0
-        self._carrier = carrier
+        self._runner = runner
         self._opened = opened
         self._gone = gone
         self._home: Home | None = None
@@ -98,7 +99,7 @@ class Keeper:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def _try(self) -> OpenDirectory | None:
-        call = partial(self._carrier.opener(self.plan), self._home)
+        call = partial(self._runner.opener(self.plan), self._home)
         try:
             return await in_thread(f"open {self.path}", call)
         except (ConfigError, DirectoryUnavailable) as error:
@@ -235,6 +236,8 @@ def _figures_of_none() -> dict[str, Any]:
     return {
         **dict.fromkeys((*zeros, *_COUNTERS), 0),
         "direct": False,
+        "io": "",
+        "io_reason": "",
         "writing": "off",
         "waiting": {priority.name.lower(): 0 for priority in DiskPriority},
         "oldest_age_s": 0.0,

@@ -144,6 +144,8 @@ class BlockQueue(Protocol):
 
     in_flight: int
     in_flight_bytes: int
+    io: str
+    io_reason: str
     errors: dict[int, int]
     latency: dict[str, LatencyHistogram]
     call_bytes: dict[str, Histogram]

@@ -36,10 +36,10 @@ from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
 from tiercache.daemon.tiers.lower_tier import FlushBelow, IndexedTier
 from tiercache.daemon.tiers.nvme import inspection as viewing
-from tiercache.daemon.tiers.nvme.carriers import Carrier, InDaemon, InWorkers, wants_workers
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
+from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.fairness import Fairness
 from tiercache.daemon.tiers.nvme.flushes import Flushes
@@ -53,6 +53,7 @@ from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, OpenDirectory
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
+from tiercache.daemon.tiers.nvme.runners import InDaemon, InWorkers, Runner, wants_workers
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 from tiercache.daemon.tiers.promotion import Promotion
@@ -81,7 +82,10 @@ class NvmeTier(IndexedTier):
         self._config = config
         workers = wants_workers(config.nvme_workers, len(config.nvme_dirs))
         self._arena = ArenaFiles() if workers else None
-        self._carrier: Carrier = InDaemon(disk_of) if self._arena is None else InWorkers(self._arena)
+        why_not_aio = why_threads(config.nvme_io, config.nvme_codec, beside_loop=not workers)
+        self._runner: Runner = (
+            InDaemon(disk_of, why_not_aio) if self._arena is None else InWorkers(self._arena, why_not_aio)
+        )
         self._regions = regions
         self._landed = landed
         self._soon = soon
@@ -143,7 +147,7 @@ class NvmeTier(IndexedTier):
             config.nvme_shrink,
             config.nvme_require_mount,
         )
-        return Keeper(plan, self._carrier, self._opened, self._gone)
+        return Keeper(plan, self._runner, self._opened, self._gone)
 
     def add_region(self, region: Region, fd: int) -> None:
         """The arena has one more region, in this file: the descriptor stays the caller's."""
@@ -161,7 +165,8 @@ class NvmeTier(IndexedTier):
     def _opened(self, found: OpenDirectory) -> Shelf:
         """Make the shelf of an open directory, and use it."""
         directory, catalog, state, make_queue = found
-        shelf = Shelf(directory, catalog, make_queue(), state, self._space, self._soon)
+        queue = make_queue()
+        shelf = Shelf(directory, catalog, queue, state, self._space, self._soon)
         if self._events is not None:
             shelf.tell(self._events)
         self._shelves.append(shelf)
@@ -170,7 +175,9 @@ class NvmeTier(IndexedTier):
         self._flushes.opened(directory.path, shelf)
         self._soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
-        log.info("nvme directory %s: %d segments, %s", directory.path, len(directory.segments), how)
+        log.info("nvme directory %s: %d segments, %s, by %s", directory.path, len(directory.segments), how, queue.io)
+        if self._config.nvme_io == "aio" and queue.io != "aio":
+            log.warning("nvme directory %s: threads do its I/O, not aio: %s", directory.path, queue.io_reason)
         return shelf
 
     def _gone(self, shelf: Shelf) -> None:

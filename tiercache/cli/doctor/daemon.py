@@ -31,6 +31,7 @@ def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
             partial(_clients, tree),
             partial(_loop, tree),
             partial(_log, tree),
+            partial(_disks, tree),
         ),
     )
 
@@ -127,3 +128,18 @@ def _log(tree: Tree) -> Iterator[Finding]:
         yield warning(TOPIC, "log", f"{lost} lines were lost: {why}", "read the daemon's stderr, or give it room")
     else:
         yield ok(TOPIC, "log", "no line was lost")
+
+
+def _disks(tree: Tree) -> Iterator[Finding]:
+    """What reads and writes the blocks of each open directory."""
+    for one in tree.get("tiers", {}).get("nvme", {}).get("directories", []):
+        carrier, reason = str(one.get("io", "")), str(one.get("io_reason", ""))
+        if not carrier:
+            continue
+        figure = f"by {carrier}: {reason}" if reason else f"by {carrier}"
+        if "fs.aio-max-nr" in reason:
+            yield warning(
+                TOPIC, f"I/O of {one['path']}", figure, "sysctl fs.aio-max-nr=1048576, and restart the daemon"
+            )
+        else:
+            yield ok(TOPIC, f"I/O of {one['path']}", figure)

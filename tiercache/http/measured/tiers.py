@@ -99,7 +99,8 @@ DISKS = (
         "histogram",
         "disk_call_seconds",
         ("directory", "call"),
-        "Time of one system call that reads or writes adjoining blocks, in seconds.",
+        "Time of one system call that reads or writes adjoining blocks, in seconds; with AIO, from its submission to "
+        "its result.",
         read.histogram("disk_call_ns", "directory", "call"),
         read.seconds(10_000, 10 * read.NS),
     ),

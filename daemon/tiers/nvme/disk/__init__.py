@@ -1,7 +1,9 @@
-"""The files of one directory, and the threads that read and write them.
+"""The files of one directory, and what reads and writes them.
 
-    directory ── superblock, lock, segment_files, aside (damaged files)
-    queue     I/O threads ──► block_io: one run of blocks ──► forms ──► disk: system calls
+    directory ── superblock, lock, segment_files, aside (damaged files), aio_probe
+    queue ── backlog: what waits ──► carriers: aio ─────► kernel_aio: transfers under way
+                                           or threads ─► disk: system calls
+             both by way of block_io: operations, forms of a block; bounce: memory for those that are not raw
     health    is the disk written to           troubles    an error in words, with its remedy
     mounts    is the file system mounted
 

@@ -1,10 +1,11 @@
-"""Block I/O: one run of operations, from frames to slots or back, as done by a disk worker between two waits.
+"""Operations on blocks, and the forms of a block: what becomes of it before it is written, and after it was read.
 
-    read:   preadv into the frame ─► checksum over the stored bytes ─► decode       ─► OK | CORRUPT | OTHER_KEY
-    write:  encode ─► zero the padding ─► checksum over the stored bytes ─► pwritev ─► OK
+            begin                                      carrier      end
+    read:   is the row plausible?                   ─► preadv    ─► checksum ─► decode ─► OK | CORRUPT | OTHER_KEY
+    write:  encode ─► zero the padding ─► checksum  ─► pwritev   ─► OK
 
-Raw blocks move straight between frame and disk; encoded and encrypted ones pass through the worker's bounce buffer.
-Encryption comes after encoding, and the checksum covers its result.
+Raw blocks move straight between frame and disk; encoded and encrypted ones, and those that are only verified, pass
+through a bounce buffer of the carrier. Encryption comes after encoding, and the checksum covers its result.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-import mmap
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +22,7 @@ import xxhash
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, CipherError, whose
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.ground.units import round_up
 from tiercache.protocol.checksums import CHECKSUM_XXH3, KINDS, block_checksum, block_seed
 from tiercache.protocol.frames import OFFSET_MASK, REGION_SHIFT
@@ -59,7 +58,7 @@ class DiskOutcome(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Op:
-    """Fields of every operation. The caller sets `done`, workers the rest.
+    """Fields of every operation. The caller sets `done`, the queue the rest.
 
     `done(op)` is called exactly once, on the loop. `unwanted = True` (set on the loop) lets an
     operation that has not started end as CANCELLED.
@@ -71,9 +70,6 @@ class Op:
     errno: int = 0
     held_bytes: int = 0
     submitted_ns: int = 0
-    io_ns: int = 0  # in system calls; of the whole run, on its first op, else 0
-    calls: int = 0  # system calls of the run, on its first op
-    io_bytes: int = 0  # bytes moved by them, on its first op
     priority: int = 0
 
 
@@ -83,7 +79,7 @@ class ReadOp(Op):
 
     slot: `segment_id << 48 | byte offset`, 4096-aligned. address: of the frame in this process,
     4096-aligned; the frame is at least `round_up(max(length, stored_length if raw), 4096)` bytes. NOWHERE: the block
-    is read to be verified, into memory of the worker. length: of the block. stored_length, codec, checksum, kind: from
+    is read to be verified, into memory of the carrier. length: of the block. stored_length, codec, checksum, kind: from
     the row.
     """
 
@@ -100,7 +96,7 @@ class ReadOp(Op):
     @property
     def moved_bytes(self) -> int:
         """Bytes on the disk, with padding."""
-        return round_up(self.stored_length, PAGE_BYTES)
+        return (self.stored_length + PAGE_BYTES - 1) & -PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -125,7 +121,7 @@ class WriteOp(Op):
     @property
     def moved_bytes(self) -> int:
         """Bytes on the disk, with padding; at most that, while the op has not run."""
-        return round_up(self.stored_length or self.length, PAGE_BYTES)
+        return ((self.stored_length or self.length) + PAGE_BYTES - 1) & -PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -139,76 +135,106 @@ class TaskOp(Op):
         return 0
 
 
-AnyOp = ReadOp | WriteOp | TaskOp
+BlockOp = ReadOp | WriteOp
+AnyOp = BlockOp | TaskOp
+Piece = tuple[int, int]
+"""Memory of this process: address and bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class DiskTransfer:
+    """Bytes of one run on their way, all of which move before it ends, in as many system calls as that takes."""
+
+    ops: Sequence[BlockOp]
+    writes: bool
+    fd: int
+    offset: int
+    """Of the next byte, in the segment."""
+    pieces: Sequence[Piece]
+    """What is left."""
+    left: int
+    """Bytes in them."""
+    stuck: int = 0
+
+    def advance(self, count: int) -> bool:
+        """Note that a system call has moved so many bytes; True when that was all. Raises OSError."""
+        if count == self.left:
+            self.left = 0
+            return True
+        # O_DIRECT continues at a page; a partial page is moved again.
+        count -= (self.offset + count) % PAGE_BYTES
+        self.stuck = 0 if count > 0 else self.stuck + 1
+        if self.stuck > RETRIES:
+            raise OSError(errno.EIO, "the transfer stands still: the segment is shorter than it was")
+        if count > 0:
+            self.offset, self.left, self.pieces = self.offset + count, self.left - count, _rest(self.pieces, count)
+        return False
 
 
 def adjoins(before: AnyOp, after: AnyOp) -> bool:
     """Whether two operations can share a system call: same direction, raw, adjoining slots."""
-    if isinstance(before, TaskOp) or isinstance(after, TaskOp) or type(before) is not type(after):
+    if type(before) is not type(after) or isinstance(before, TaskOp) or isinstance(after, TaskOp):
         return False
-    if before.address == NOWHERE or after.address == NOWHERE:  # a worker has room for one of them
+    if before.slot + before.moved_bytes != after.slot:
         return False
-    return before.codec == codecs.RAW == after.codec and before.slot + before.moved_bytes == after.slot
+    return not needs_bounce(before) and not needs_bounce(after)
 
 
-class BlockMover:
-    """The I/O part of one worker thread, with its bounce buffer. Blocks; raises nothing."""
+def needs_bounce(op: BlockOp) -> bool:
+    """Whether a block does not move straight between its frame and the disk; a run has one of these at most."""
+    return op.codec != codecs.RAW or op.address == NOWHERE
+
+
+def bounce_bytes(op: BlockOp) -> int:
+    """The most bytes of a bounce buffer that a block can take."""
+    if isinstance(op, ReadOp):
+        return op.moved_bytes if plausible_length(op.codec, op.stored_length, op.length) else 0
+    return round_up(op.length + OVERHEAD_BYTES, PAGE_BYTES)
+
+
+class BlockForms:
+    """What is done to blocks before and after their transfer. For one thread; takes what the CPU takes."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._disk: DiskIO = directory.disk
-        self._bounce = mmap.mmap(-1, PAGE_BYTES)
-        self._bounce_address = _address_of(self._bounce)
         self._scratch = bytearray()  # where blocks that are only verified are decoded
-        self._io_ns = 0
-        self._calls = 0
-        self._io_bytes = 0
 
-    def run(self, ops: Sequence[AnyOp]) -> None:
-        """Carry out a run of adjoining operations; every one of them has an outcome afterwards."""
-        self._io_ns = self._calls = self._io_bytes = 0
-        try:
-            self._attempt(ops)
-        except OSError as error:
-            if len(ops) > 1:
-                # One bad place must not cost its neighbours: run each alone.
-                for op in ops:
-                    self._alone(op)
-            else:
-                _fail(ops[0], error)
-        ops[0].io_ns, ops[0].calls, ops[0].io_bytes = self._io_ns, self._calls, self._io_bytes
+    def begin(self, ops: Sequence[BlockOp], bounce: Callable[[int], int]) -> DiskTransfer | None:
+        """The transfer of operations that adjoin; None when their outcome is known without. Raises OSError.
 
-    def _alone(self, op: AnyOp) -> None:
-        try:
-            self._attempt([op])
-        except OSError as error:
-            _fail(op, error)
-
-    def _attempt(self, ops: Sequence[AnyOp]) -> None:
-        reads = [op for op in ops if isinstance(op, ReadOp)]
-        writes = [op for op in ops if isinstance(op, WriteOp)]
-        if reads:
-            self._read(reads)
-        elif writes:
-            self._write(writes)
-        for op in ops:
-            if isinstance(op, TaskOp):
-                op.call()
-                op.outcome = DiskOutcome.OK
-
-    def _read(self, ops: list[ReadOp]) -> None:
-        if not all(map(_plausible, ops)):
+        bounce: the address of so many bytes, at a page, which stay until the transfer has ended.
+        """
+        first = ops[0]
+        if isinstance(first, WriteOp):
+            pieces = [self._to_store(op, bounce) for op in ops if isinstance(op, WriteOp)]
+            return self._transfer(ops, True, pieces)
+        if not all(_plausible(op) for op in ops if isinstance(op, ReadOp)):
             if len(ops) > 1:
                 raise OSError(errno.EINVAL, "a row that cannot be true")
-            ops[0].outcome = DiskOutcome.CORRUPT
-            return
-        straight = ops[0].codec == codecs.RAW and ops[0].address != NOWHERE
-        views = [self._frame(op, op.moved_bytes) if straight else self._bounce_view(op.moved_bytes) for op in ops]
-        self._move(self._disk.preadv, ops, views)
-        for op, view in zip(ops, views, strict=True):
-            op.outcome = self._verified(op, view[: op.stored_length])
+            first.outcome = DiskOutcome.CORRUPT
+            return None
+        if needs_bounce(first):
+            size = first.moved_bytes
+            return self._transfer(ops, False, [(bounce(size), size)])
+        return self._transfer(ops, False, [(op.address, op.moved_bytes) for op in ops])
 
-    def _verified(self, op: ReadOp, stored: memoryview) -> DiskOutcome:
+    def end(self, ops: Sequence[BlockOp], address: int) -> None:
+        """Give operations their outcome, all of whose bytes have moved. address: of the bounce buffer, if they had one.
+
+        Does the rest of what `begin` began: verifies and decodes what was read.
+        """
+        for op in ops:
+            op.outcome = DiskOutcome.OK if isinstance(op, WriteOp) else self._verified(op, address or op.address)
+
+    def _transfer(self, ops: Sequence[BlockOp], writes: bool, pieces: list[Piece]) -> DiskTransfer:
+        slot, total = ops[0].slot, sum(size for _, size in pieces)
+        offset = slot & OFFSET_MASK
+        if slot < 0 or offset % PAGE_BYTES or offset + total > self._directory.segment_bytes:
+            raise OSError(errno.EINVAL, "a slot that is not in its segment")
+        return DiskTransfer(ops, writes, self._directory.fd(slot >> REGION_SHIFT), offset, pieces, total)
+
+    def _verified(self, op: ReadOp, address: int) -> DiskOutcome:
+        stored = view_of(address, op.stored_length)
         seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
         if _checksum(stored, seed, op.kind) != op.checksum:
             return DiskOutcome.CORRUPT
@@ -216,7 +242,7 @@ class BlockMover:
             if op.codec & codecs.SEALED:
                 self._open(op, stored)
             elif op.codec != codecs.RAW:
-                codecs.decode(op.codec, stored, self._frame(op, op.length))
+                codecs.decode(op.codec, stored, self._frame(op))
         except CipherError:
             return DiskOutcome.OTHER_KEY
         except codecs.CodecError as error:
@@ -225,7 +251,7 @@ class BlockMover:
         return DiskOutcome.OK
 
     def _open(self, op: ReadOp, stored: memoryview) -> None:
-        cipher, plain_codec, frame = self._directory.cipher, codecs.unsealed(op.codec), self._frame(op, op.length)
+        cipher, plain_codec, frame = self._directory.cipher, codecs.unsealed(op.codec), self._frame(op)
         if cipher is None:
             raise CipherError("it is encrypted, and this daemon has no nvme_key")
         owner = whose(op.key, op.fingerprint, op.length, op.codec)
@@ -236,81 +262,68 @@ class BlockMover:
         cipher.open(stored, owner, encoded)
         codecs.decode(plain_codec, encoded, frame)
 
-    def _write(self, ops: list[WriteOp]) -> None:
-        views = [self._to_store(op) for op in ops]
-        for op, view in zip(ops, views, strict=True):
-            seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
-            op.checksum = _checksum(view[: op.stored_length], seed, op.kind)
-        self._move(self._disk.pwritev, ops, views)
-        for op in ops:
-            op.outcome = DiskOutcome.OK
+    def _to_store(self, op: WriteOp, bounce: Callable[[int], int]) -> Piece:
+        """The bytes for the disk, whole pages with zeroed padding; sets codec, stored length and checksum."""
+        address = op.address
+        if op.codec == codecs.RAW:
+            op.stored_length = op.length
+        else:
+            address = self._to_encode(op, bounce)
+        moved_bytes = op.moved_bytes
+        padding = moved_bytes - op.stored_length
+        if padding:
+            view_of(address + op.stored_length, padding)[:] = bytes(padding)
+        seed = block_seed(op.key, op.fingerprint, op.length, op.codec, op.kind)
+        op.checksum = _checksum(view_of(address, op.stored_length), seed, op.kind)
+        return address, moved_bytes
 
-    def _to_store(self, op: WriteOp) -> memoryview:
-        """The bytes for the disk, whole pages with zeroed padding; sets codec and stored length."""
+    def _to_encode(self, op: WriteOp, bounce: Callable[[int], int]) -> int:
+        """Encode and seal a block as its codec asks; returns where the result is."""
         sealed, plain_codec = op.codec & codecs.SEALED, codecs.unsealed(op.codec)
-        encoded = codecs.encode(plain_codec, self._frame(op, op.length)) if plain_codec != codecs.RAW else None
+        frame = view_of(op.address, op.length)
+        encoded = codecs.encode(plain_codec, frame) if plain_codec != codecs.RAW else None
         if sealed:
             assert self._directory.cipher is not None
             op.codec = codecs.SEALED if encoded is None else op.codec
-            plain = self._frame(op, op.length) if encoded is None else encoded
+            plain = frame if encoded is None else encoded
             op.stored_length = len(plain) + OVERHEAD_BYTES
-            view = self._bounce_view(op.moved_bytes)
+            address = bounce(op.moved_bytes)
             owner = whose(op.key, op.fingerprint, op.length, op.codec)
-            self._directory.cipher.seal(plain, owner, view[: op.stored_length])
-        elif encoded is None:
+            self._directory.cipher.seal(plain, owner, view_of(address, op.stored_length))
+            return address
+        if encoded is None:
             op.codec, op.stored_length = codecs.RAW, op.length
-            view = self._frame(op, op.moved_bytes)
-        else:
-            op.stored_length = len(encoded)
-            view = self._bounce_view(op.moved_bytes)
-            ctypes.memmove(self._bounce_address, encoded, len(encoded))  # a slice assignment holds the GIL
-        padding = len(view) - op.stored_length
-        if padding:
-            view[op.stored_length :] = bytes(padding)
-        return view
+            return op.address
+        op.stored_length = len(encoded)
+        address = bounce(op.moved_bytes)
+        ctypes.memmove(address, encoded, len(encoded))  # a slice assignment holds the GIL
+        return address
 
-    def _move(
-        self,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        ops: Sequence[ReadOp | WriteOp],
-        views: Sequence[memoryview],
-    ) -> None:
-        """Transfer all views, one after another, to or from the slots of `ops`. Raises OSError."""
-        segment_id, offset = ops[0].slot >> REGION_SHIFT, ops[0].slot & OFFSET_MASK
-        total = sum(map(len, views))
-        if ops[0].slot < 0 or offset % PAGE_BYTES or offset + total > self._directory.segment_bytes:
-            raise OSError(errno.EINVAL, "a slot that is not in its segment")
-        fd = self._directory.fd(segment_id)
-        moved = stuck = 0
-        while moved < total:
-            start_ns = time.perf_counter_ns()
-            try:
-                count = call(fd, views if moved == 0 else _rest(views, moved), offset + moved)
-            except InterruptedError:
-                count = 0
-            finally:
-                self._io_ns += time.perf_counter_ns() - start_ns
-                self._calls += 1
-            # O_DIRECT continues at a page; a partial page is moved again.
-            count -= (moved + count) % PAGE_BYTES if moved + count < total else 0
-            moved += count
-            self._io_bytes += max(0, count)
-            stuck = 0 if count > 0 else stuck + 1
-            if stuck > RETRIES:
-                raise OSError(errno.EIO, "the transfer stands still: the segment is shorter than it was")
-
-    def _frame(self, op: ReadOp | WriteOp, length: int) -> memoryview:
+    def _frame(self, op: ReadOp) -> memoryview:
         if op.address == NOWHERE:
-            if len(self._scratch) < length:
-                self._scratch = bytearray(length)
-            return memoryview(self._scratch)[:length]
-        return memoryview((ctypes.c_char * length).from_address(op.address)).cast("B")
+            if len(self._scratch) < op.length:
+                self._scratch = bytearray(op.length)
+            return memoryview(self._scratch)[: op.length]
+        return view_of(op.address, op.length)
 
-    def _bounce_view(self, length: int) -> memoryview:
-        if len(self._bounce) < length:
-            self._bounce = mmap.mmap(-1, length)
-            self._bounce_address = _address_of(self._bounce)
-        return memoryview(self._bounce)[:length]
+
+def view_of(address: int, length: int) -> memoryview:
+    """Memory of this process as bytes."""
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+def settle(ops: Sequence[AnyOp]) -> None:
+    """Give each operation of a run that has none an outcome: it was not wanted, or something unforeseen came up."""
+    for op in ops:
+        if op.outcome is DiskOutcome.PENDING:
+            op.outcome = DiskOutcome.CANCELLED if op.unwanted else DiskOutcome.IO_ERROR
+            op.errno = 0 if op.unwanted else errno.EIO
+
+
+def fail(op: AnyOp, error: OSError) -> None:
+    """Its outcome is this error."""
+    op.outcome = DiskOutcome.IO_ERROR
+    op.errno = error.errno or errno.EIO
 
 
 def _checksum(view: memoryview, seed: int, kind: int) -> int:
@@ -326,10 +339,6 @@ def _checksum(view: memoryview, seed: int, kind: int) -> int:
     return state.intdigest()
 
 
-def _address_of(area: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(area))
-
-
 def _plausible(op: ReadOp) -> bool:
     """Whether a row may be acted on: a stored length beyond the block's would write past its frame."""
     if op.kind not in KINDS or not codecs.known(op.codec):
@@ -343,16 +352,11 @@ def plausible_length(codec: int, stored_length: int, length: int) -> bool:
     return plain_length == length if codecs.unsealed(codec) == codecs.RAW else 0 < plain_length <= length
 
 
-def _rest(views: Sequence[memoryview], moved: int) -> list[memoryview]:
-    """The views without their first `moved` bytes."""
+def _rest(pieces: Sequence[Piece], moved: int) -> list[Piece]:
+    """The pieces without their first `moved` bytes."""
     rest = []
-    for view in views:
-        if moved < len(view):
-            rest.append(view[moved:])
-        moved = max(0, moved - len(view))
+    for address, size in pieces:
+        if moved < size:
+            rest.append((address + moved, size - moved))
+        moved = max(0, moved - size)
     return rest
-
-
-def _fail(op: AnyOp, error: OSError) -> None:
-    op.outcome = DiskOutcome.IO_ERROR
-    op.errno = error.errno or errno.EIO

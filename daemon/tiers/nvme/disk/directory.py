@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.disk import superblock as superblocks
+from tiercache.daemon.tiers.nvme.disk.aio_probe import refusal_of_aio
 from tiercache.daemon.tiers.nvme.disk.aside import aside_bytes, is_aside, put_aside, remove_aside
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
 from tiercache.daemon.tiers.nvme.disk.lock import LOCK_NAME, LockedBy, take_lock
@@ -103,6 +104,8 @@ class Directory:
         """Whether I/O bypasses the page cache."""
         self.direct_reason = "not open"
         """Why it does not; empty when it does."""
+        self.aio_reason = "not open"
+        """Why blocks cannot move by Linux AIO; empty when they can."""
         self.is_new = False
         """Whether `open` found no blocks to keep: rows of an earlier life cannot be valid."""
         self.superblock = Superblock(b"", segment_bytes, 0)
@@ -166,7 +169,7 @@ class Directory:
             self._read_superblock()
             self._make_segments_folder()
             self._name_foreign_files()
-            self._probe_direct()
+            self._probe()
             self._open_segments()
             self._make_spare()
             before = frozenset() if self.home is None else self.home.former | {self.home.directory_id}
@@ -319,12 +322,15 @@ class Directory:
             names = ", ".join(foreign[:_MAX_NAMED])
             log.warning("nvme directory %s holds files that are not ours, left alone: %s%s", self.path, names, more)
 
-    def _probe_direct(self) -> None:
+    def _probe(self) -> None:
         refusal = refusal_of_direct_io(self.disk, self._here / "probe")
         self.direct = not refusal
         self.direct_reason = f"this file system refuses O_DIRECT ({refusal})" if refusal else ""
         if refusal:
             log.warning("nvme directory %s: %s; I/O goes through the page cache", self.path, self.direct_reason)
+            self.aio_reason = f"buffered I/O: {self.direct_reason}"
+        else:
+            self.aio_reason = refusal_of_aio(self.disk, self._here / "probe")
 
     def _open_segments(self) -> None:
         for path in sorted((self._here / "segments").iterdir()):

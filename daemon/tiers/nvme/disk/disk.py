@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.superblock import ALIGNMENT_BYTES
 
 PAGE_BYTES = ALIGNMENT_BYTES
@@ -36,6 +37,13 @@ class DiskIO:
     def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """Write the views; returns how many bytes, perhaps fewer than given."""
         return os.pwritev(fd, views, offset)
+
+    def aio(self, depth: int, eventfd: int, most_pieces: int) -> AioContext:
+        """A context of Linux AIO (see there), by which blocks move without `preadv` and `pwritev`.
+
+        EOPNOTSUPP, with the reason as its text: these calls have no such way.
+        """
+        return AioContext(depth, eventfd, most_pieces)
 
     def unlink(self, path: Path) -> None:
         """Remove a file and its room: 250 ms per GiB on some file systems."""

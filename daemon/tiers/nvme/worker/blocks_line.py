@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
+from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, DiskQueue
+from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.worker import records
 from tiercache.daemon.tiers.nvme.worker.packets import receive_now
 from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
@@ -19,27 +20,42 @@ from tiercache.daemon.tiers.nvme.worker.regions import MappedRegions
 PACKETS_AT_ONCE = 8
 """Taken before those that are done are told."""
 _MAX_U32 = 0xFFFFFFFF
+_NO_RUN = DiskRun((), 0)
 
 
 class _Read(ReadOp):
-    __slots__ = ("number",)
+    __slots__ = ("number", "run")
     number: int
+    run: DiskRun | None
 
 
 class _Write(WriteOp):
-    __slots__ = ("number",)
+    __slots__ = ("number", "run")
     number: int
+    run: DiskRun | None
+
+
+class _Queue(DiskQueue):
+    """The daemon counts, so that nothing is lost with the process: here a run is only noted on its first block."""
+
+    def _count(self, runs: Sequence[DiskRun]) -> None:
+        for run in runs:
+            run.ops[0].run = run  # type: ignore[union-attr]
+
+    def _count_one(self, run: DiskRun, op: AnyOp) -> None:
+        op.run = run  # type: ignore[union-attr]
 
 
 class BlocksLine:
     """Serves one line until the daemon closes it. `run` is for one thread, which is the queue's event loop."""
 
-    def __init__(self, line: socket.socket, directory: Directory) -> None:
+    def __init__(self, line: socket.socket, directory: Directory, why_not_aio: str) -> None:
         self._line = line
         self._regions = MappedRegions()
         self._names: dict[int, str] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._queue = DiskQueue(directory, self._announce)
+        self._queue = _Queue(directory, self._announce, why_not_aio=why_not_aio)
+        self.io, self.io_reason = self._queue.io, self._queue.io_reason
         self._ended: list[bytes] = []
 
     def run(self) -> None:
@@ -125,12 +141,13 @@ class BlocksLine:
                 codec=block.codec,
                 kind=block.kind,
             )
-        op.number = block.number
+        op.number, op.run = block.number, None
         return op
 
     # --- what goes back --------------------------------------------------------------------------
 
     def _end(self, op: _Read | _Write) -> None:
+        run = op.run or _NO_RUN
         self._ended.append(
             records.END.pack(
                 op.number,
@@ -139,9 +156,9 @@ class BlocksLine:
                 op.errno,
                 op.stored_length,
                 op.checksum,
-                min(op.io_ns // 1000, _MAX_U32),
-                op.calls,
-                min(op.io_bytes, _MAX_U32),
+                min(run.io_ns // 1000, _MAX_U32),
+                run.calls,
+                min(run.io_bytes, _MAX_U32),
             )
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tiercache.daemon.helper_processes.child import ControlSocket, run_child
 from tiercache.daemon.tiers.forms.cipher import Cipher
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
@@ -66,13 +66,14 @@ class _FilesLine:
             return
         rows = RowsLine(self._rows)
         try:
-            directory, catalog, opened = _open(first, rows)
+            directory, catalog, state = _open(first, rows)
         except (ConfigError, DirectoryUnavailable) as error:
             self._say(messages.Refused(isinstance(error, ConfigError), str(error)))
             return
+        blocks = BlocksLine(self._blocks, directory, first.why_not_aio)
         _start("rows", lambda: rows.run(catalog))
-        _start("blocks", BlocksLine(self._blocks, directory).run)
-        self._say(opened)
+        _start("blocks", blocks.run)
+        self._say(_opened(directory, state, blocks))
         while (question := self._next()) is not None:
             self._say(_answer(directory, question))
 
@@ -84,7 +85,7 @@ class _FilesLine:
         send_message(self._line, messages.encode(answer))
 
 
-def _open(asked: messages.Open, rows: RowsLine) -> tuple[Directory, Catalog, messages.Opened]:
+def _open(asked: messages.Open, rows: RowsLine) -> tuple[Directory, Catalog, CatalogState]:
     plan = Plan(
         Path(asked.path),
         asked.cap_bytes,
@@ -94,21 +95,25 @@ def _open(asked: messages.Open, rows: RowsLine) -> tuple[Directory, Catalog, mes
         asked.require_mount,
         asked.daemon_pid,
     )
-    directory, catalog, state = open_directory(plan, DiskIO(), rows.post, asked.home)
+    return open_directory(plan, DiskIO(), rows.post, asked.home)
+
+
+def _opened(directory: Directory, state: CatalogState, blocks: BlocksLine) -> messages.Opened:
     assert directory.home is not None
-    opened = messages.Opened(
+    return messages.Opened(
         directory_id=directory.superblock.directory_id,
         created_s=directory.superblock.created_s,
         segment_bytes=directory.segment_bytes,
         db_reserve_bytes=directory.db_reserve_bytes,
         direct=directory.direct,
         direct_reason=directory.direct_reason,
+        io=blocks.io,
+        io_reason=blocks.io_reason,
         kept_bytes=directory.kept_bytes,
         segments=directory.segments,
         home=directory.home,
         state=state,
     )
-    return directory, catalog, opened
 
 
 def _answer(directory: Directory, question: messages.FileQuestion) -> messages.FileAnswer:

@@ -76,11 +76,12 @@ class _Ended(Exception):
 class DirectoryWorker:
     """One directory, from its opening to its end. Event loop only, but for `open`.
 
-    plan: how to open it. arena: the regions whose frames blocks are moved from and to.
+    plan: how to open it. why_not_aio: see `DiskQueue`. arena: the regions whose frames blocks are moved from and to.
     """
 
-    def __init__(self, plan: Plan, arena: ArenaFiles, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, plan: Plan, why_not_aio: str, arena: ArenaFiles, loop: asyncio.AbstractEventLoop) -> None:
         self._plan = plan
+        self._why_not_aio = why_not_aio
         self._arena = arena
         self._loop = loop
         self._life: _Life | None = None
@@ -151,6 +152,7 @@ class DirectoryWorker:
             require_mount=plan.require_mount,
             home=before,
             daemon_pid=os.getpid(),
+            why_not_aio=self._why_not_aio,
         )
         try:
             send_message(files, messages.encode(question))
@@ -211,6 +213,7 @@ class DirectoryWorker:
     def _use(self, life: _Life) -> None:
         life.used, self._life = True, life
         self.directory.connect(life.files, life.opened.segments, life.its.pid)
+        self.queue.io, self.queue.io_reason = life.opened.io, life.opened.io_reason
         self.queue.connect(life.blocks)
         self.catalog.connect(life.rows)
         self._loop.add_reader(life.blocks, self._read, life, life.blocks, self.queue.readable)

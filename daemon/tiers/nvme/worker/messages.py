@@ -27,6 +27,7 @@ class Open(msgspec.Struct, tag=True, array_like=True, frozen=True):
     require_mount: bool
     home: Home | None
     daemon_pid: int
+    why_not_aio: str
 
 
 class CreateSegment(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -48,6 +49,8 @@ class Opened(msgspec.Struct, tag=True, array_like=True, frozen=True):
     db_reserve_bytes: int
     direct: bool
     direct_reason: str
+    io: str
+    io_reason: str
     kept_bytes: int
     segments: list[int]
     home: Home

@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
-from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
+from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, BlockOp, DiskOutcome, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS
 from tiercache.daemon.tiers.nvme.disk.tally import Tally
 from tiercache.daemon.tiers.nvme.worker import records
 from tiercache.daemon.tiers.nvme.worker.packets import send_now
@@ -36,8 +37,6 @@ MAX_SENT_WRITES, MAX_SENT_WRITE_BYTES = 768, 48 << 20
 DELIVER_NS = 1_000_000
 """Packets are taken for so long in one go of the loop, plus the one in progress."""
 NO_FRAME = -1
-
-BlockOp = ReadOp | WriteOp
 
 
 class RemoteQueue(Tally):
@@ -55,6 +54,8 @@ class RemoteQueue(Tally):
         limits: dict[DiskPriority, int] | None = None,
     ) -> None:
         super().__init__()
+        self.io, self.io_reason = "", "no process has it open"
+        """What carries blocks in the process; see `DiskQueue`."""
         self.heard_s = time.monotonic()
         """When the process last said anything here."""
         self._arena = arena
@@ -126,9 +127,9 @@ class RemoteQueue(Tally):
         self._cancelled.append(op)
 
     def _deliver_cancelled(self) -> None:
-        ops = list(self._cancelled)
+        runs = [DiskRun([op], op.priority) for op in self._cancelled]
         self._cancelled.clear()
-        self._deliver(ops)
+        self._deliver(runs)
 
     def queued(self, priority: DiskPriority | None = None) -> int:
         """Operations that wait for credit, or with a process for its disk."""
@@ -157,6 +158,8 @@ class RemoteQueue(Tally):
         """See `DiskQueue`."""
         return {
             **self._counts(),
+            "io": self.io,
+            "io_reason": self.io_reason,
             "queued": self.queued(),
             "waiting": {priority.name.lower(): self.queued(priority) for priority in DiskPriority},
             "oldest_age_s": self.oldest_age_s(),
@@ -196,7 +199,7 @@ class RemoteQueue(Tally):
         ended = [op for op in left if id(op) not in again]
         for op in ended:
             op.outcome = DiskOutcome.CANCELLED
-        self._deliver(ended)
+        self._deliver([DiskRun([op], op.priority) for op in ended])
 
     def ping(self) -> None:
         """Have the process say that it is alive."""
@@ -314,28 +317,34 @@ class RemoteQueue(Tally):
         return True
 
     def _take_ends(self, data: bytes) -> None:
-        ended, sent, outcomes = [], self._sent, records.OUTCOMES
+        runs, sent, outcomes = list[DiskRun](), self._sent, records.OUTCOMES
+        before: tuple[type, int] | None = None
         for number, outcome, codec, errno, stored, checksum, io_us, calls, io_bytes in records.ends_of(data):
             op = sent.pop(number)
             op.outcome, op.errno = outcomes[outcome], errno
-            op.io_ns, op.calls, op.io_bytes = io_us * 1000, calls, io_bytes
             self._sent_bytes -= op.held_bytes
             if isinstance(op, WriteOp):
                 self._sent_writes -= 1
                 self._sent_write_bytes -= op.held_bytes
                 op.codec, op.stored_length, op.checksum = codec, stored, checksum
-            ended.append(op)
-        self._deliver(ended)
+            alike = type(op), op.priority
+            if calls or alike != before:
+                ops: list[AnyOp] = []
+                runs.append(DiskRun(ops, op.priority, io_ns=io_us * 1000, calls=calls, io_bytes=io_bytes))
+                before = alike
+            ops.append(op)
+        self._deliver(runs)
 
-    def _deliver(self, ops: Sequence[AnyOp]) -> None:
-        for op in ops:
-            self.in_flight -= 1
-            self.in_flight_bytes -= op.held_bytes
-            self._count(op)
-            try:
-                op.done(op)
-            except Exception:
-                log.exception("the owner of a disk operation failed to take it back")
+    def _deliver(self, runs: Sequence[DiskRun]) -> None:
+        self._count(runs)
+        for run in runs:
+            for op in run.ops:
+                self.in_flight -= 1
+                self.in_flight_bytes -= op.held_bytes
+                try:
+                    op.done(op)
+                except Exception:
+                    log.exception("the owner of a disk operation failed to take it back")
 
     # --- tasks -----------------------------------------------------------------------------------
 
@@ -358,7 +367,7 @@ class RemoteQueue(Tally):
     def _task_done(self, op: TaskOp) -> None:
         if op in self._open_tasks:
             del self._open_tasks[op]
-            self._deliver([op])
+            self._deliver([DiskRun([op], op.priority)])
 
     # --- stopping --------------------------------------------------------------------------------
 
@@ -385,5 +394,5 @@ class RemoteQueue(Tally):
         for op in left:
             op.outcome = DiskOutcome.ABANDONED
         self._deliver_cancelled()
-        self._deliver(left)
+        self._deliver([DiskRun([op], op.priority) for op in left])
         return everything_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from catalog_bench import bench
+from disk_rig import ObedientDisk
 
 from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
@@ -20,6 +21,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "LAST_PAUSE_S", 0.05)
     monkeypatch.setattr(keeper, "LOOK_S", 0.02)
     monkeypatch.setattr(keeper, "QUIET_POLL_S", 0.005)
+
+
+@pytest.fixture(params=["aio", "threads"])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test runs with both carriers of blocks: on disks that the test controls, and in daemons that it starts."""
+    monkeypatch.setattr(ObedientDisk, "offers_aio", request.param == "aio")
+    monkeypatch.setenv("TIERCACHE_NVME_IO", request.param)
+    return str(request.param)
 
 
 @pytest.fixture(params=["at once", "in slices"])

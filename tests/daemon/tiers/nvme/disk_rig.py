@@ -11,10 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
+from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.segment_files import segment_name
 
@@ -39,7 +41,14 @@ def content(number: int, length: int) -> bytes:
 
 
 class ObedientDisk(DiskIO):
-    """The real disk, with a gate to hold it, a list of calls, and a hook that may fail or shorten them."""
+    """The real disk, with a gate to hold it, a list of calls, and a hook that may fail or shorten them.
+
+    Transfers by Linux AIO pass the gate and the hook too, each on a thread of its own, under the names of the system
+    calls that they replace.
+    """
+
+    offers_aio = True
+    """Of all these disks: without it, threads carry the blocks."""
 
     def __init__(self, direct: bool = True) -> None:
         self.direct = direct
@@ -69,6 +78,11 @@ class ObedientDisk(DiskIO):
     def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         return self._move("pwritev", super().pwritev, fd, views, offset)
 
+    def aio(self, depth: int, eventfd: int, most_pieces: int) -> AioContext:
+        if not self.offers_aio:
+            raise OSError(errno.EOPNOTSUPP, "the test wants threads")
+        return ObedientContext(self, depth, eventfd, most_pieces)
+
     def _move(
         self,
         name: str,
@@ -77,18 +91,97 @@ class ObedientDisk(DiskIO):
         views: Sequence[memoryview],
         offset: int,
     ) -> int:
-        with self._lock:
-            self.calls.append((name, len(views), offset))
-            self.running += 1
-            self.most_running = max(self.most_running, self.running)
+        self.begins(name, len(views), offset)
         try:
-            assert self.gate.wait(DEADLINE_S)
-            self.call.offset = offset
-            most = self.hook(name, sum(map(len, views)))
+            most = self.asked(name, sum(map(len, views)), offset)
             return call(fd, views, offset) if most is None else _shorter(call, fd, views, offset, most)
         finally:
+            self.ends()
+
+    def begins(self, name: str, views: int, offset: int) -> None:
+        """A call has come."""
+        with self._lock:
+            self.calls.append((name, views, offset))
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+
+    def asked(self, name: str, size: int, offset: int) -> int | None:
+        """Wait for the gate, then ask the hook."""
+        assert self.gate.wait(DEADLINE_S)
+        self.call.offset = offset
+        return self.hook(name, size)
+
+    def ends(self) -> None:
+        """A call has returned."""
+        with self._lock:
+            self.running -= 1
+
+
+class ObedientContext(AioContext):
+    """The kernel's AIO behind the gate and the hook of a disk.
+
+    A transfer that the hook lets pass goes to the kernel; one that it fails has that error as its result.
+    """
+
+    def __init__(self, disk: ObedientDisk, depth: int, eventfd: int, most_pieces: int) -> None:
+        self._disk, self._wakes = disk, eventfd
+        self._kernel = AioContext(depth, eventfd, most_pieces)
+        self._lock = threading.Lock()  # the kernel's context is for one thread at a time
+        self._asked: dict[int, tuple[bool, int, list[tuple[int, int]], int]] = {}
+        self._most: dict[int, int] = {}
+        self._never_sent: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.flying = 0
+
+    def ready(self, place: int, writes: bool, fd: int, pieces: Sequence[tuple[int, int]], offset: int) -> None:
+        self._asked[place] = writes, fd, list(pieces), offset
+
+    def submit(self, places: Sequence[int]) -> int:
+        for place in places:
+            writes, fd, pieces, offset = self._asked.pop(place)
+            name = "pwritev" if writes else "preadv"
+            self._disk.begins(name, len(pieces), offset)
+            call = partial(self._pass, name, place, writes, fd, pieces, offset)
+            threading.Thread(target=call, name=f"aio-{place}", daemon=True).start()
+        self.flying += len(places)
+        return len(places)
+
+    def _pass(self, name: str, place: int, writes: bool, fd: int, pieces: list[tuple[int, int]], offset: int) -> None:
+        """One transfer, on a thread of its own, as long as it is held."""
+        try:
+            most = self._disk.asked(name, sum(size for _, size in pieces), offset)
             with self._lock:
-                self.running -= 1
+                if most is not None:
+                    self._most[place], pieces = most, _cut(pieces, -(-most // PAGE_BYTES) * PAGE_BYTES)
+                self._kernel.ready(place, writes, fd, pieces, offset)
+                assert self._kernel.submit([place]) == 1
+        except OSError as error:
+            self._never_sent.put((place, -(error.errno or errno.EIO)))
+            os.eventfd_write(self._wakes, 1)
+
+    def results(self, least: int = 0) -> list[tuple[int, int]]:
+        with self._lock:
+            found = [(place, min(result, self._most.pop(place, result))) for place, result in self._kernel.results()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._never_sent.get_nowait())
+        for _ in found:
+            self._disk.ends()
+        self.flying -= len(found)
+        return found
+
+    def close(self) -> None:
+        assert not self.flying
+        self._kernel.close()
+
+
+def _cut(pieces: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """The first `most` bytes of some memory."""
+    kept = []
+    for address, size in pieces:
+        if most > 0:
+            kept.append((address, min(size, most)))
+            most -= size
+    return kept
 
 
 def _shorter(
@@ -132,7 +225,7 @@ class Rig:
         self.announced: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.announcements = 0
         self.finished: list[WriteOp | ReadOp] = []
-        self.queue = DiskQueue(self.directory, self._announce, threads, limits)
+        self.queue = DiskQueue(self.directory, self._announce, threads, limits, depth=threads)
 
     def _announce(self, call: Callable[[], None]) -> None:
         self.announcements += 1

@@ -30,8 +30,9 @@ END_S = 30.0
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, carrier: str) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
+    assert [one["io"] for one in made.nvme()["directories"]] == [carrier]
     yield made
     made.stop()
 
@@ -164,6 +165,7 @@ DAMAGE: dict[Callable[[Path], None], set[int]] = {
 """What is done to a directory, and how much of a chain of five blocks may be there afterwards."""
 
 
+@pytest.mark.usefixtures("carrier")
 def test_damaged_directories_lose_their_blocks_and_work_again(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, directories=len(DAMAGE), nvme_size="448MiB")
     chains = [chain_of(str(number), 5) for number in range(60)]
@@ -194,6 +196,7 @@ def test_damaged_directories_lose_their_blocks_and_work_again(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tier", ["all", "nvme"])
+@pytest.mark.usefixtures("carrier")
 def test_a_flush_that_was_acknowledged_outlives_a_kill(tmp_path: Path, tier: str) -> None:
     cluster = Cluster(tmp_path)
     chains = [chain_of(str(number), 60) for number in range(4)]
@@ -318,12 +321,14 @@ def _killed_under_load(tmp_path: Path, rounds: int, seed: int) -> None:
     cluster.stop()
 
 
+@pytest.mark.usefixtures("carrier")
 def test_kills_under_load_of_several_clients(tmp_path: Path) -> None:
     _killed_under_load(tmp_path, rounds=3, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("carrier")
 @pytest.mark.parametrize("seed", range(5))
 def test_many_kills_under_load_of_several_clients(tmp_path: Path, seed: int) -> None:
     _killed_under_load(tmp_path, rounds=20, seed=10 + seed)

@@ -23,6 +23,8 @@ from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp, Write
 from tiercache.daemon.tiers.nvme.moves import shelf_source
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
+pytestmark = pytest.mark.usefixtures("carrier")
+
 
 def watch_slots(shelf: Shelf) -> list[str]:
     """From now on: every operation that begins on a slot while another one still uses it."""

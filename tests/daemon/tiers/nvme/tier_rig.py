@@ -67,6 +67,7 @@ class TierRig:
             nvme_dirs=tuple(map(NvmeDirectory, self.dirs)),
             nvme_bytes=nvme_bytes,
             nvme_segment_bytes=segment_bytes,
+            nvme_io="aio" if ObedientDisk.offers_aio else "threads",
             **settings,
         )
         self.regions: dict[int, Region] = {}

@@ -14,23 +14,26 @@ import pytest
 from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
 
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, BlockForms
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, TaskOp, WriteOp
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 OK, CORRUPT, IO_ERROR = DiskOutcome.OK, DiskOutcome.CORRUPT, DiskOutcome.IO_ERROR
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path, carrier: str) -> Iterator[Rig]:
     made = Rig(tmp_path / "nvme")
+    assert made.queue.io == carrier
     yield made
     made.close()
 
 
 @pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[Rig]:
+def one_worker(tmp_path: Path, carrier: str) -> Iterator[Rig]:
     made = Rig(tmp_path / "nvme", threads=1)
     yield made
     made.close()
@@ -214,16 +217,19 @@ def test_a_segment_that_lost_its_end_is_an_error_and_no_hang(rig: Rig) -> None:
     assert rig.queue.errors == {errno.EIO: 1}
 
 
-def test_a_worker_survives_an_unexpected_exception(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_a_carrier_survives_an_unexpected_exception(
+    one_worker: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     rig = one_worker
 
-    def hook(name: str, size: int) -> None:
+    def broken(*args: object) -> None:
         raise MemoryError
 
-    rig.disk.hook = hook
-    assert rig.run([rig.write_op(0, content(0, 100))]) == [IO_ERROR]
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockForms, when, broken)
+        assert rig.run([rig.write_op(0, content(0, 100))]) == [IO_ERROR]
     assert "unforeseen" in caplog.text
-    rig.disk.hook = lambda name, size: None
     assert rig.run([rig.write_op(0, content(0, 100))]) == [OK]
 
 

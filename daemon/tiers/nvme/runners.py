@@ -22,7 +22,7 @@ WORKERS_FROM_DIRECTORIES, WORKERS_FROM_CORES = 2, 4
 """`auto` means processes from so many on: with one disk, or where they share the loop's cores, they gain too little."""
 
 
-class Carrier(Protocol):
+class Runner(Protocol):
     """Opens directories, and runs them from then on."""
 
     def opener(self, plan: Plan) -> Callable[[Home | None], OpenDirectory]:
@@ -33,33 +33,39 @@ class Carrier(Protocol):
 
 
 class InDaemon:
-    """This process: `disk_of(path)` are the system calls."""
+    """This process: `disk_of(path)` are the system calls, and `why_not_aio` says why threads must do the I/O, if so."""
 
-    def __init__(self, disk_of: Callable[[Path], DiskIO]) -> None:
+    def __init__(self, disk_of: Callable[[Path], DiskIO], why_not_aio: str) -> None:
         self._disk_of = disk_of
+        self._why_not_aio = why_not_aio
 
     def opener(self, plan: Plan) -> Callable[[Home | None], OpenDirectory]:
-        """See `Carrier`."""
+        """See `Runner`."""
         return partial(self._open, plan, asyncio.get_running_loop())
 
     def _open(self, plan: Plan, loop: asyncio.AbstractEventLoop, before: Home | None) -> OpenDirectory:
         post = loop.call_soon_threadsafe
         directory, catalog, state = open_directory(plan, self._disk_of(plan.path), post, before)
-        return OpenDirectory(directory, catalog, state, lambda: DiskQueue(directory, post, again=loop.call_soon))
+
+        def queue() -> DiskQueue:
+            return DiskQueue(directory, post, again=loop.call_soon, why_not_aio=self._why_not_aio)
+
+        return OpenDirectory(directory, catalog, state, queue)
 
 
 class InWorkers:
     """A process for each directory."""
 
-    def __init__(self, arena: ArenaFiles) -> None:
+    def __init__(self, arena: ArenaFiles, why_not_aio: str) -> None:
         self._arena = arena
+        self._why_not_aio = why_not_aio
 
     def opener(self, plan: Plan) -> Callable[[Home | None], OpenDirectory]:
-        """See `Carrier`."""
+        """See `Runner`."""
         # Imported here: most daemons have one disk and no such process.
         from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 
-        return DirectoryWorker(plan, self._arena, asyncio.get_running_loop()).open
+        return DirectoryWorker(plan, self._why_not_aio, self._arena, asyncio.get_running_loop()).open
 
 
 def wants_workers(setting: str, directories: int) -> bool:

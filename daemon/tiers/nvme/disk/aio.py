@@ -1,0 +1,278 @@
+"""The carrier `aio`: one thread, which has many runs under way in the kernel.
+
+    take ─► forms.begin: checksum, encode ─► context.ready ─┐            ┌► forms.end: verify, decode ─► finished
+    take ─► ...                                             ┴► io_submit ┴► eventfd ─► results
+
+The thread waits in one place only, for the eventfd: the kernel writes to it for each transfer that has ended, and the
+loop when there is new work. io_submit may also block, on a file system that allocates or is frozen. Whatever is in the
+kernel's hands (iocbs, buffers, the context itself) stays where it is until the kernel has let go of it, even if `stop`
+has given up: then the thread waits on, touches no frame any more, and ends with the last transfer.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.tiers.nvme.disk.backlog import MAX_RUN_OPS, Backlog, DiskRun
+from tiercache.daemon.tiers.nvme.disk.block_io import (
+    AnyOp,
+    BlockForms,
+    BlockOp,
+    DiskTransfer,
+    TaskOp,
+    bounce_bytes,
+    fail,
+    needs_bounce,
+    settle,
+)
+from tiercache.daemon.tiers.nvme.disk.bounce import BouncePool, Buffer
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+
+log = logging.getLogger("tiercache.daemon")
+
+UNFORESEEN = "a disk worker met something unforeseen"
+END_BYTES = 8 << 20
+"""Bytes verified, or a run more, before free places are filled again: the disk should not wait for the CPU."""
+
+TOGETHER_FROM = 8
+TOGETHER_SHARE = 4
+"""With so many transfers under way, results are awaited until one of so many has come, or for a moment."""
+
+
+class _Flight:
+    """A run in one of the context's places."""
+
+    __slots__ = ("attempts", "buffer", "run", "sent_ns", "transfer")
+
+    def __init__(self, run: DiskRun) -> None:
+        self.run = run
+        self.attempts: deque[list[BlockOp]] = deque(
+            [op for op in ops if not isinstance(op, TaskOp)] for ops in run.wanted
+        )
+        """What is to be tried, one after another; the first one is under way."""
+        self.transfer: DiskTransfer | None = None
+        self.buffer: Buffer | None = None
+        self.sent_ns = 0
+
+
+class AioCarrier:
+    """One thread and one context of Linux AIO. Raises OSError when the kernel gives none.
+
+    Args:
+        backlog: where the runs come from: blocks only.
+        directory: an open one, with direct I/O.
+        finished: takes runs whose operations have outcomes; called on the thread.
+    """
+
+    name = "aio"
+
+    def __init__(self, backlog: Backlog, directory: Directory, finished: Callable[[Sequence[DiskRun]], None]) -> None:
+        self._backlog = backlog
+        self._finished = finished
+        self._forms = BlockForms(directory)
+        self._pool = BouncePool()
+        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            self._context = directory.disk.aio(backlog.width, self._eventfd, MAX_RUN_OPS)
+        except OSError:
+            os.close(self._eventfd)
+            raise
+        self._flights: dict[int, _Flight] = {}
+        self._unsent: list[int] = []  # places that are ready
+        self._full = False  # the kernel takes no more before one has ended
+        self._results: deque[tuple[int, int]] = deque()
+        self._ended: list[DiskRun] = []
+        self._asleep = False  # guarded by backlog.changed; may be True for a moment after it woke up
+        self._thread = threading.Thread(target=self._work, name="disk-aio", daemon=True)
+        self._thread.start()
+
+    def wake(self, count: int) -> None:
+        """So many operations have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        if self._asleep and (self._backlog.busy < self._backlog.width or self._backlog.stopping):
+            self._asleep = False
+            os.eventfd_write(self._eventfd, 1)
+
+    def join(self, deadline_s: float) -> bool:
+        """Wait until the thread has ended, or until a time (time.monotonic()); whether it has. Blocks."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._step():
+                pass
+            self._context.close()
+            os.close(self._eventfd)
+        except BaseException:
+            self._backlog.never_again()
+            raise
+
+    def _step(self) -> bool:
+        """Begin what may begin, wait if there is nothing else to do, end what has ended; False at the end."""
+        backlog = self._backlog
+        with backlog.changed:
+            runs = self._take()
+            idle = not (runs or self._results or (self._unsent and not self._full))
+            if idle and not self._flights and (backlog.stopping or backlog.gave_up):
+                return False
+            self._asleep = idle
+        for run in runs:
+            flight = self._flights[run.place] = _Flight(run)
+            self._go_on(flight)
+        if self._unsent and not self._full:
+            self._submit()
+        found = self._wait() if idle else self._context.results()
+        if found:
+            self._full = False
+            self._arrived(found)
+        landed_bytes = 0
+        while self._results and landed_bytes < END_BYTES:
+            place, result = self._results.popleft()
+            landed_bytes += max(0, result)
+            self._land(place, result)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._finished(ended)
+        return True
+
+    def _wait(self) -> list[tuple[int, int]]:
+        """Wait for results or for new work.
+
+        Where many transfers are under way, a few results are awaited together: each wake-up of this thread, and of the
+        loop, costs more than a small block.
+        """
+        flying = self._context.flying
+        found = self._context.results(flying // TOGETHER_SHARE) if flying >= TOGETHER_FROM else []
+        if not found:
+            os.eventfd_read(self._eventfd)
+            found = self._context.results()
+        self._asleep = False
+        return found
+
+    def _take(self) -> list[DiskRun]:
+        """What may begin now. Needs `backlog.changed` held."""
+        runs: list[DiskRun] = []
+        if self._backlog.gave_up:
+            return runs
+        while run := self._backlog.take(self._may_begin):
+            runs.append(run)
+            if needs_bounce(_blocks(run)[0]):
+                break  # the pool is asked again when this one has its buffer
+        return runs
+
+    def _may_begin(self, op: AnyOp) -> bool:
+        return isinstance(op, TaskOp) or not needs_bounce(op) or self._pool.has_room(bounce_bytes(op))
+
+    def _go_on(self, flight: _Flight) -> None:
+        """Make the next attempt of a run ready; without another one the run has ended."""
+        while flight.attempts:
+            ops = flight.attempts[0]
+            try:
+                flight.transfer = self._forms.begin(ops, lambda size_bytes: self._bounce(flight, size_bytes))
+                if flight.transfer is not None:
+                    self._ready(flight, flight.transfer)
+                    return
+                flight.attempts.popleft()  # its outcome is known
+            except OSError as error:
+                self._failed(flight, error)
+            except Exception:
+                log.exception(UNFORESEEN)
+                settle(flight.attempts.popleft())
+        settle(flight.run.ops)
+        del self._flights[flight.run.place]
+        if flight.buffer is not None:
+            self._pool.give_back(flight.buffer)
+        self._ended.append(flight.run)
+
+    def _bounce(self, flight: _Flight, size_bytes: int) -> int:
+        """The run's buffer; a run has at most one block that needs one, or tries one after another."""
+        if flight.buffer is None or len(flight.buffer.memory) < size_bytes:
+            if flight.buffer is not None:
+                self._pool.give_back(flight.buffer)
+            flight.buffer = self._pool.take(size_bytes)
+        return flight.buffer.address
+
+    def _failed(self, flight: _Flight, error: OSError) -> None:
+        """One bad place must not cost its neighbours: each is tried alone."""
+        ops = flight.attempts.popleft()
+        if len(ops) > 1:
+            flight.attempts.extendleft([op] for op in reversed(ops))
+        else:
+            fail(ops[0], error)
+
+    def _ready(self, flight: _Flight, transfer: DiskTransfer) -> None:
+        place = flight.run.place
+        self._context.ready(place, transfer.writes, transfer.fd, transfer.pieces, transfer.offset)
+        self._unsent.append(place)
+
+    def _submit(self) -> None:
+        """Hand what is ready to the kernel, all at once. What it does not take waits until a transfer has ended."""
+        if self._backlog.gave_up:
+            for place in self._unsent:  # the kernel never heard of these
+                del self._flights[place]
+            self._unsent.clear()
+            return
+        now_ns = time.perf_counter_ns()
+        for place in self._unsent:
+            self._flights[place].sent_ns = now_ns
+        try:
+            taken = self._context.submit(self._unsent)
+        except OSError as error:
+            if error.errno == errno.EAGAIN and self._context.flying:
+                self._full = True
+                return
+            # The kernel refuses the first of them, before it has done anything.
+            flight = self._flights[self._unsent.pop(0)]
+            flight.run.calls += 1
+            self._failed(flight, error)
+            self._go_on(flight)
+            return
+        for place in self._unsent[:taken]:
+            self._flights[place].run.calls += 1
+        del self._unsent[:taken]
+
+    def _arrived(self, found: list[tuple[int, int]]) -> None:
+        """Note what the kernel has let go of."""
+        now_ns = time.perf_counter_ns()
+        for place, _ in found:
+            flight = self._flights[place]
+            flight.run.io_ns += now_ns - flight.sent_ns
+        self._results.extend(found)
+
+    def _land(self, place: int, result: int) -> None:
+        """Go on with a run of which a transfer has ended: with the rest of it, its verification, the next attempt."""
+        flight = self._flights[place]
+        if self._backlog.gave_up:  # its operations were handed back, and their frames may be gone
+            del self._flights[place]
+            return
+        transfer = flight.transfer
+        assert transfer is not None
+        try:
+            if result < 0 and result != -errno.EINTR:
+                raise OSError(-result, os.strerror(-result))
+            left, over = transfer.left, transfer.advance(max(0, result))
+            flight.run.io_bytes += left - transfer.left
+            if not over:
+                self._ready(flight, transfer)
+                return
+            buffer = flight.buffer if needs_bounce(transfer.ops[0]) else None
+            self._forms.end(transfer.ops, 0 if buffer is None else buffer.address)
+            flight.attempts.popleft()
+        except OSError as error:
+            self._failed(flight, error)
+        except Exception:
+            log.exception(UNFORESEEN)
+            settle(flight.attempts.popleft())
+        self._go_on(flight)
+
+
+def _blocks(run: DiskRun) -> list[BlockOp]:
+    return [op for op in run.ops if not isinstance(op, TaskOp)]

@@ -1,0 +1,149 @@
+"""The carrier `threads`: each thread takes a run, and waits in the kernel until it is done."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
+from tiercache.daemon.tiers.nvme.disk.block_io import (
+    AnyOp,
+    BlockForms,
+    DiskOutcome,
+    DiskTransfer,
+    TaskOp,
+    fail,
+    needs_bounce,
+    settle,
+    view_of,
+)
+from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+
+log = logging.getLogger("tiercache.daemon")
+
+_IDLE_LOOK_S = 60.0
+
+
+class ThreadCarrier:
+    """As many threads as a backlog is wide.
+
+    Args:
+        backlog: where the runs come from.
+        directory: an open one.
+        finished: takes runs whose operations have outcomes; called on the threads.
+    """
+
+    name = "threads"
+
+    def __init__(self, backlog: Backlog, directory: Directory, finished: Callable[[Sequence[DiskRun]], None]) -> None:
+        self._backlog = backlog
+        self._directory = directory
+        self._finished = finished
+        self._threads = [
+            threading.Thread(target=self._work, name=f"disk-{number}", daemon=True) for number in range(backlog.width)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wake(self, count: int) -> None:
+        """So many operations have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        self._backlog.changed.notify(count)
+
+    def join(self, deadline_s: float) -> bool:
+        """Wait until all threads have ended, or until a time (time.monotonic()); whether they have. Blocks."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        mover = _Mover(self._directory)
+        while run := self._take():
+            mover.carry_out(run)
+            self._finished([run])
+
+    def _take(self) -> DiskRun | None:
+        """The next run, waiting for one; None when the queue stops."""
+        backlog = self._backlog
+        with backlog.changed:
+            while not backlog.gave_up:
+                if run := backlog.take():
+                    return run
+                if backlog.stopping:
+                    break
+                backlog.changed.wait(_IDLE_LOOK_S)
+        return None
+
+
+class _Mover:
+    """The I/O of one thread, with its bounce buffer."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._disk = directory.disk
+        self._forms = BlockForms(directory)
+        self._bounce = mmap.mmap(-1, PAGE_BYTES)
+        self._bounce_address = _address_of(self._bounce)
+
+    def carry_out(self, run: DiskRun) -> None:
+        """Give every operation of a run its outcome. Blocks as the disk does; raises nothing: a thread survives any."""
+        try:
+            for ops in run.wanted:
+                self._together(run, ops)
+        except Exception:
+            log.exception("a disk worker met something unforeseen")
+        settle(run.ops)
+
+    def _together(self, run: DiskRun, ops: Sequence[AnyOp]) -> None:
+        try:
+            self._attempt(run, ops)
+        except OSError as error:
+            if len(ops) == 1:
+                fail(ops[0], error)
+                return
+            # One bad place must not cost its neighbours: run each alone.
+            for op in ops:
+                self._together(run, [op])
+
+    def _attempt(self, run: DiskRun, ops: Sequence[AnyOp]) -> None:
+        blocks = [op for op in ops if not isinstance(op, TaskOp)]
+        if blocks:
+            transfer = self._forms.begin(blocks, self._bounce_of)
+            if transfer is not None:
+                self._move(run, transfer)
+                self._forms.end(blocks, self._bounce_address if needs_bounce(blocks[0]) else 0)
+        for op in ops:
+            if isinstance(op, TaskOp):
+                op.call()
+                op.outcome = DiskOutcome.OK
+
+    def _move(self, run: DiskRun, transfer: DiskTransfer) -> None:
+        """DiskTransfer all of it. Raises OSError."""
+        call = self._disk.pwritev if transfer.writes else self._disk.preadv
+        over = False
+        while not over:
+            views = [view_of(address, size) for address, size in transfer.pieces]
+            start_ns = time.perf_counter_ns()
+            try:
+                count = call(transfer.fd, views, transfer.offset)
+            except InterruptedError:
+                count = 0
+            finally:
+                run.io_ns += time.perf_counter_ns() - start_ns
+                run.calls += 1
+            left = transfer.left
+            over = transfer.advance(count)
+            run.io_bytes += left - transfer.left
+
+    def _bounce_of(self, length: int) -> int:
+        if len(self._bounce) < length:
+            self._bounce = mmap.mmap(-1, length)
+            self._bounce_address = _address_of(self._bounce)
+        return self._bounce_address
+
+
+def _address_of(area: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))
