@@ -52,7 +52,7 @@ MAY_KNOW_ABOVE = "tiercache.daemon.requests", "tiercache.daemon"
 NVME_FLOORS = """
 tiercache.daemon.tiers.nvme.disk
 tiercache.daemon.tiers.nvme.catalog
-tiercache.daemon.tiers.nvme.check | tiercache.daemon.tiers.nvme.moves
+tiercache.daemon.tiers.nvme.check | tiercache.daemon.tiers.nvme.moves | tiercache.daemon.tiers.nvme.worker
 tiercache.daemon.tiers.nvme.direct
 """
 """Those of the NVMe tier. The files directly in nvme/ are used by those that move blocks, and use them."""

@@ -81,12 +81,12 @@ def count_of(data: bytes) -> int:
     return int.from_bytes(data[2:4], "little")
 
 
-def blocks_of(data: bytes) -> Iterator[BlockRecord]:
+def block_records(data: bytes) -> Iterator[BlockRecord]:
     """The records of a packet of blocks."""
     return map(BlockRecord._make, BLOCK.iter_unpack(memoryview(data)[HEADER.size :]))
 
 
-def ends_of(data: bytes) -> Iterator[EndRecord]:
+def end_records(data: bytes) -> Iterator[EndRecord]:
     """The records of a packet of ends."""
     return END.iter_unpack(memoryview(data)[HEADER.size :])
 

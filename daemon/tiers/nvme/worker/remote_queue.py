@@ -319,7 +319,7 @@ class RemoteQueue(Tally):
     def _take_ends(self, data: bytes) -> None:
         runs, sent, outcomes = list[DiskRun](), self._sent, records.OUTCOMES
         before: tuple[type, int] | None = None
-        for number, outcome, codec, errno, stored, checksum, io_us, calls, io_bytes in records.ends_of(data):
+        for number, outcome, codec, errno, stored, checksum, io_us, calls, io_bytes in records.end_records(data):
             op = sent.pop(number)
             op.outcome, op.errno = outcomes[outcome], errno
             self._sent_bytes -= op.held_bytes
