@@ -78,7 +78,7 @@ class BelowDram:
             self.nvme.attach(*parts, [] if self.shared is None else [self.shared])
             self.nvme.limit_work(work_ns)
         if self._together is not None:
-            self._together.attach(*parts, self._regions, self._landed)
+            self._together.attach(*parts, self._regions, self._landed, self._soon)
 
     async def open(self, stopping: asyncio.Event) -> None:
         """Begin to open them; returns early once `stopping`. Raises ConfigError for a setting that can never work.
