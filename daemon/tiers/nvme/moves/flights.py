@@ -43,7 +43,7 @@ Name = tuple[int, bytes]
 """Namespace number and key."""
 
 
-class Write(NamedTuple):
+class Flight(NamedTuple):
     """One block being written to a slot."""
 
     namespace: Namespace
@@ -85,9 +85,9 @@ class Flights:
         self._space = space
         self._regions = regions
         self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
-        self._flying: dict[Name, Write] = {}
-        self._parked: dict[Name, list[tuple[Write, StoredBlock]]] = {}  # complete, by the parent that is not
-        self._complete: deque[tuple[Write, StoredBlock]] = deque()  # those whose parent has come or was lost
+        self._flying: dict[Name, Flight] = {}
+        self._parked: dict[Name, list[tuple[Flight, StoredBlock]]] = {}  # complete, by the parent that is not
+        self._complete: deque[tuple[Flight, StoredBlock]] = deque()  # those whose parent has come or was lost
         self._held: dict[Name, int] = {}  # the entry there that a write in progress holds: its parent
         self._below: dict[Name, dict[Name, None]] = {}  # writes whose parent is being written itself
         self._taken: dict[Shelf, list[WriteOp]] = {}
@@ -133,7 +133,7 @@ class Flights:
         self._space.allocator.hold_many(frames)
         first = True
         for key, frame, slot, its in zip(keys, frames, slots, said, strict=True):
-            write = Write(namespace, key, parent, shelf, slot, frame, epoch, its)
+            write = Flight(namespace, key, parent, shelf, slot, frame, epoch, its)
             ops.append(
                 WriteOp(
                     done=partial(done, write),
@@ -162,7 +162,7 @@ class Flights:
     def _bytes_of(namespace: Namespace) -> int:
         return namespace.size_class.frame_bytes
 
-    def _keep_parent(self, write: Write) -> None:
+    def _keep_parent(self, write: Flight) -> None:
         """Keep the parent of a block from being evicted before the block is there."""
         number, shelf = write.namespace.number, write.shelf
         name, parent_name = (number, write.key), (number, write.parent)
@@ -211,7 +211,7 @@ class Flights:
 
     # --- done ------------------------------------------------------------------------------------
 
-    def _done(self, write: Write, op: WriteOp) -> None:
+    def _done(self, write: Flight, op: WriteOp) -> None:
         """The disk is done with a write. What it makes visible waits for `settle`, so that a run does so together."""
         namespace, shelf, outcome = write.namespace, write.shelf, op.outcome
         frame_bytes = namespace.size_class.frame_bytes
@@ -254,7 +254,7 @@ class Flights:
                 break
         return bool(self._complete)
 
-    def _settle(self, write: Write, stored: StoredBlock, most: int) -> int:
+    def _settle(self, write: Flight, stored: StoredBlock, most: int) -> int:
         """A write is complete, and not parked: make the block visible if its parent is, and those parked below it.
 
         Returns how many writes are over, at most `most`.
@@ -287,7 +287,7 @@ class Flights:
         self._complete.extend(self._parked.pop(names[-1], ()))
         return len(run)
 
-    def _run_of(self, write: Write, stored: StoredBlock, table: Table, most: int) -> list[tuple[Write, StoredBlock]]:
+    def _run_of(self, write: Flight, stored: StoredBlock, table: Table, most: int) -> list[tuple[Flight, StoredBlock]]:
         """A block that becomes visible, and parked ones that can do so with it, each below the one before it.
 
         What is parked below any but the last of them comes next in `_complete`.
@@ -305,7 +305,7 @@ class Flights:
             self._complete.extend(waiting[1:])
         return run
 
-    def _lose(self, write: Write, failed: bool = False) -> None:
+    def _lose(self, write: Flight, failed: bool = False) -> None:
         """A write has failed, perhaps on the disk (`failed`). Those that wait for it will not find their parent."""
         name = write.namespace.number, write.key
         self._below.pop(name, None)
