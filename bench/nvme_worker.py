@@ -43,7 +43,8 @@ class Worker:
             pool=tiercache.Pool.from_blocks(self._pool),
             name="bench",
             required=True,
-            request_timeout_s=10.0,
+            request_timeout_s=DEADLINE_S,
+            load_timeout_s=DEADLINE_S,
         )
         self._keys = b""
         self._stamp = 0

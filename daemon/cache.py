@@ -15,13 +15,13 @@ tests use a fake one.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.counters import Counters
+from tiercache.daemon.ground.cpu_limit import CpuLimit
 from tiercache.daemon.ground.slices import Slices, Steps, noted
 from tiercache.daemon.hints.hints import GivenHint
 from tiercache.daemon.index.ages import Ages
@@ -176,10 +176,10 @@ class Cache:
         Each slice is a millisecond or two, or 4 for what commits publish. After `work_ns` the loop serves others first
         and the kinds that had no turn come next: many kinds together never take much longer than one.
         """
-        until_ns = time.thread_time_ns() + self.work_ns
+        limit = CpuLimit(self.work_ns)
         for kind in self._round:
             self._more = kind() or self._more
-            if time.thread_time_ns() >= until_ns:
+            if limit.over:
                 return True
         more, self._more, self._round = self._more, False, iter(self._kinds)
         # Not while anything waits to be written: it would be evicted before that.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress
 
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
@@ -148,6 +148,29 @@ class Allocator:
             self.account_bytes[account] += size_class.frame_bytes
         return region.region_id << REGION_SHIFT | number * size_class.frame_bytes
 
+    def take_many(self, size_class: SizeClass, count: int) -> list[int]:
+        """As many calls of `take` without an account, until one fails; those of a region in ascending order."""
+        taken = list[int]()
+        while len(taken) < count and (size_class.open or self._open_region(size_class)):
+            region, frame_bytes = size_class.open[-1], size_class.frame_bytes
+            most = min(count - len(taken), region.frames - region.owned)
+            again = min(most, len(region.returned))
+            numbers = sorted(region.returned[len(region.returned) - again :])
+            del region.returned[len(region.returned) - again :]
+            numbers += range(region.fresh, region.fresh + most - again)
+            region.fresh += most - again
+            if region.seen is not None:
+                for number in numbers:
+                    region.seen[number] = MOVED
+            region.owned += most
+            size_class.free -= most
+            self.used_bytes += most * frame_bytes
+            if region.owned == region.frames:
+                size_class.open.pop()
+            first = region.region_id << REGION_SHIFT
+            taken += [first | number * frame_bytes for number in numbers]
+        return taken
+
     def give_back(self, frame: int) -> None:
         """The owner is done with the frame. It is free at once, or when its last holder is done."""
         region_id = frame >> REGION_SHIFT
@@ -178,6 +201,12 @@ class Allocator:
     def hold(self, frame: int) -> None:
         """Something that cannot be recalled starts to read or write the frame."""
         self._holders[frame] = self._holders.get(frame, 0) + 1
+
+    def hold_many(self, frames: Iterable[int]) -> None:
+        """`hold` each of them."""
+        holders = self._holders
+        for frame in frames:
+            holders[frame] = holders.get(frame, 0) + 1
 
     def unhold(self, frame: int) -> None:
         """End one `hold`."""

@@ -9,7 +9,7 @@ no store is refused for the sake of another.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Learner, Policy, Touch
@@ -25,12 +25,14 @@ _RING = 0
 _COLUMN = "stored"
 
 
-def is_below(index: Index, entry: int) -> None:
-    """The tier below has this block of DRAM now: it is found there even if DRAM evicts it."""
-    index.columns.integers(_COLUMN, "q")[entry] = NEVER
-    if index.columns.next[entry]:  # a candidate: sort it anew
-        index.pin(entry)
-        index.unpin(entry)
+def are_below(index: Index, entries: Iterable[int]) -> None:
+    """The tier below has these blocks of DRAM now: they are found there even if DRAM evicts them."""
+    stored_at, following = index.columns.integers(_COLUMN, "q"), index.columns.next
+    for entry in entries:
+        stored_at[entry] = NEVER
+        if following[entry]:  # a candidate: sort it anew
+            index.pin(entry)
+            index.unpin(entry)
 
 
 class FreshStores:

@@ -78,7 +78,7 @@ class BelowDram:
             self.nvme.attach(*parts, [] if self.shared is None else [self.shared])
             self.nvme.limit_work(work_ns)
         if self._together is not None:
-            self._together.attach(*parts, self._regions, self._landed)
+            self._together.attach(*parts, self._regions, self._landed, self._soon)
 
     def add_region(self, region: Region, fd: int) -> None:
         """The arena has one more region, in this file: the descriptor stays the caller's."""

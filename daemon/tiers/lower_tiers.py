@@ -49,11 +49,12 @@ class LowerTiers:
         events: Events | None,
         regions: dict[int, Region],
         landed: Callable[[], None],
+        soon: Callable[[], None] = lambda: None,
     ) -> None:
-        """Attach the shared tier, and without NVMe the promotions."""
+        """Attach the shared tier, and without NVMe the promotions; for `landed` and `soon` see those."""
         self.shared.attach(space, self.local.lookup)
         if not self._has_local:
-            self._promotion = Promotion(growing, writes, events, regions, [self.shared], landed)
+            self._promotion = Promotion(growing, writes, events, regions, [self.shared], landed, soon)
 
     # --- both ------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ BATCHES_AT_ONCE = 4
 """Batches of blocks requested from one source before the loop serves others: about 1 ms."""
 GROW_NS = 1_000_000
 """Leases grow, or jobs are checked again, for so long in one go of the event loop; the step in progress is finished."""
+TAKEN_AT_ONCE = 256
+"""Fetches that have ended, taken in before the loop serves others: about a millisecond."""
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are checked if nothing has arrived."""
 
@@ -114,16 +116,21 @@ class Promotion:
         regions: dict[int, Region],
         tiers: Sequence[LowerTier],
         landed: Callable[[], None] = lambda: None,
+        soon: Callable[[], None] = lambda: None,
     ) -> None:
-        """`landed()` is called after leases have grown by blocks that arrived."""
+        """`landed()` is called after leases have grown by blocks that arrived; `soon()` asks for a `land`."""
         self.closed = False
         """Nothing more is begun or landed: the daemon ends."""
+        self.committing: Source | None = None
+        """The source of the blocks that are being committed; what waited for them is published with them."""
         self._growing = growing
         self._writes = writes
         self._events = events
         self._regions = regions
         self._tiers = tiers
         self._tell_landed = landed
+        self._soon = soon
+        self._ended: deque[_Fetch] = deque()  # fetches that have ended, and are not taken in
         self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
         self._jobs: dict[Source, tuple[deque[_Job], deque[_Job]]] = {}  # for waiting clients, and for prefetches
         self._fetch_bytes: dict[Source, int] = {}  # in progress
@@ -150,7 +157,8 @@ class Promotion:
         return not self.closed and self.pump()
 
     def land(self) -> bool:
-        """Let leases grow by what has arrived."""
+        """Take in what has arrived, and let leases grow by it."""
+        self.take_in()
         if self.take_landed() and not self.closed:
             self._tell_landed()
         return not self.closed and self.has_landed
@@ -158,7 +166,7 @@ class Promotion:
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return not (self._of_lease or self._planning)
+        return not (self._of_lease or self._planning or self._ended)
 
     def in_flight_bytes(self, tally: FetchTally) -> int:
         """Bytes of the fetches in progress from the sources of one tier."""
@@ -256,7 +264,7 @@ class Promotion:
             return False
         if got.frames:
             job.writing.append(got.lease_id)
-        fetches, frames = list[_Fetch](), iter(got.frames)
+        fetches, frames, source = list[_Fetch](), iter(got.frames), job.source
         for number, state in enumerate(got.states):
             if state is BlockState.FRAME:
                 fetch = self._prepare(job, got.lease_id, number, numbers[number], next(frames))
@@ -264,7 +272,13 @@ class Promotion:
                     self._give_up(got.lease_id, range(number, count))
                     break
                 fetches.append(fetch)
-        all_began = not fetches or job.source.fetch(fetches)
+        if fetches:
+            job.fetching += len(fetches)
+            self._fetching.setdefault(source, set()).add(job)
+            self._fetches[source] = self._fetches.get(source, 0) + len(fetches)
+            fetch_bytes = len(fetches) * job.namespace.size_class.frame_bytes
+            self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + fetch_bytes
+        all_began = not fetches or source.fetch(fetches)
         job.next += count
         return BlockState.NONE not in got.states and all_began and len(fetches) == got.states.count(BlockState.FRAME)
 
@@ -278,44 +292,71 @@ class Promotion:
 
         The frame belongs to whatever writes to it until the fetch has ended.
         """
-        source = job.source
-        held = source.hold(job.namespace, job.lease.keys, number)
+        held = job.source.hold(job.namespace, job.lease.keys, number)
         if held is None:
             return None
         address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
         fetch = _Fetch(job.namespace, job.run.key(number), address, job.urgent, held, self._done)
         fetch.job, fetch.write_lease, fetch.place = job, write_lease, place
-        job.fetching += 1
-        self._fetching.setdefault(source, set()).add(job)
-        self._fetches[source] = self._fetches.get(source, 0) + 1
-        self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + job.namespace.size_class.frame_bytes
         return fetch
 
     def _done(self, fetch: _Fetch) -> None:
-        job, source, outcome = fetch.job, fetch.job.source, fetch.outcome
-        job.fetching -= 1
+        """A fetch has ended: `take_in` sees to it, with those that end at the same time."""
+        source = fetch.job.source
         self._fetches[source] -= 1
-        self._fetch_bytes[source] -= job.namespace.size_class.frame_bytes
-        if not job.fetching:
-            self._fetching.get(source, set()).discard(job)
+        self._fetch_bytes[source] -= fetch.namespace.size_class.frame_bytes
         if source.retired and not self._fetches[source]:
             del self._fetches[source], self._fetch_bytes[source]
-        if outcome is FetchOutcome.ABANDONED:
-            return  # only at shutdown: something may still write to the frame
-        source.let_go(fetch)
-        if outcome is FetchOutcome.OK:
-            source.tally.blocks += 1
-            source.tally.stored_bytes += fetch.stored_bytes
-            self._writes.commit(self._owner, fetch.write_lease, [fetch.place])
-        else:
-            self._writes.fail(self._owner, fetch.write_lease, fetch.place)
-            job.give_up()
-            source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
-            source.tally.other_version += outcome is FetchOutcome.OTHER_VERSION
-            source.tally.failed += outcome is FetchOutcome.FAILED
-            source.failed(fetch)
+        self._ended.append(fetch)
+        self._soon()
+
+    def take_in(self) -> None:
+        """Commit a slice of the blocks that have arrived, those of one batch together; drop what did not."""
+        ended, left = self._ended, TAKEN_AT_ONCE
+        while ended and left > 0:
+            fetch = ended.popleft()
+            fetches = [fetch]
+            while ended and ended[0].write_lease == fetch.write_lease and ended[0].job is fetch.job:
+                fetches.append(ended.popleft())
+            left -= len(fetches)
+            self._take_in_batch(fetch.job, fetches)
+
+    def _take_in_batch(self, job: _Job, fetches: Sequence[_Fetch]) -> None:
+        """Fetches of one batch have ended, in this order."""
+        source, arrived = job.source, list[_Fetch]()
+        job.fetching -= len(fetches)
+        if not job.fetching:
+            self._fetching.get(source, set()).discard(job)
+        # Only at shutdown: something may still write to the frames of these.
+        fetches = [fetch for fetch in fetches if fetch.outcome is not FetchOutcome.ABANDONED]
+        if not fetches:
+            return
+        for fetch in fetches:
+            source.let_go(fetch)
+            if fetch.outcome is FetchOutcome.OK:
+                arrived.append(fetch)
+        if arrived:
+            source.tally.blocks += len(arrived)
+            source.tally.stored_bytes += sum(fetch.stored_bytes for fetch in arrived)
+            self.committing = source
+            self._writes.commit(self._owner, arrived[0].write_lease, [fetch.place for fetch in arrived])
+            self.committing = None
+        if len(arrived) < len(fetches):
+            for fetch in fetches:
+                if fetch.outcome is not FetchOutcome.OK:
+                    self._fail(job, fetch)
         self._landed = True
         self._settle(job)
+
+    def _fail(self, job: _Job, fetch: _Fetch) -> None:
+        """The block has not arrived, or is not the right one: drop it, and what hangs below it."""
+        source, outcome = job.source, fetch.outcome
+        self._writes.fail(self._owner, fetch.write_lease, fetch.place)
+        job.give_up()
+        source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
+        source.tally.other_version += outcome is FetchOutcome.OTHER_VERSION
+        source.tally.failed += outcome is FetchOutcome.FAILED
+        source.failed(fetch)
 
     def _settle(self, job: _Job) -> None:
         """End a job without fetches in progress, unless others are promoting what it waits for."""
@@ -381,4 +422,4 @@ class Promotion:
     @property
     def has_landed(self) -> bool:
         """Whether `take_landed` or `look_again` has something to do."""
-        return self._landed or bool(self._to_grow or self._again)
+        return self._landed or bool(self._to_grow or self._again or self._ended)

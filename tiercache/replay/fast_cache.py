@@ -16,7 +16,7 @@ from tiercache.daemon.index.entries import LIVE, Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, USED, Policy
 from tiercache.daemon.policies import POLICIES, Maker, Policies
-from tiercache.daemon.policies.fresh_stores import is_below
+from tiercache.daemon.policies.fresh_stores import are_below
 from tiercache.daemon.tiers.dram.space import SLICE
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import MATCHED_AT_ONCE
@@ -253,8 +253,7 @@ class FastCache:
         return True
 
     def _is_below(self, keys: bytes, first: int, end: int) -> None:
-        for number in range(first, end):
-            is_below(self._dram.index, self._dram.entry(keys, number + 1))
+        are_below(self._dram.index, [self._dram.entry(keys, number + 1) for number in range(first, end)])
 
     def _evict(self, nvme: _Tier, keep: int, count: int) -> None:
         nvme.index.pin(keep)

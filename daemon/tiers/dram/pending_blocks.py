@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from tiercache.daemon.events.events import Events
+from tiercache.daemon.ground.cpu_limit import CpuLimit
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -107,10 +107,10 @@ class PendingBlocks:
 
     def _publish_some(self, ready: deque[PendingBlock]) -> None:
         """Publish a slice of `ready`."""
-        done, until_ns, look = 0, time.thread_time_ns() + self.publish_ns, RUN_BLOCKS
+        done, limit, look = 0, CpuLimit(self.publish_ns), RUN_BLOCKS
         while ready and done < BLOCKS_AT_ONCE:
             if done >= look or self._tells(ready[0]):
-                if done and time.thread_time_ns() >= until_ns:
+                if done and limit.over:
                     return
                 look = done + RUN_BLOCKS
             done += self._publish_run(ready)

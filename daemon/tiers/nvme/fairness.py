@@ -6,6 +6,7 @@ another account is never evicted for it: a block that does not fit is not writte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
@@ -61,11 +62,19 @@ class Fairness:
         self._quotas.refused[account] += 1
         return Room.NONE
 
-    def took(self, shelf: Shelf, namespace: Namespace) -> None:
-        """A slot was taken for a block of that namespace; see `Use.pending_below_blocks`."""
-        namespace.use.pending_below_blocks += 1
+    def spare(self, shelf: Shelf, namespace: Namespace) -> float:
+        """How many blocks have room in their quota as it is; infinite without one."""
+        account = namespace.account_below
+        limit_bytes = self._quotas.limit_bytes(account)
+        if limit_bytes is None:
+            return math.inf
+        return (limit_bytes - self._counted(account)) // shelf.slot_bytes(namespace)
+
+    def took(self, shelf: Shelf, namespace: Namespace, slots: int = 1) -> None:
+        """So many slots were taken for blocks of that namespace; see `Use.pending_below_blocks`."""
+        namespace.use.pending_below_blocks += slots
         if namespace.account_below in self._used:
-            self._used[namespace.account_below] += shelf.slot_bytes(namespace)
+            self._used[namespace.account_below] += slots * shelf.slot_bytes(namespace)
 
     def _counted(self, account: str) -> int:
         if account not in self._used:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tiercache.daemon.events.events import Block, Events
 from tiercache.daemon.ground.slices import Steps, finish
-from tiercache.daemon.index.allocator import Allocator
+from tiercache.daemon.index.allocator import NO_FRAME, Allocator
 from tiercache.daemon.index.check import check_blocks, check_index
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
@@ -28,7 +28,7 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.forms.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done
-from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, Row
+from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, RowFields
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
 from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
@@ -80,7 +80,7 @@ class Shelf:
         self._hints = space.policies.hints
         self.turnover = space.policies.turnover
         self._events: Events | None = None
-        self._unrecorded: deque[tuple[Namespace, int, Row]] = deque()  # rows that could not be inserted: retried
+        self._unrecorded: deque[tuple[Namespace, int, RowFields]] = deque()  # rows that could not be inserted: retried
         self._checksum = array("Q")
         self._stored = array("I")
         self._codec = array("B")
@@ -167,9 +167,14 @@ class Shelf:
 
     def take_slot(self, namespace: Namespace, parent: bytes) -> int:
         """A free slot for a block below `parent`, or NO_FRAME while room is being made: ask again soon."""
+        slots = self.take_slots(namespace, parent, 1)
+        return slots[0] if slots else NO_FRAME
+
+    def take_slots(self, namespace: Namespace, parent: bytes, count: int) -> list[int]:
+        """Free slots for a run of at most `count` blocks below `parent`; see `Slots.take_many`."""
         # Room for a child must not be made of its ancestors.
         keep = self.table(namespace).get(parent) if parent else NO_ENTRY
-        return self.slots.take(self.slot_bytes(namespace), keep)
+        return self.slots.take_many(self.slot_bytes(namespace), count, keep)
 
     def tell(self, events: Events) -> None:
         """Publish blocks that come and go from here on."""
@@ -190,36 +195,46 @@ class Shelf:
 
         `said`: what events say of it. `stored`: a client has written it, not the daemon.
         """
-        table = self.table(namespace)
-        entry = self.index.insert(table, key, table.get(parent) if parent else table.root, slot, stored=stored)
-        self._pad_columns()
-        self._checksum[entry] = written.checksum
-        self._stored[entry] = written.stored_length
-        self._codec[entry] = written.codec
-        self._kind[entry] = written.kind
-        self._sequence += 1
-        row = Row(
-            key=key,
-            parent=parent or ROOT_KEY,
-            namespace=self.registry.number(namespace),
-            epoch=self.registry.epochs[namespace.number],
-            length=namespace.spec.block_bytes,
-            stored_length=written.stored_length,
-            codec=written.codec,
-            kind=written.kind,
-            checksum=written.checksum,
-            sequence=self._sequence,
-        )
-        self._insert_row(namespace, slot, row)
-        if self._events is not None:
-            self._events.arrived(self._events.storage, namespace.number, key, said)
+        self.add_run(namespace, [key], parent, [written._replace(slot=slot)], [said], stored)
 
-    def _insert_row(self, namespace: Namespace, slot: int, row: Row) -> None:
+    def add_run(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        parent: bytes,
+        written: Sequence[StoredBlock],
+        said: Sequence[Block | None],
+        stored: bool = False,
+    ) -> list[int]:
+        """As `add` for each block of a run, each below the one before it, the first below `parent`; returns entries.
+
+        `written` has their slots.
+        """
+        table, sequence = self.table(namespace), self._sequence
+        slots = [block.slot for block in written]
+        entries = self.index.insert_run(table, keys, table.get(parent) if parent else table.root, slots, stored=stored)
+        self._pad_columns()
+        checksums, lengths, codecs, kinds = self._checksum, self._stored, self._codec, self._kind
+        number, epoch = self.registry.number(namespace), self.registry.epochs[namespace.number]
+        block_bytes, before, rows = namespace.spec.block_bytes, parent or ROOT_KEY, list[RowFields]()
+        for entry, key, (_, _, length, codec, checksum, kind) in zip(entries, keys, written, strict=True):
+            checksums[entry], lengths[entry], codecs[entry], kinds[entry] = checksum, length, codec, kind
+            sequence += 1
+            rows.append((key, before, number, epoch, block_bytes, length, codec, kind, checksum, sequence))
+            before = key
+        self._sequence = sequence
+        self._insert_rows(namespace, slots, rows)
+        if self._events is not None:
+            for key, its in zip(keys, said, strict=True):
+                self._events.arrived(self._events.storage, namespace.number, key, its)
+        return entries
+
+    def _insert_rows(self, namespace: Namespace, slots: list[int], rows: list[RowFields]) -> None:
         def inserted(ok: bool) -> None:
             if not ok:
-                self._unrecorded.append((namespace, slot, row))
+                self._unrecorded.extend((namespace, slot, row) for slot, row in zip(slots, rows, strict=True))
 
-        self.catalog.insert(place_of_slot(slot), row, inserted)
+        self.catalog.insert_many([place_of_slot(slot) for slot in slots], rows, inserted)
 
     def enter_many(
         self,
@@ -279,8 +294,9 @@ class Shelf:
             return dropped
         before, entry = table.blocks, table.get(key)
         self.registry.flush_key(namespace, key, None if entry == NO_ENTRY else self.index.frame[entry], done)
-        self.drop(namespace, key)
-        self.index.unlink_slice(EVICT_AT_ONCE)
+        with self.slots.deleted_together():
+            self.drop(namespace, key)
+            self.index.unlink_slice(EVICT_AT_ONCE)
         return before - table.blocks
 
     def _slot_left(self, slot: int) -> None:
@@ -309,7 +325,8 @@ class Shelf:
         if self.catalog.full:
             return False  # what follows requests deletions of rows, which wait for the disk
         self._hints.expire(self.index, self.slots.tails)
-        more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
+        with self.slots.deleted_together():
+            more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
         if self.recovery is not None and not self.recovery.over:
             return self.recovery.work() or more
         return more
@@ -319,9 +336,9 @@ class Shelf:
             return
         for _ in range(min(len(self._unrecorded), ROWS_AT_ONCE)):
             namespace, slot, row = self._unrecorded.popleft()
-            stored = self.find(namespace, row.key)
+            stored = self.find(namespace, row[0])
             if stored is not None and stored.slot == slot:  # else it has gone meanwhile
-                self._insert_row(namespace, slot, row)
+                self._insert_rows(namespace, [slot], [row])
 
     # --- what is not well ------------------------------------------------------------------------
 

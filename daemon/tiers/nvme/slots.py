@@ -7,6 +7,8 @@ bytes:
 
 The row of a block is deleted before that of the block before it, so that a crash never leaves a row without the rows
 before it. A dropped block that is still read, or whose child is still being written, keeps its slot but not its row.
+
+Where slots run short, `take_many` notes that, and `work` evicts ahead for those that come next, a slice in each go.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator, SizeClass
@@ -45,6 +48,8 @@ SCAN_AT_ONCE = 4096
 """Entries checked in one go while a segment is emptied."""
 DELETE_AT_ONCE = 512
 """Rows whose deletion is requested again in one go."""
+DELETED_TOGETHER = 128
+"""Rows deleted by one change of the catalog: so many slots are freed in one go."""
 GROW_AGAIN_S = 30.0
 """Retry interval after a segment could not be made."""
 ASIDE_S = 600.0
@@ -101,6 +106,8 @@ class Slots:
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._row_gone = row_gone
         self._soon = soon
+        self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them
+        self._together: list[int] | None = None  # slots whose rows are deleted by the batch, while one is made
         self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
         self._held: dict[int, bool] = {}  # slots of dropped blocks that pins keep, and whether their row is gone
         index.on_held = self._hold
@@ -132,28 +139,44 @@ class Slots:
             return True
         return policy.worth(policy.victim()) <= worth
 
-    def take(self, frame_bytes: int, keep: int) -> int:
-        """A free slot, or NO_FRAME while room is being made: ask again soon. Does not evict ancestors of `keep`.
+    def spare(self, frame_bytes: int) -> int:
+        """How many slots of that size can be taken before they run short; see `admits`."""
+        size_class = self.allocator.size_class(frame_bytes)
+        return 0 if self._is_short(size_class) else max(1, size_class.free - self._ahead(size_class))
 
-        `keep` is an entry or NO_ENTRY.
+    def take(self, frame_bytes: int, keep: int) -> int:
+        """`take_many`, of one slot: it, or NO_FRAME."""
+        slots = self.take_many(frame_bytes, 1, keep)
+        return slots[0] if slots else NO_FRAME
+
+    def take_many(self, frame_bytes: int, count: int, keep: int) -> list[int]:
+        """Free slots, at most `count`, neighbours if possible; none while room is being made: ask again soon.
+
+        Does not evict ancestors of `keep`, an entry or NO_ENTRY. Whoever gets slots keeps it pinned from here on as
+        long as it is needed: room for others is made later, by `work`.
         """
         size_class = self.allocator.size_class(frame_bytes)
-        slot = self.allocator.take(size_class)
-        if slot == NO_FRAME or self._is_short(size_class):
-            if keep != NO_ENTRY:
-                self._index.pin(keep)
-            self._make_room(size_class)
-            if keep != NO_ENTRY:
-                self._index.unpin(keep)
-                if slot == NO_FRAME:
-                    self._give_up_keeping(frame_bytes, keep)
-            if slot == NO_FRAME:
-                return NO_FRAME
-        segment = slot >> REGION_SHIFT
-        if self.slot_bytes.get(segment) != frame_bytes:
-            self.slot_bytes[segment] = frame_bytes
-            self._catalog.set_segment(segment, frame_bytes)
-        return slot
+        slots = self.allocator.take_many(size_class, count)
+        if not slots:
+            self._make_room_keeping(size_class, keep)
+            return slots
+        if self._is_short(size_class):
+            self._short.add(frame_bytes)
+            self._soon()
+        for segment in {slot >> REGION_SHIFT for slot in slots}:
+            if self.slot_bytes.get(segment) != frame_bytes:
+                self.slot_bytes[segment] = frame_bytes
+                self._catalog.set_segment(segment, frame_bytes)
+        return slots
+
+    def _make_room_keeping(self, size_class: SizeClass, keep: int) -> None:
+        """Make room now for a block that waits for it, but not of its ancestors: `keep` is its parent, if any."""
+        if keep != NO_ENTRY:
+            self._index.pin(keep)
+        self._make_room(size_class)
+        if keep != NO_ENTRY:
+            self._index.unpin(keep)
+            self._give_up_keeping(size_class.frame_bytes, keep)
 
     def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
         """A chain longer than all slots of its size gets no more of them: stop protecting it."""
@@ -183,21 +206,46 @@ class Slots:
         accounts = self._of_size(size_class.frame_bytes)
         self.tails.lapse()
         self._consider_emptying(size_class, coldest_of(accounts))
-        for _ in range(min(most, EVICT_AT_ONCE)):
-            if self._evict_one(accounts) == NO_FRAME:
-                return
+        with self.deleted_together():
+            self._evict(accounts, min(most, EVICT_AT_ONCE))
+
+    def _make_room_ahead(self) -> None:
+        """A slice, for sizes that are written and have run short."""
+        if self._catalog.full:
+            return  # each eviction is a row to delete
+        while self._short:
+            size_class = self.allocator.size_class(self._short.pop())
+            if self._is_short(size_class):
+                self._make_room(size_class)
 
     def evict_of(self, account: str, size_bytes: int) -> int:
         """Evict the coldest leaves of an account, so many bytes of them or `EVICT_AT_ONCE`; returns the bytes."""
         policies = [its[account] for its in self._policies.values() if account in its]
         self.tails.lapse()
         evicted_bytes = 0
-        for _ in range(EVICT_AT_ONCE):
-            slot = NO_FRAME if evicted_bytes >= size_bytes else self._evict_one(policies)
-            if slot == NO_FRAME:
-                break
-            evicted_bytes += self.slot_bytes[slot >> REGION_SHIFT]
+        with self.deleted_together():
+            for _ in range(EVICT_AT_ONCE):
+                slot = NO_FRAME if evicted_bytes >= size_bytes else self._evict_one(policies)
+                if slot == NO_FRAME:
+                    break
+                evicted_bytes += self.slot_bytes[slot >> REGION_SHIFT]
         return evicted_bytes
+
+    def _evict(self, policies: list[Policy], count: int) -> None:
+        """Evict the coldest leaves of these, `count` of them or all there are."""
+        while count > 0:
+            if len(policies) != 1:
+                if self._evict_one(policies) == NO_FRAME:
+                    return
+                count -= 1
+                continue
+            victim = policies[0].victim()
+            if victim != NO_ENTRY:
+                evicted = self._index.evict_run(victim, count)
+                self.evicted_blocks += evicted
+                count -= evicted
+            elif not self.tails.give_up():
+                return
 
     def _evict_one(self, policies: list[Policy]) -> int:
         """Evict the coldest leaf of these; returns its slot, or NO_FRAME if there is nothing to evict."""
@@ -244,7 +292,10 @@ class Slots:
         """Drop blocks of the segment being emptied, round and round until the last slot is back."""
         if self._emptying is None:
             return
-        segment, first = self._emptying
+        with self.deleted_together():
+            self._empty_some(*self._emptying)
+
+    def _empty_some(self, segment: int, first: int) -> None:
         if self.allocator.entries_of(segment, emptying=True) is None:
             self._emptying = None
             return
@@ -309,25 +360,53 @@ class Slots:
         self._held[slot] = False
         self._delete_row(slot)
 
+    @contextmanager
+    def deleted_together(self) -> Iterator[None]:
+        """Rows of slots that are left meanwhile are deleted by the batch, in the order in which they were left."""
+        if self._together is not None:
+            yield
+            return
+        self._together = []
+        try:
+            yield
+        finally:
+            slots, self._together = self._together, None
+            if slots:
+                self._post_deletions(slots)
+
     def _delete_row(self, slot: int) -> None:
         if self._undeleted:
             self._undeleted.append(slot)  # after those, which may be of blocks behind it
-            return
-        self._post_deletion(slot)
+        elif self._together is None:
+            self._post_deletions([slot])
+        else:
+            self._together.append(slot)
+            if len(self._together) == DELETED_TOGETHER:
+                slots, self._together = self._together, []
+                self._post_deletions(slots)
 
-    def _post_deletion(self, slot: int) -> None:
-        self._catalog.delete(place_of_slot(slot), lambda ok: self._row_deleted(slot, ok))
+    def _post_deletions(self, slots: list[int]) -> None:
+        """Have their rows deleted, in this order; at most `DELETED_TOGETHER`."""
+        done = partial(self._rows_deleted, slots)
+        if len(slots) == 1:
+            self._catalog.delete(place_of_slot(slots[0]), done)
+        else:
+            self._catalog.delete_many([place_of_slot(slot) for slot in slots], done)
 
-    def _row_deleted(self, slot: int, ok: bool) -> None:
+    def _rows_deleted(self, slots: list[int], ok: bool) -> None:
         if not ok:
-            self._undeleted.append(slot)  # not reused: its old row could come back over new bytes
+            self._undeleted.extend(slots)  # not reused: their old rows could come back over new bytes
             return
-        self._row_gone(slot)
-        if slot in self._held:
-            self._held[slot] = True
-            return
-        self._leaving.discard(slot)
-        self._free(slot)
+        free, held, row_gone = list[int](), self._held, self._row_gone
+        for slot in slots:
+            row_gone(slot)
+            if slot in held:
+                held[slot] = True
+            else:
+                free.append(slot)
+        self._leaving.difference_update(free)
+        for slot in free:
+            self._free(slot)
 
     def _free(self, slot: int) -> None:
         if not self.own(slot, 0):
@@ -341,11 +420,13 @@ class Slots:
     def work(self) -> None:
         """Run a slice of deferred work."""
         self._empty_slice()
+        self._make_room_ahead()
         while self._aside and time.monotonic() >= self._aside[0][0]:
             self.allocator.give_back(self._aside.popleft()[1])
         if not self._catalog.error:
-            for _ in range(min(len(self._undeleted), DELETE_AT_ONCE)):
-                self._post_deletion(self._undeleted.popleft())
+            again = [self._undeleted.popleft() for _ in range(min(len(self._undeleted), DELETE_AT_ONCE))]
+            for first in range(0, len(again), DELETED_TOGETHER):
+                self._post_deletions(again[first : first + DELETED_TOGETHER])
 
     # --- segments of an earlier life -------------------------------------------------------------
 

@@ -48,7 +48,7 @@ from tiercache.daemon.tiers.nvme.keepers import Keepers, close_shelves
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.dirty import dirty
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
-from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSources
+from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSource, ShelfSources
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, OpenDirectory
@@ -125,7 +125,9 @@ class NvmeTier(IndexedTier):
             sealed=self._cipher is not None,
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
-        self.promotion = Promotion(growing, writes, events, self._regions, [self.sources, *below], self._landed)
+        self.promotion = Promotion(
+            growing, writes, events, self._regions, [self.sources, *below], self._landed, self._soon
+        )
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
             self._placement,
@@ -249,7 +251,9 @@ class NvmeTier(IndexedTier):
     def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
         """See `TierBelow`; promoted blocks are here already and not written again."""
         self.promotion.note_published()
-        if not namespace.spec.dram_only:
+        source = self.promotion.committing
+        is_here = isinstance(source, ShelfSource) and source.has(namespace, key)
+        if not (is_here or namespace.spec.dram_only):
             self._writes.add(namespace, key, asked_again=False, before=before)
 
     def limit_work(self, cpu_ns: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator
 from tiercache.daemon.index.frame_check import check_frames
 
@@ -96,3 +98,22 @@ def test_an_empty_region_goes_to_no_size_that_it_cannot_hold() -> None:
     allocator.give_back(frame)
     assert allocator.take(allocator.size_class(2 * REGION)) == NO_FRAME
     assert allocator.take(allocator.size_class(REGION)) == 0
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 7, 9])
+def test_many_are_taken_as_one_after_another_would_be(count: int) -> None:
+    one, many = arena(2), arena(2)
+    for allocator in (one, many):
+        small = allocator.size_class(4096)
+        frames = [allocator.take(small) for _ in range(3)]
+        allocator.give_back(frames[0])
+        allocator.give_back(frames[2])
+    singly = [frame for _ in range(count) if (frame := one.take(one.size_class(4096))) != NO_FRAME]
+    together = many.take_many(many.size_class(4096), count)
+    assert sorted(together) == sorted(singly)
+    regions = [[frame for frame in together if frame >> 48 == region] for region in (0, 1)]
+    assert all(frames == sorted(frames) for frames in regions)
+    assert many.size_class(4096).free == one.size_class(4096).free
+    assert many.used_bytes == one.used_bytes
+    owned = [4096, *together]
+    assert check_frames(many, owned) == []

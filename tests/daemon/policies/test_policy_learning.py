@@ -8,7 +8,7 @@ import pytest
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import hazard, predictor
-from tiercache.daemon.policies.fresh_stores import FreshStores, is_below
+from tiercache.daemon.policies.fresh_stores import FreshStores, are_below
 from tiercache.daemon.policies.hazard import LeastWorth
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.predictor import Context, Predictor
@@ -75,7 +75,7 @@ def test_what_is_evicted_before_its_time_leaves_the_window_whole() -> None:
 
 def test_what_is_in_the_tier_below_leaves_the_window_at_once() -> None:
     index, window, (_, child) = windowed()
-    is_below(index, child)
+    are_below(index, [child])
     assert not window._inside[child]
     assert window.inner.victim() == child
 

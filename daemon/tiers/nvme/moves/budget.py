@@ -35,13 +35,13 @@ class WriteBudget:
         self._seen_s = now_s
         return self._level / self._depth
 
-    def admits(self, size_bytes: int, asked_again: bool) -> bool:
-        """Whether a block of that size may be written; it is not charged yet."""
+    def admits(self, size_bytes: int, asked_again: bool, before_bytes: int = 0) -> bool:
+        """Whether a block of that size may be written; it is not charged yet. `before_bytes` are charged before it."""
         if not self.bytes_per_day:
             return True
-        fullness = self.fullness
+        fullness = self.fullness - before_bytes / self._depth
         # A block larger than the whole bucket is written when that is full, and leaves it in debt.
-        return self._level >= min(size_bytes, self._depth) and (asked_again or fullness > 0.5)
+        return self._level - before_bytes >= min(size_bytes, self._depth) and (asked_again or fullness > 0.5)
 
     def charge(self, size_bytes: int) -> None:
         """Charge bytes that go to the disk; a negative number gives back what was not written after all."""

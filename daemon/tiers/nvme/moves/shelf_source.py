@@ -105,6 +105,10 @@ class ShelfSource:
         """See `Source`."""
         return self._shelf.retired
 
+    def has(self, namespace: Namespace, key: bytes) -> bool:
+        """See `Shelf.has`."""
+        return self._shelf.has(namespace, key)
+
     def hold(self, namespace: Namespace, keys: bytes, number: int) -> StoredBlock | None:
         """See `Source`."""
         shelf = self._shelf

@@ -4,6 +4,9 @@
     matched  ──┼─► queue ─► slot, I/O ─► (parent is here?) ─► index, row
     shutdown ─┘     └ not now: lane             └ no: parked until it is
 
+A chain's blocks begin by the run: slot, shelf, form and quota are looked up once for all of it. A run ends before the
+first block about which there is anything else to decide.
+
 A block is written once: a block that is here already is clean. A block that cannot be written (no parent here, no
 budget, a full queue) stays in DRAM and is considered again when it is asked for. A block that only has to wait (for its
 disk, for a slot of its size) does so in a lane of its directory and size, in order and with what follows it, and delays
@@ -13,46 +16,28 @@ no other lane. Blocks of windows have no parent and wait for none.
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from tiercache.copies.arena import Region
-from tiercache.daemon.events.events import Block, Events
-from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.events.events import Events
+from tiercache.daemon.ground.cpu_limit import CpuLimit
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies.fresh_stores import is_below
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, WriteOp
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.moves.flights import Flights, Name
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement, near
-from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
-from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
-from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 MAX_QUEUED = 65_536
 MAX_LANE = 16_384
 """Blocks waiting in one lane; further ones are passed over."""
-MAX_IN_FLIGHT_BYTES = 64 << 20
-MAX_IN_FLIGHT = 1024
-"""Writes in progress on one shelf, and their bytes."""
 AT_ONCE = 64
 """Blocks considered before the loop serves others."""
-SETTLED_WITH_EACH = 16
-"""Written blocks made visible with each one that the disk has written: a run, nearly always all that waited for it."""
-SETTLED_AT_ONCE = 64
-SETTLE_NS = 1_000_000
-"""Those that are left: so many in one go, or for so long plus the one in progress."""
-
-Name = tuple[int, bytes]
-"""Namespace number and key."""
 
 
 class WantedWrite(NamedTuple):
@@ -64,20 +49,17 @@ class WantedWrite(NamedTuple):
     before: bytes = b""
 
 
-class _Write(NamedTuple):
-    """One block being written to a slot."""
+class _Begun(NamedTuple):
+    """What became of a wanted write: the shelf that it has to wait for, if any, and how many others began with it."""
 
-    namespace: Namespace
-    key: bytes
-    parent: bytes
-    shelf: Shelf
-    slot: int
-    frame: int
-    epoch: int
-    said: Block | None
+    waits_for: Shelf | None
+    more: int
 
 
-class WriteBehind:
+_PASSED = _Begun(None, 0)
+
+
+class WriteBehind(Flights):
     """Event loop only; never blocks."""
 
     def __init__(
@@ -92,42 +74,21 @@ class WriteBehind:
         events: Events | None = None,
         sealed: bool = False,
     ) -> None:
+        super().__init__(space, regions, budget, fairness, codec, soon, events, sealed)
         self.pump_ns = math.inf
         """`pump` stops after so much of this thread's CPU time, when the block in progress is done."""
-        self.budget = budget
-        self.codec = codec
-        self._sealed = codecs.SEALED if sealed else 0
-        self.written_blocks = 0
-        self.written_bytes = 0
-        self.saved_bytes = 0  # bytes saved by a codec
         self.skipped_by_budget = 0
         self.skipped_by_worth = 0
         self.skipped_by_quota = 0
         self.skipped_without_parent = 0
         self.skipped_queue_full = 0
-        self.failed_blocks = 0
         self.skipped_too_large = 0  # blocks that no segment can hold
-        self.coming_bytes = 0
-        """Bytes of the blocks that are being written, or are written and not visible yet."""
-        self._events = events
-        self._soon = soon  # asks for a `pump` before the next tick
         self._placement = placement
-        self._fairness = fairness
-        self._space = space
-        self._regions = regions
         self._queue: deque[WantedWrite] = deque()
         self._queued: set[Name] = set()
         self._lanes: dict[tuple[Shelf, int], deque[WantedWrite]] = {}  # by shelf and slot size
         self._in_lane: dict[Name, Shelf] = {}
-        self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
-        self._flying: dict[Name, _Write] = {}
-        self._parked: dict[Name, list[tuple[_Write, StoredBlock]]] = {}  # complete, by the parent that is not
-        self._complete: deque[tuple[_Write, StoredBlock]] = deque()  # those whose parent has come or was lost
-        self._held: dict[Name, int] = {}  # the entry there that a write in progress holds: its parent
-        self._below: dict[Name, dict[Name, None]] = {}  # writes whose parent is being written itself
-        self._taken: dict[Shelf, list[WriteOp]] = {}
         self._writable: dict[Shelf, bool] = {}
-        self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
         self._rest: Iterator[tuple[Namespace, bytes]] | None = None
         self._end_s = math.inf
 
@@ -171,9 +132,9 @@ class WriteBehind:
         return MAX_QUEUED - len(self._queue)
 
     @property
-    def in_flight_bytes(self) -> int:
-        """Bytes of the writes in progress."""
-        return sum(size for _, size in self._loads.values())
+    def waiting(self) -> bool:
+        """Whether blocks wait to be written; at shutdown, whether any before the rest do."""
+        return bool(self._queue or self._in_lane)
 
     @property
     def idle(self) -> bool:
@@ -202,36 +163,35 @@ class WriteBehind:
 
     def pump(self) -> bool:
         """Start as many writes as there is room for; True when it stopped to let others run."""
-        done, until_ns = 0, time.thread_time_ns() + self.pump_ns
+        done, limit = 0, CpuLimit(self.pump_ns)
         self._writable.clear()
         self._fairness.look_again()
         for (lanes_shelf, _), lane in self._lanes.items():
             while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
-                done += 1
-                if self._begin(lane[0]) is not None:
+                shelf, more = self._begin(lane[0], islice(lane, 1, AT_ONCE - done), lanes_shelf)
+                done += 1 + more
+                if shelf is not None:
                     break
-                gone = lane.popleft()
-                del self._in_lane[gone.namespace.number, gone.key]
-                if time.thread_time_ns() >= until_ns:
+                for _ in range(1 + more):
+                    gone = lane.popleft()
+                    del self._in_lane[gone.namespace.number, gone.key]
+                if limit.over:
                     done = AT_ONCE
         # Blocks that cannot start on any shelf stay in the queue: moving them to a lane first would cost as much again.
         while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
             following = self._next()
             if following is None:
                 break
-            done += 1
-            shelf = self._begin(following)
+            shelf, more = self._begin(following, islice(self._queue, AT_ONCE - done - 1), None)
+            done += 1 + more
             if shelf is not None:
                 self._wait(shelf, following)
-            if time.thread_time_ns() >= until_ns:
+            for _ in range(more):
+                self._next()
+            if limit.over:
                 done = AT_ONCE
         self._submit()
         return done == AT_ONCE
-
-    def _is_full(self, shelf: Shelf) -> bool:
-        """Whether enough writes are in progress on a shelf."""
-        writes, size_bytes = self._loads.get(shelf, (0, 0))
-        return writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES
 
     def _may_write(self, shelf: Shelf) -> bool:
         """Whether a shelf can be written to, asked once per `pump`."""
@@ -254,43 +214,77 @@ class WriteBehind:
         lane.append(wanted)
         self._in_lane[name] = shelf
 
-    def _begin(self, wanted: WantedWrite) -> Shelf | None:
-        """Start one write, or pass over it; returns the shelf to wait for, if any."""
+    def _begin(self, wanted: WantedWrite, others: Iterable[WantedWrite], lane: Shelf | None) -> _Begun:
+        """Start one write, or pass over it; with it the leading ones of `others` that go on in the same chain.
+
+        `lane`: of which shelf all of them are in a lane.
+        """
         namespace, key = wanted.namespace, wanted.key
         index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
         entry = namespace.table.get(key)
         if entry == NO_ENTRY or not index.attached(entry):
-            return None  # evicted from DRAM before its turn
+            return _PASSED  # evicted from DRAM before its turn
         parent = index.key[index.parent[entry]]
         if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
-            return self._in_lane[namespace.number, parent]  # a lane keeps the order
+            return _Begun(self._in_lane[namespace.number, parent], 0)  # a lane keeps the order
         shelf = self._shelf_of(wanted, parent)
         if shelf is None:
             self.skipped_without_parent += 1
-            return None
+            return _PASSED
         if shelf.has(namespace, key) or name in self._flying:
-            return None
+            return _PASSED
         if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
             self.skipped_too_large += 1
-            return None
+            return _PASSED
         if not self.budget.admits(size, wanted.asked_again):
             self.skipped_by_budget += 1
-            return None
+            return _PASSED
         if self._is_full(shelf) or not self._may_write(shelf):
-            return shelf
+            return _Begun(shelf, 0)
         if self.budget.bytes_per_day and not shelf.admits(namespace, namespace.table.policy.worth(entry)):
             self.skipped_by_worth += 1
-            return None
+            return _PASSED
         room = self._fairness.room(shelf, namespace, parent)
         if room is not Room.HERE:
             self.skipped_by_quota += room is Room.NONE
-            return shelf if room is Room.SOON else None
-        slot = shelf.take_slot(namespace, parent)
-        if slot == NO_FRAME:
-            return shelf
-        said = None if self._events is None else self._events.known(namespace.number, key)[0]
-        self._take(_Write(namespace, key, parent, shelf, slot, index.frame[entry], shelf.epoch(namespace), said))
-        return None
+            return _Begun(shelf if room is Room.SOON else None, 0)
+        entries = [entry, *self._going_on(wanted, entry, shelf, others, lane)]
+        slots = shelf.take_slots(namespace, parent, len(entries))
+        if not slots:
+            return _Begun(shelf, 0)
+        self._take(shelf, namespace, parent, entries[: len(slots)], slots)
+        return _Begun(None, len(slots) - 1)
+
+    def _going_on(
+        self, wanted: WantedWrite, entry: int, shelf: Shelf, others: Iterable[WantedWrite], lane: Shelf | None
+    ) -> Iterator[int]:
+        """The entries in DRAM of the leading `others` that hang below `wanted`, each below the one before it.
+
+        They begin with it. The run ends before the first about which there is anything else to decide.
+        """
+        namespace, index, flying, in_lane = wanted.namespace, self._space.index, self._flying, self._in_lane
+        table, here = namespace.table, shelf.table(namespace)
+        if table.windowed:
+            return  # any may go elsewhere
+        size, number, parent = namespace.size_class.frame_bytes, namespace.number, index.parent
+        most = min(self._room(shelf, size), self._fairness.spare(shelf, namespace))
+        limited = self.budget.bytes_per_day > 0
+        spare = shelf.slots.spare(shelf.slot_bytes(namespace)) if limited else 0
+        for count, other in enumerate(others, 1):
+            key = other.key
+            below = table.get(key) if other.namespace is namespace else NO_ENTRY
+            if count >= most or below == NO_ENTRY or parent[below] != entry:
+                return
+            name = number, key
+            if name in flying or here.get(key) != NO_ENTRY or (lane is None and name in in_lane):
+                return
+            if limited:
+                if not self.budget.admits(size, other.asked_again, before_bytes=count * size) or count == spare:
+                    return
+                if not spare and not shelf.admits(namespace, table.policy.worth(below)):
+                    return
+            entry = below
+            yield below
 
     def _shelf_of(self, wanted: WantedWrite, parent: bytes) -> Shelf | None:
         """Where the parent is or is being written; a root's child goes where it is, or by its key. None: nowhere."""
@@ -312,152 +306,3 @@ class WriteBehind:
             if name in self._in_lane:
                 return self._in_lane[name]
         return None
-
-    def _take(self, write: _Write) -> None:
-        """Queue a write for `_submit`, holding its frame and its slot.
-
-        Both belong to the kernel until the op is done, whatever becomes of the block meanwhile.
-        """
-        namespace, region = write.namespace, self._regions[write.frame >> REGION_SHIFT]
-        frame_bytes = namespace.size_class.frame_bytes
-        codec, kind = self._form(namespace)
-        self._space.allocator.hold(write.frame)
-        op = WriteOp(
-            done=lambda op: self._done(write, op),
-            slot=write.slot,
-            address=region.address + (write.frame & OFFSET_MASK),
-            length=namespace.spec.block_bytes,
-            key=write.key,
-            fingerprint=namespace.fingerprint,
-            codec=codec,
-            kind=kind,
-        )
-        self._keep_parent(write)
-        self._flying[namespace.number, write.key] = write
-        self.coming_bytes += frame_bytes
-        self._fairness.took(write.shelf, namespace)
-        self._count(write.shelf, 1, frame_bytes)
-        self.budget.charge(frame_bytes)
-        self._taken.setdefault(write.shelf, []).append(op)
-
-    def _keep_parent(self, write: _Write) -> None:
-        """Keep the parent of a block from being evicted before the block is there."""
-        number, shelf = write.namespace.number, write.shelf
-        name, parent_name = (number, write.key), (number, write.parent)
-        if parent_name in self._flying:
-            self._below.setdefault(parent_name, {})[name] = None  # perhaps again: an earlier try may have failed
-        elif write.parent and (parent := shelf.table(write.namespace).get(write.parent)) != NO_ENTRY:
-            self._hold(shelf, name, parent)
-
-    def _hold(self, shelf: Shelf, name: Name, parent: int) -> None:
-        shelf.index.pin(parent)
-        self._held[name] = parent
-
-    def _let_go(self, shelf: Shelf, name: Name) -> None:
-        """A write is over."""
-        namespace = self._flying.pop(name).namespace
-        namespace.use.pending_below_blocks -= 1
-        self.coming_bytes -= namespace.size_class.frame_bytes
-        parent = self._held.pop(name, NO_ENTRY)
-        if parent != NO_ENTRY:
-            shelf.index.unpin(parent)
-
-    def _form(self, namespace: Namespace) -> tuple[int, int]:
-        """Codec and kind of checksum for a namespace's blocks."""
-        name = namespace.number, namespace.direct
-        form = self._forms.get(name)
-        if form is None:
-            spec = namespace.spec
-            form = codecs.codec_number(self.codec, codecs.element_bytes(spec.dtype)) | self._sealed, CHECKSUM_XXH3
-            # Blocks that clients read on the disk themselves are stored raw, with a checksum that a GPU computes.
-            if namespace.direct and not self._sealed and spec.block_bytes % PAGE_BYTES == 0:
-                form = codecs.RAW, CHECKSUM_LANES
-            self._forms[name] = form
-        return form
-
-    def _count(self, shelf: Shelf, writes: int, size_bytes: int) -> None:
-        before = self._loads.get(shelf, (0, 0))
-        self._loads[shelf] = before[0] + writes, before[1] + size_bytes
-
-    def _submit(self) -> None:
-        """Submit the queued writes together, so that neighbouring slots share a system call."""
-        for shelf, ops in self._taken.items():
-            for op in ops[shelf.queue.submit_many(ops, DiskPriority.WRITE) :]:
-                op.outcome = DiskOutcome.CANCELLED
-                op.done(op)
-        self._taken.clear()
-
-    def _done(self, write: _Write, op: WriteOp) -> None:
-        frame_bytes = write.namespace.size_class.frame_bytes
-        self._space.allocator.unhold(write.frame)
-        self._count(write.shelf, -1, -frame_bytes)
-        if write.shelf.retired and not self._loads[write.shelf][0]:
-            del self._loads[write.shelf]
-        elif self._loads[write.shelf][1] < MAX_IN_FLIGHT_BYTES // 2 and (self._queue or self._in_lane):
-            self._soon()  # not at each one: blocks that start together share system calls
-        if op.outcome is DiskOutcome.ABANDONED:
-            return  # only at shutdown: the kernel may still read the frame
-        if op.outcome is not DiskOutcome.OK:
-            self.failed_blocks += 1
-            if op.outcome is DiskOutcome.IO_ERROR:
-                write.shelf.health.failed(os.strerror(op.errno))
-            self._lose(write, failed=op.outcome is DiskOutcome.IO_ERROR)
-            if self._complete:  # those that waited for it
-                self._soon()
-            return
-        write.shelf.slots.write_worked()
-        if op.codec != codecs.RAW:
-            saved = frame_bytes - op.moved_bytes  # negative where encryption takes a page more
-            self.saved_bytes += max(0, saved)
-            self.budget.charge(-saved)
-        stored = StoredBlock(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
-        if write.parent and (write.namespace.number, write.parent) in self._flying:
-            self._parked.setdefault((write.namespace.number, write.parent), []).append((write, stored))
-        else:
-            self._complete.append((write, stored))
-            if self.settle(SETTLED_WITH_EACH):
-                self._soon()
-
-    def settle(self, most: int = SETTLED_AT_ONCE) -> bool:
-        """Make a slice of complete blocks visible; True while there is more."""
-        done, until_ns = 0, time.perf_counter_ns() + SETTLE_NS
-        while self._complete and done < most:
-            self._settle(*self._complete.popleft())
-            done += 1
-            if time.perf_counter_ns() >= until_ns:
-                break
-        return bool(self._complete)
-
-    def _settle(self, write: _Write, stored: StoredBlock) -> None:
-        """A write is complete, and not parked: make the block visible if its parent is."""
-        shelf, name = write.shelf, (write.namespace.number, write.key)
-        flushed = write.epoch != shelf.epoch(write.namespace)
-        table = shelf.table(write.namespace)
-        parent = table.get(write.parent) if write.parent else table.root
-        here = shelf.has(write.namespace, write.key)
-        if flushed or here or shelf.retired or parent == NO_ENTRY or not shelf.index.attached(parent):
-            self._lose(write)
-            return
-        shelf.add(write.namespace, write.key, write.parent, write.slot, stored, write.said)
-        if (entry := write.namespace.table.get(write.key)) != NO_ENTRY:
-            is_below(self._space.index, entry)
-        self.written_blocks += 1
-        self.written_bytes += stored.stored_length
-        for below in self._below.pop(name, ()):
-            other = self._flying.get(below)
-            # It may have failed and be rewritten below another block: keys that clients make up are no chains.
-            if other is not None and other.parent == write.key and other.shelf is shelf:
-                self._hold(shelf, below, table.get(write.key))
-        self._let_go(shelf, name)
-        self._complete.extend(self._parked.pop(name, ()))
-
-    def _lose(self, write: _Write, failed: bool = False) -> None:
-        """A write has failed, perhaps on the disk (`failed`). Those that wait for it will not find their parent."""
-        name = write.namespace.number, write.key
-        self._below.pop(name, None)
-        self._let_go(write.shelf, name)
-        if failed:
-            write.shelf.slots.put_aside(write.slot)
-        else:
-            write.shelf.allocator.give_back(write.slot)
-        self._complete.extend(self._parked.pop(name, ()))

@@ -143,7 +143,7 @@ class TierRig:
         if self.tier._writes.in_flight_bytes == 0:
             assert not self.cache.space.allocator._holders, "a frame is held for ever"
         for shelf in self.shelves:
-            if shelf.queue.in_flight == 0:
+            if shelf.queue.in_flight == 0 and not self.tier.promotion._ended:
                 assert not shelf.allocator._holders, "a slot is held for ever"
                 own = {*shelf.index.unlinking_entries(), *(table.root for table in shelf.index.tables.values())}
                 pinned = {entry for entry, pins in enumerate(shelf.index.pins) if pins and shelf.index.state[entry]}

@@ -15,12 +15,10 @@ from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.queue import MAX_RUN_OPS
-from tiercache.daemon.tiers.nvme.moves.writebehind import SETTLED_AT_ONCE, SETTLED_WITH_EACH
+from tiercache.daemon.tiers.nvme.moves.flights import SETTLED_AT_ONCE
 
 BLOCKS = 400
 CHAIN = chain_of("late", BLOCKS)
-IN_ONE_GO = MAX_RUN_OPS * (1 + SETTLED_WITH_EACH)
-"""The most blocks that may become visible in one turn: the last run, and what each of its blocks releases."""
 
 
 class Late:
@@ -56,16 +54,16 @@ class Late:
         return rig, space
 
     async def written(self, rig: TierRig, space: Namespace) -> int:
-        """Let the disk write them; returns the most blocks that became visible in one turn of the loop."""
-        table, most = rig.shelves[0].table(space), 0
+        """Let the disk write them, and make a slice visible; returns how many blocks that are."""
+        table = rig.shelves[0].table(space)
         self.go.set()
         while rig.shelves[0].queue.in_flight:
-            before = table.blocks
             await asyncio.sleep(0)
-            most = max(most, table.blocks - before)
+        assert not table.blocks, "a run becomes visible together, after the last of it was written"
+        rig.tier._writes.settle()
         assert 0 < table.blocks < BLOCKS
         rig.check()
-        return most
+        return table.blocks
 
 
 def late(scenario: Callable[[Late], Awaitable[None]], root: Path) -> None:
@@ -82,7 +80,7 @@ def late(scenario: Callable[[Late], Awaitable[None]], root: Path) -> None:
 def test_what_waited_for_the_first_block_becomes_visible_in_slices(tmp_path: Path) -> None:
     async def scenario(one: Late) -> None:
         rig, space = await one.open()
-        assert await one.written(rig, space) <= IN_ONE_GO
+        assert await one.written(rig, space) <= SETTLED_AT_ONCE
         table = rig.shelves[0].table(space)
         while table.blocks < BLOCKS:
             before, more = table.blocks, rig.tier.work()
@@ -136,7 +134,7 @@ def test_what_waited_for_a_block_that_failed_is_lost_in_slices(tmp_path: Path) -
         while rig.shelves[0].queue.in_flight:
             before = len(writes._flying)
             await asyncio.sleep(0)
-            assert before - len(writes._flying) <= IN_ONE_GO
+            assert before - len(writes._flying) <= MAX_RUN_OPS
         while not writes.idle:
             before, _ = len(writes._flying), rig.tier.work()
             assert before - len(writes._flying) <= SETTLED_AT_ONCE

@@ -5,20 +5,20 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import pytest
 from chains import chain_of
 from played import played
 from tier_rig import BLOCK_BYTES, TierRig
 
-from tiercache.daemon.tiers.nvme.moves import writebehind
+from tiercache.daemon.tiers.nvme.moves.flights import SETTLED_AT_ONCE
+
+BLOCKS = SETTLED_AT_ONCE + 20
 
 
 @played
 async def test_a_written_block_is_in_flight_until_it_is_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The parent is written last: then all that waited for it are made visible, a slice at a time."""
-    monkeypatch.setattr(writebehind, "SETTLE_NS", 0)
     rig = await TierRig(tmp_path).open()
     first_is_due, calls = threading.Event(), list[str]()
 
@@ -31,16 +31,17 @@ async def test_a_written_block_is_in_flight_until_it_is_visible(
     space, writes = rig.namespace(), rig.tier._writes
     rig.store(space, chain_of("a", 1))
     await rig.until(lambda: bool(calls))
-    rig.store(space, chain_of("a", 20))
+    rig.store(space, chain_of("a", BLOCKS))
     await rig.until(lambda: writes.in_flight_bytes == BLOCK_BYTES and rig.tier.stats()["write_queue_blocks"] == 0)
-    assert rig.tier.stats()["write_in_flight_bytes"] == 20 * BLOCK_BYTES
+    assert rig.tier.stats()["write_in_flight_bytes"] == BLOCKS * BLOCK_BYTES
     first_is_due.set()
     await rig.until(lambda: writes.in_flight_bytes == 0)
     (shelf,) = rig.shelves
+    writes.settle()
     visible = shelf.table(space).blocks
-    assert visible < 20
-    assert rig.tier.stats()["write_in_flight_bytes"] == (20 - visible) * BLOCK_BYTES
+    assert 0 < visible < BLOCKS
+    assert rig.tier.stats()["write_in_flight_bytes"] == (BLOCKS - visible) * BLOCK_BYTES
     await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] == 0)
-    assert shelf.table(space).blocks == 20
+    assert shelf.table(space).blocks == BLOCKS
     rig.check()
     await rig.close()

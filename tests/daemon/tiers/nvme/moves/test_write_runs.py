@@ -1,0 +1,222 @@
+"""Writes begin by the run: a chain's blocks together, in neighbouring slots, as far as nothing decides otherwise."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import chain_of, key_of
+from played import played
+from tier_rig import BLOCK_BYTES, TierRig
+
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
+from tiercache.daemon.tiers.nvme.moves import flights
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.protocol.namespaces import NamespaceSpec
+
+SEGMENT_BYTES = 16 << 20
+
+
+async def filled(root: Path, free: int, **settings: Any) -> tuple[TierRig, Namespace, int]:
+    """A tier with one segment, of whose slots so many are free; and how many of them are kept free for other blocks."""
+    rig = await TierRig(
+        root, arena_regions=24, nvme_bytes=SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES, **settings
+    ).open()
+    space = rig.namespace()
+    rig.store(space, chain_of("first", 1))
+    await rig.settled()
+    size_class = rig.shelves[0].allocator.size_class(rig.shelves[0].slot_bytes(space))
+    rig.store(space, chain_of("a", size_class.free - free))
+    await rig.settled()
+    assert size_class.free == free
+    return rig, space, size_class.frames // 8
+
+
+def slots_of(shelf: Shelf, space: Namespace, chain: bytes, count: int) -> list[int]:
+    found = [shelf.find(space, key_of(chain, number)) for number in range(count)]
+    return [stored.slot for stored in found if stored is not None]
+
+
+def submissions(shelf: Shelf) -> list[int]:
+    """Notes from here on how many blocks each submission to the disk's queue has."""
+    sizes, submit = list[int](), shelf.queue.submit_many
+
+    def noted(ops: Any, priority: Any) -> int:
+        sizes.extend(filter(None, [sum(isinstance(op, WriteOp) for op in ops)]))
+        return submit(ops, priority)
+
+    shelf.queue.submit_many = noted  # type: ignore[method-assign]
+    return sizes
+
+
+@played
+async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
+    rig.store(space, chain_of("makes the segment", 1))
+    await rig.settled()
+    sizes = submissions(shelf)
+    rig.store(space, chain)
+    await rig.settled()
+    assert sizes == [30]
+    slots = slots_of(shelf, space, chain, 30)
+    assert slots == [slots[0] + number * BLOCK_BYTES for number in range(30)]
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 30
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_chains_that_part_begin_in_their_own_runs(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    space, chain = rig.namespace(), chain_of("a", 4)
+    others = [chain[:32] + chain_of(name, 3) for name in ("b", "c")]
+    for one in (chain, *others):
+        rig.store(space, one)
+    await rig.settled()
+    rig.forget_dram()
+    for one in (chain, *others):
+        assert await rig.load(space, one) == len(one) // 16
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_a_run_ends_where_the_queue_of_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "MAX_IN_FLIGHT", 7)
+    rig = await TierRig(tmp_path).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 20)
+    gate = rig.disks[rig.dirs[0]].gate
+    rig.store(space, chain_of("makes the segment", 1))
+    await rig.settled()
+    gate.clear()
+    rig.store(space, chain)
+    await rig.until(lambda: shelf.queue.in_flight > 0)
+    assert (shelf.queue.in_flight, rig.tier.stats()["write_queue_blocks"]) == (7, 13)
+    rig.check()
+    gate.set()
+    await rig.settled()
+    assert shelf.table(space).blocks == 21
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_a_run_ends_where_the_budget_does(tmp_path: Path) -> None:
+    """A bucket of 9 blocks: new blocks may empty half of it."""
+    rig = await TierRig(tmp_path, nvme_write_budget_bytes=12 * 9 * BLOCK_BYTES).open()
+    [shelf], space = rig.shelves, rig.namespace()
+    rig.store(space, chain_of("a", 20))
+    await rig.settled()
+    stats = rig.tier.stats()
+    assert (shelf.table(space).blocks, stats["skipped_by_budget"], stats["skipped_without_parent"]) == (5, 1, 14)
+    rig.check()
+    await rig.close()
+
+
+@pytest.mark.parametrize("few", [False, True])
+@played
+async def test_a_run_ends_where_a_block_would_take_the_place_of_a_better_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: bool
+) -> None:
+    """An eighth of the slots is kept free: from there on each write costs another block its place."""
+    rig, space, ahead = await filled(tmp_path, 50, nvme_write_budget_bytes=1 << 50)
+    [shelf] = rig.shelves
+    taken = shelf.take_slots(space, b"", 50 - ahead + 5) if few else []
+    policy, before = shelf.slots.policy(shelf.slot_bytes(space)), shelf.table(space).blocks
+    monkeypatch.setattr(shelf.slots, "_make_room", lambda size_class: None)
+    monkeypatch.setattr(space.table.policy, "worth", lambda entry: 1.0)
+    monkeypatch.setattr(policy, "worth", lambda entry: 2.0)
+    rig.store(space, chain_of("b", 30))
+    await rig.settled()
+    assert shelf.table(space).blocks - before == (0 if few else 50 - ahead + 1)
+    assert rig.tier.stats()["skipped_by_worth"] == 1
+    for slot in taken:
+        shelf.allocator.give_back(slot)
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_a_run_ends_where_the_quota_does(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    rig.cache.space.quotas_below.change({"small": 12 * BLOCK_BYTES})
+    spec = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES)
+    [shelf], space = rig.shelves, rig.cache.space.open_namespace(spec.of_tenant("small"))
+    assert rig.tier.fairness.spare(shelf, space) == 12
+    sizes = submissions(shelf)
+    rig.store(space, chain_of("a", 20))
+    await rig.settled()
+    assert sizes == [12]
+    # Ancestors are not evicted for a block, so the chain ends there.
+    assert shelf.table(space).blocks == 12
+    assert rig.tier.stats()["skipped_by_quota"] == 1
+    rig.check()
+    rig.store(space, chain_of("b", 5))
+    await rig.settled()
+    assert shelf.table(space).blocks == 12
+    rig.forget_dram()
+    assert await rig.load(space, chain_of("b", 5)) == 5
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_what_is_flushed_while_a_run_is_written_stays_away(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
+    gate = rig.disks[rig.dirs[0]].gate
+    rig.store(space, chain[: 16 * 10])
+    await rig.settled()
+    gate.clear()
+    rig.store(space, chain)
+    await rig.until(lambda: shelf.queue.in_flight == 20)
+    assert await rig.flush(key_of(chain, 5))
+    gate.set()
+    await rig.settled()
+    assert shelf.table(space).blocks == 5
+    await rig.until(lambda: shelf.allocator.used_bytes == 5 * BLOCK_BYTES)
+    rig.check()
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 5
+    await rig.close()
+
+
+@played
+async def test_room_is_made_ahead_and_not_while_slots_are_taken(tmp_path: Path) -> None:
+    rig, space, ahead = await filled(tmp_path, 50)
+    [shelf] = rig.shelves
+    slots, size_class = shelf.slots, shelf.allocator.size_class(shelf.slot_bytes(space))
+    taken = shelf.take_slots(space, b"", 45)
+    assert (len(taken), slots.evicted_blocks) == (45, 0)
+    slots.work()
+    assert slots.evicted_blocks == ahead - 5
+    await rig.until(lambda: size_class.free == ahead)
+    taken += shelf.take_slots(space, b"", ahead + 5)
+    assert len(taken) == 45 + ahead, "as many as there are"
+    assert shelf.take_slots(space, b"", 5) == []
+    for slot in taken:
+        shelf.allocator.give_back(slot)
+    await rig.settled()
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_a_run_gets_the_slots_there_are(tmp_path: Path) -> None:
+    """The others of the run wait for those that are being freed, and follow it."""
+    rig, space, _ = await filled(tmp_path, 50)
+    [shelf], chain = rig.shelves, chain_of("b", 200)
+    sizes = submissions(shelf)
+    rig.store(space, chain)
+    await rig.settled()
+    assert 50 in itertools.accumulate(sizes), "all that were free began first"
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 200
+    assert shelf.slots.evicted_blocks >= 150
+    rig.check()
+    await rig.close()
