@@ -77,7 +77,7 @@ class BlocksLine:
     def _take(self, data: bytes, fds: list[int]) -> None:
         match records.tag_of(data):
             case Tag.BLOCKS:
-                self._submit(records.blocks_of(data))
+                self._submit(records.sent_blocks_of(data))
             case Tag.NAME:
                 number, fingerprint = records.name_of(data)
                 self._names[number] = fingerprint

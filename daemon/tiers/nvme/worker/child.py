@@ -116,7 +116,7 @@ def _answer(directory: Directory, question: messages.FileQuestion) -> messages.F
         match question:
             case messages.CreateSegment(segment):
                 directory.create_segment(segment)
-            case messages.Look():
+            case messages.LookAtFiles():
                 return messages.Good(directory.look())
             case messages.Open():
                 raise AssertionError("a directory is opened once")

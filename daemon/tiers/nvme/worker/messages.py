@@ -35,7 +35,7 @@ class CreateSegment(msgspec.Struct, tag=True, array_like=True, frozen=True):
     segment: int
 
 
-class Look(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class LookAtFiles(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """See `Directory.look`."""
 
 
@@ -62,7 +62,7 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Good(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Done; `text` is what `Look` found."""
+    """Done; `text` is what `LookAtFiles` found."""
 
     text: str = ""
 
@@ -76,14 +76,14 @@ class Bad(msgspec.Struct, tag=True, array_like=True, frozen=True):
 # --- rows -------------------------------------------------------------------------------------------
 
 
-class Changes(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class RowChanges(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Changes of the catalog, the first of them number `first`: method and arguments of `Catalog`, without `done`."""
 
     first: int
     changes: list[tuple[str, list[Any]]]
 
 
-class Load(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class LoadRows(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Begin to send rows."""
 
     batch_rows: int
@@ -136,9 +136,9 @@ class CatalogClosed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     written: bool
 
 
-FileQuestion = Open | CreateSegment | Look
+FileQuestion = Open | CreateSegment | LookAtFiles
 FileAnswer = Opened | Refused | Good | Bad
-RowOrder = Changes | Load | MoreRows | StopRows | CloseCatalog
+RowOrder = RowChanges | LoadRows | MoreRows | StopRows | CloseCatalog
 RowReport = Answers | Status | Rows | RowsEnd | CatalogClosed
 encode = msgspec.msgpack.Encoder().encode
 decode_question: Callable[[bytes], FileQuestion] = msgspec.msgpack.Decoder(FileQuestion).decode

@@ -81,7 +81,7 @@ def count_of(data: bytes) -> int:
     return int.from_bytes(data[2:4], "little")
 
 
-def blocks_of(data: bytes) -> Iterator[BlockRecord]:
+def sent_blocks_of(data: bytes) -> Iterator[BlockRecord]:
     """The records of a packet of blocks."""
     return map(BlockRecord._make, BLOCK.iter_unpack(memoryview(data)[HEADER.size :]))
 

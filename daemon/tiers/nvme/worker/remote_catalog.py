@@ -214,7 +214,7 @@ class RemoteCatalog:
         assert self.loading is None, "rows are loaded once"
         self._on_rows = on_ready
         self.loading = RemoteLoading(self._say)
-        self._say(messages.Load(batch_rows))
+        self._say(messages.LoadRows(batch_rows))
         return self.loading
 
     def close(self, timeout_s: float) -> bool:
@@ -246,7 +246,7 @@ class RemoteCatalog:
             change = unsent.popleft()[1]
             rows += change.rows
             some.append((change.method, change.arguments))
-        self._packets.extend(parts_of(messages.encode(messages.Changes(first, some))))
+        self._packets.extend(parts_of(messages.encode(messages.RowChanges(first, some))))
 
     def _say(self, order: messages.RowOrder) -> None:
         """Send something else, behind the changes so far."""

@@ -73,7 +73,7 @@ class RemoteDirectory:
 
     def look(self) -> str:
         """See `Directory`. Also why no process can be had that has it open."""
-        answer = self._ask(messages.Look(), lambda: bool(self._gone))
+        answer = self._ask(messages.LookAtFiles(), lambda: bool(self._gone))
         if self._gone:
             return self._gone
         if isinstance(answer, messages.Bad):

@@ -53,12 +53,12 @@ class RowsLine:
 
     def _take(self, catalog: Catalog, order: messages.RowOrder) -> None:
         match order:
-            case messages.Changes(first, changes):
+            case messages.RowChanges(first, changes):
                 for number, (method, arguments) in enumerate(changes, first):
                     if method == "insert":
                         arguments[1] = Row._make(arguments[1])
                     getattr(catalog, method)(*arguments, done=partial(self._answered, number))
-            case messages.Load(batch_rows):
+            case messages.LoadRows(batch_rows):
                 loading = catalog.load(self._send_rows, batch_rows)
                 with self._sending:
                     self._loading = loading
