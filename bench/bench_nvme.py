@@ -9,7 +9,8 @@ the disk itself is measured with a plain loop of as many threads (`disk_limit.py
 a pass is held against the mean of those two. Every block is compared at both ends.
 
 CPU time is that of the daemon, its worker processes and the client besides its copy; the daemon's own share, its
-workers' and that of its loop's thread (for each block) are told as well.
+workers' and that of its loop's thread (for each block) are told as well. What the benchmark's own requests for
+statistics cost is taken off: they ask whether all is written.
 
 `--workers off|on|both` and `--io threads|aio|both` choose what does the I/O (`nvme_workers`, `nvme_io`); with `both`,
 daemons of each kind take turns, so that their figures can be compared. Without them the daemon chooses. Figures of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from common import Daemon, wait_populated
 from disk_limit import MIB, DiskLimit
-from nvme_worker import COPY_BLOCKS, DEADLINE_S, Child
+from nvme_worker import ASKED_OFTEN, COPY_BLOCKS, DEADLINE_S, Child
 
 DATA_BYTES = 1 << 30
 CHAINS_OF_SEVERAL = 16
@@ -101,6 +101,10 @@ class CpuTimes(NamedTuple):
         """What was spent after an earlier reading."""
         return CpuTimes(*(now - then for now, then in zip(self, before, strict=True)))
 
+    def without(self, polls: int, poll: CpuTimes) -> CpuTimes:
+        """Besides so many requests for statistics, each of which costs `poll`."""
+        return CpuTimes(*(all_s - polls * one_s for all_s, one_s in zip(self, poll, strict=True)))
+
 
 # --- passes ---------------------------------------------------------------------------------------
 
@@ -165,6 +169,11 @@ class Rig:
                 client.ask(word)
         self._copy_cpu_s = min(client.ask("copy")["cpu_s"] for _ in range(2))
 
+        before = CpuTimes.of(self.daemon.pid, self._workers)
+        self._poll_client_cpu_s = client.ask("ask_often")["cpu_s"] / ASKED_OFTEN
+        polls = CpuTimes.of(self.daemon.pid, self._workers).since(before)
+        self._poll = CpuTimes(*(cpu_s / ASKED_OFTEN for cpu_s in polls))
+
     def take_turn(self, disk: DiskLimit) -> None:
         """A pass of writes, and one of reads."""
         if not self._case.keep:
@@ -185,7 +194,9 @@ class Rig:
             raise RuntimeError("a worker process was replaced during a pass")
         cpu = CpuTimes.of(self.daemon.pid, self._workers).since(before)
         disk_gb_s = (disk_before + plain(block_bytes)) / 2
-        return Round(answer["seconds"], disk_gb_s, cpu, answer["cpu_s"] - self._copy_cpu_s, block_bytes, answer)
+        polls = int(answer["polls"])
+        client_cpu_s = answer["cpu_s"] - self._copy_cpu_s - (polls * self._poll_client_cpu_s if step == "write" else 0)
+        return Round(answer["seconds"], disk_gb_s, cpu.without(polls, self._poll), client_cpu_s, block_bytes, answer)
 
 
 def take_turns(rigs: Sequence[Rig], rounds: int, disk: DiskLimit, end_s: float) -> None:
