@@ -1,6 +1,6 @@
 """How close the NVMe tier comes to its disk, and what that costs.
 
-    python bench/bench_nvme.py [--dir DIR] [--rounds N] [--sealed] [case ...]
+    python bench/bench_nvme.py [--dir DIR] [--rounds N] [--workers W] [--io IO] [--sealed] [case ...]
 
 A client process stores blocks through the public API; the clock stops when the daemon says that all
 of them are on the disk. Then DRAM is flushed, and the clock runs again while the client loads them
@@ -8,14 +8,25 @@ back into its pool: match, promotion, checksum, copy, release. Right before and 
 the disk itself is measured with a plain loop of as many threads (`disk_limit.py`), since shared disks drift;
 a pass is held against the mean of those two. Every block is compared at both ends.
 
+CPU time is that of the daemon, its worker processes and the client besides its copy; the daemon's own share, its
+workers' and that of its loop's thread (for each block) are told as well. What the benchmark's own requests for
+statistics cost is taken off: they ask whether all is written.
+
+`--workers off|on|both` and `--io threads|aio|both` choose what does the I/O (`nvme_workers`, `nvme_io`); with `both`,
+daemons of each kind take turns, so that their figures can be compared. Without them the daemon chooses. Figures of
+others than the daemon's own threads have `_workers`, `_threads` or `_aio` at the end of their keys.
+
+The cases `two_...` compare two directories on the same disk with one: sixteen chains, which are read all at once.
+
 In a further phase the disk is kept busy while a process of its own pings the daemon, and in turn with it a second
 one that has nothing to do: what that one's pings take is the machine's, the rest is ours.
 
 With --sealed a second daemon, whose blocks are encrypted (`nvme_key`), takes turns with the first: the ratios say what
 that costs.
 
-Files lie in a directory of their own below --dir, $TMPDIR, or the checkout's parent, at most 4 GiB, and are
-removed at the end. Prints a table and one JSON object as the last line.
+Files lie in a directory of their own below --dir, $TMPDIR, or the checkout's parent, and are removed at the end: 1 GiB,
+and 2.6 GiB for each daemon that takes turns. Prints a table and one JSON object as the last line, from which
+`four_drives.py` calculates what a host with four drives would get.
 """
 
 from __future__ import annotations
@@ -27,167 +38,126 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from common import ROOT, Daemon, Report, available_bytes, percentile, wait_populated
+from common import ROOT, Daemon, Report, available_bytes, percentile
 from disk_limit import MIB, DiskLimit, fio_gb_s
-from nvme_worker import COPY_BLOCKS, DEADLINE_S, Child
+from nvme_rigs import (
+    CHAINS_OF_SEVERAL,
+    DATA_BYTES,
+    Carrier,
+    Case,
+    Rig,
+    Round,
+    carriers,
+    make_daemon,
+    make_key_file,
+    medians,
+    paired_ratios,
+    take_turns,
+)
+from nvme_worker import COPY_BLOCKS, Child
 
-DATA_BYTES = 1 << 30
 TOTAL_BUDGET_S = 90.0
-"""No round begins after this."""
-
-
-class Case(NamedTuple):
-    """The data stored and loaded in a round; `nvme_bytes` bounds the directory."""
-
-    name: str
-    label: str
-    block_bytes: int
-    rounds: int
-    nvme_bytes: int
-    keep: bool = False
-    """Whether the blocks of older rounds stay: then the directory is full after the warm-up, and every write evicts."""
-
-    @property
-    def blocks(self) -> int:
-        return DATA_BYTES // self.block_bytes
-
+"""For each carrier: no round begins after this."""
 
 CASES = (
     Case("2m", "2 MiB", 2 * MIB, 5, 2600 * MIB),
+    Case("512k", "512 KiB", 512 << 10, 3, 2600 * MIB),
     Case("128k", "128 KiB", 128 << 10, 5, 2600 * MIB),
     Case("full_2m", "2 MiB, full directory", 2 * MIB, 2, 1560 * MIB, keep=True),
     Case("full_128k", "128 KiB, full directory", 128 << 10, 3, 1560 * MIB, keep=True),
 )
-TARGETS = {"2m": 0.90, "128k": 0.70}
+TWO_CASES = (
+    Case("two_2m", "2 MiB, two directories", 2 * MIB, 3, 2600 * MIB, chains=CHAINS_OF_SEVERAL),
+    Case("two_128k", "128 KiB, two directories", 128 << 10, 3, 2600 * MIB, chains=CHAINS_OF_SEVERAL),
+)
+
+
+class Targets(NamedTuple):
+    """Of a case; None where there is none."""
+
+    write: float | None = None
+    read: float | None = None
+    cpu_s_per_gb: float | None = None
+    own_cpu_s_per_gb: float | None = None
+    """With workers."""
+
+
+TARGETS = {
+    "2m": Targets(0.95, 0.95, 0.25, 0.06),
+    "128k": Targets(0.75, 0.90, 0.5, 0.2),
+    "full_128k": Targets(write=0.5),
+}
+LOOP_US_PER_BLOCK = 12.0
+TWO_OVER_ONE = 1.0
+PING_OVER_IDLE = 1.15
 
 
 # --- rounds ---------------------------------------------------------------------------------------
 
 
-def exact_cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, by its clock (Linux numbers these after the process)."""
-    return time.clock_gettime((~pid << 3) | 2)
-
-
-class Round(NamedTuple):
-    """One pass: GB/s of the tier and of the disk around it, CPU seconds for each GB besides the client's copy."""
-
-    gb_s: float
-    disk_gb_s: float
-    cpu_s_per_gb: float
-    answer: dict[str, Any]
-
-    @property
-    def ratio(self) -> float:
-        return self.gb_s / self.disk_gb_s
-
-
-def measured(step: str, client: Child, daemon: Daemon, disk: DiskLimit, block_bytes: int, copy_cpu_s: float) -> Round:
-    """One pass of the tier between two of the disk."""
-    plain = disk.write_gb_s if step == "write" else disk.read_gb_s
-    before = plain(block_bytes)
-    daemon_cpu = exact_cpu_s(daemon.pid)
-    answer = client.ask(step)
-    cpu = exact_cpu_s(daemon.pid) - daemon_cpu + answer["cpu_s"] - copy_cpu_s
-    limit = (before + plain(block_bytes)) / 2
-    return Round(DATA_BYTES / answer["seconds"] / 1e9, limit, cpu / (DATA_BYTES / 1e9), answer)
-
-
-def make_daemon(where: Path, case: Case, name: str = "nvme", **settings: str) -> Daemon:
-    """A daemon with one empty directory."""
-    shutil.rmtree(where / name, ignore_errors=True)
-    arena = (DATA_BYTES + 2 * COPY_BLOCKS * case.block_bytes) // MIB + 2
-    daemon = Daemon(
-        f"{arena}MiB",
-        nvme=str(where / name),
-        nvme_size=f"{case.nvme_bytes // MIB}MiB",
-        nvme_segment="512MiB",
-        **settings,
-    )
-    with daemon.connect() as client:
-        wait_populated(client)
-        deadline = time.perf_counter() + DEADLINE_S
-        while (directories := client.stats()["tiers"]["nvme"]["directories"])[0]["state"] != "ok":
-            if time.perf_counter() > deadline:
-                raise RuntimeError("the directory does not open")
-            time.sleep(0.01)
-        if not directories[0]["direct"]:
-            raise RuntimeError("this file system refuses O_DIRECT: choose another one with --dir")
-    return daemon
-
-
-def run_case(case: Case, where: Path, disk: DiskLimit, end_s: float) -> tuple[list[Round], list[Round]]:
-    """Write and read passes of all rounds."""
-    writes, reads = [], []
-    with make_daemon(where, case) as daemon:
-        client = Child("client", daemon.directory, case.block_bytes, case.blocks)
-        try:
-            for word in ("renew", "write", "read"):  # the first writes into a segment cost more
-                client.ask(word)
-            if case.keep:
-                for word in ("renew", "write"):
-                    client.ask(word)
-            copy = min(client.ask("copy")["cpu_s"] for _ in range(2))
-            for number in range(case.rounds):
-                if time.perf_counter() > end_s and number > 1:
-                    break
-                if not case.keep:
-                    client.ask("forget")
-                client.ask("renew")
-                writes.append(measured("write", client, daemon, disk, case.block_bytes, copy))
-                if not case.keep:
-                    reads.append(measured("read", client, daemon, disk, case.block_bytes, copy))
-        finally:
-            client.close()
-    return writes, reads
-
-
-def run_sealed(report: Report, case: Case, where: Path, disk: DiskLimit) -> None:
-    """Rounds of a daemon that writes blocks as they are, and of one that encrypts them, in turn."""
-    key = where / "key"
-    key.touch(mode=0o600)
-    key.write_text(os.urandom(32).hex())
-    passes: dict[str, tuple[list[Round], list[Round]]] = {"plain": ([], []), "sealed": ([], [])}
+def run_case(
+    case: Case, where: Path, disk: DiskLimit, kinds: Sequence[Carrier], end_s: float
+) -> dict[Carrier, tuple[list[Round], list[Round]]]:
+    """Write and read passes of each carrier, by turns."""
     with ExitStack() as stack:
-        clients = {}
-        for name, settings in (("plain", {}), ("sealed", {"nvme_key": str(key)})):
-            daemon = stack.enter_context(make_daemon(where, case, f"nvme-{name}", **settings))
-            client = stack.enter_context(closing(Child("client", daemon.directory, case.block_bytes, case.blocks)))
-            for word in ("renew", "write", "read"):
-                client.ask(word)
-            clients[name] = daemon, client, min(client.ask("copy")["cpu_s"] for _ in range(2))
-        for number in range(case.rounds):
-            for name in ("plain", "sealed") if number % 2 else ("sealed", "plain"):
-                daemon, client, copy = clients[name]
-                client.ask("forget")
-                client.ask("renew")
-                for step, rounds in zip(("write", "read"), passes[name], strict=True):
-                    rounds.append(measured(step, client, daemon, disk, case.block_bytes, copy))
-    for at, step in enumerate(("write", "read")):
-        plain, sealed = passes["plain"][at], passes["sealed"][at]
-        ratios = [other.gb_s / one.gb_s for one, other in zip(plain, sealed, strict=True)]
-        label = f"{step}, encrypted over plain, {case.label}"
-        report.add(f"{step}_sealed_over_plain_{case.name}", label, statistics.median(ratios), samples=ratios)
-        for name, rounds in (("plain", plain), ("sealed", sealed)):
-            speeds, costs = [one.gb_s for one in rounds], [one.cpu_s_per_gb for one in rounds]
-            key_of = f"{step}_{name}_{case.name}"
-            report.add(f"gb_s_{key_of}", f"  {name}", statistics.median(speeds), "GB/s", samples=speeds)
-            report.add(f"cpu_s_per_gb_{key_of}", "    CPU", statistics.median(costs), "s/GB", samples=costs)
+        rigs = {its: Rig(stack, where, case, f"nvme{its.suffix}", its.settings) for its in kinds}
+        take_turns(list(rigs.values()), case.rounds, disk, end_s)
+    return {its: (rig.writes, rig.reads) for its, rig in rigs.items()}
 
+
+def run_two(report: Report, case: Case, where: Path, disk: DiskLimit, kinds: Sequence[Carrier], end_s: float) -> None:
+    """One directory and two on the same disk, by turns, one carrier after another."""
+    for its in kinds:
+        with ExitStack() as stack:
+            one, two = (Rig(stack, where, case, f"nvme-of-{count}", its.settings, count) for count in (1, 2))
+            take_turns([one, two], case.rounds, disk, end_s)
+        report_case(report, case, its, two.writes, two.reads)
+        for step, over, under in (("write", two.writes, one.writes), ("read", two.reads, one.reads)):
+            ratios = paired_ratios(over, under)
+            report.add(
+                f"{step}_two_over_one_{case.name.removeprefix('two_')}{its.suffix}",
+                f"{step}, two directories over one, {case.label.partition(',')[0]}{its.label}",
+                statistics.median(ratios),
+                at_least=TWO_OVER_ONE,
+                samples=ratios,
+            )
+
+
+def run_sealed(report: Report, case: Case, where: Path, disk: DiskLimit, its: Carrier) -> None:
+    """Rounds of a daemon that writes blocks as they are, and of one that encrypts them, in turn."""
+    key = str(make_key_file(where / f"key-{case.name}{its.suffix}"))
+    settings: dict[str, Mapping[str, str]] = {"plain": its.settings, "sealed": {**its.settings, "nvme_key": key}}
+    with ExitStack() as stack:
+        rigs = {name: Rig(stack, where, case, f"nvme-{name}", some) for name, some in settings.items()}
+        take_turns(list(rigs.values()), case.rounds, disk, float("inf"))
+    for step in ("write", "read"):
+        passes = {name: rig.writes if step == "write" else rig.reads for name, rig in rigs.items()}
+        ratios = paired_ratios(passes["sealed"], passes["plain"])
+        label = f"{step}, encrypted over plain, {case.label}{its.label}"
+        key_of = f"{step}_sealed_over_plain_{case.name}{its.suffix}"
+        report.add(key_of, label, statistics.median(ratios), samples=ratios)
+        for name, rounds in passes.items():
+            add_median(report, f"gb_s_{step}_{name}_{case.name}{its.suffix}", f"  {name}", rounds, "gb_s", "GB/s")
+            key_of = f"cpu_s_per_gb_{step}_{name}_{case.name}{its.suffix}"
+            add_median(report, key_of, "    CPU", rounds, "cpu_s_per_gb", "s/GB")
+
+
+# --- pings ----------------------------------------------------------------------------------------
 
 Trips = dict[str, list[float]]
 """Round trips in ms, of the `busy` daemon and the `idle` one."""
 
 
-def run_pings(case: Case, where: Path, rounds: int) -> tuple[Trips, Trips]:
+def run_pings(case: Case, where: Path, rounds: int, its: Carrier) -> tuple[Trips, Trips]:
     """Pings while the disk is busy: without other clients, and with a client that copies."""
     alone: Trips = {"busy": [], "idle": []}
     beside: Trips = {"busy": [], "idle": []}
-    with make_daemon(where, case) as daemon, Daemon("64MiB") as idle:
+    with make_daemon(where, case, "nvme-pings", its.settings) as daemon, Daemon("64MiB") as idle:
         idle.connect().close()
         client = Child("client", daemon.directory, case.block_bytes, case.blocks)
         copier = Child("client", daemon.directory, case.block_bytes, COPY_BLOCKS)
@@ -215,90 +185,121 @@ def run_pings(case: Case, where: Path, rounds: int) -> tuple[Trips, Trips]:
     return alone, beside
 
 
-def report_pings(report: Report, key: str, label: str, trips: Trips, goal_ms: float) -> None:
-    """Add the figures of one load."""
+def report_pings(
+    report: Report, key: str, label: str, trips: Trips, goal_ms: float, its: Carrier, over_idle: float | None = None
+) -> None:
+    """Add the figures of one load; `over_idle`: the target for the ratio to the idle daemon's."""
     busy, idle = (percentile(trips[name], 0.99) for name in ("busy", "idle"))
-    report.add(key, label, busy, "ms", at_most=goal_ms)
-    report.add(key.replace("p99", "p50"), f"  p50 of {len(trips['busy'])}", statistics.median(trips["busy"]), "ms")
-    report.add(key.replace("p99", "worst"), "  worst", max(trips["busy"]), "ms")
-    report.add(f"{key}_idle", "  p99 of a daemon that is idle meanwhile", idle, "ms")
-    report.add(f"{key}_over_idle", "  over that one's", busy / idle)
+    end = its.suffix
+    report.add(key + end, label + its.label, busy, "ms", at_most=goal_ms)
+    p50 = statistics.median(trips["busy"])
+    report.add(key.replace("p99", "p50") + end, f"  p50 of {len(trips['busy'])}", p50, "ms")
+    report.add(key.replace("p99", "worst") + end, "  worst", max(trips["busy"]), "ms")
+    report.add(f"{key}_idle{end}", "  p99 of a daemon that is idle meanwhile", idle, "ms")
+    report.add(f"{key}_over_idle{end}", "  over that one's", busy / idle, at_most=over_idle)
 
 
-def report_case(report: Report, case: Case, writes: list[Round], reads: list[Round]) -> None:
+# --- report ---------------------------------------------------------------------------------------
+
+
+def add_median(
+    report: Report, key: str, label: str, rounds: Sequence[Round], name: str, unit: str, at_most: float | None = None
+) -> None:
+    """Add the median of an attribute of rounds."""
+    median, values = medians(rounds, name)
+    report.add(key, label, median, unit, at_most=at_most, samples=values)
+
+
+def report_case(report: Report, case: Case, its: Carrier, writes: Sequence[Round], reads: Sequence[Round]) -> None:
     """Add the figures of one case."""
-    for step, rounds in (("write", writes), ("read", reads)):
+    goals = TARGETS.get(case.name, Targets())
+    workers = any(one.cpu.workers_s for one in writes)
+    for step, rounds, goal in (("write", writes, goals.write), ("read", reads, goals.read)):
         if not rounds:
             continue
-        ratios = [one.ratio for one in rounds]
-        report.add(
-            f"{step}_over_device_{case.name}",
-            f"{step} over the disk's limit, {case.label}",
-            statistics.median(ratios),
-            at_least=TARGETS.get(case.name),
-            samples=ratios,
-        )
-        speeds = [one.gb_s for one in rounds]
-        report.add(f"{step}_gb_s_{case.name}", "  that is", statistics.median(speeds), "GB/s", samples=speeds)
-        limits = [one.disk_gb_s for one in rounds]
-        disk = statistics.median(limits)
-        report.add(f"disk_{step}_gb_s_{case.name}", "  of the disk's", disk, "GB/s", samples=limits)
-        costs = [one.cpu_s_per_gb for one in rounds]
-        report.add(
-            f"cpu_s_per_gb_{step}_{case.name}",
-            "  CPU besides the client's copy",
-            statistics.median(costs),
-            "s/GB",
-            samples=costs,
-        )
+        end = f"{step}_{case.name}{its.suffix}"
+        median, ratios = medians(rounds, "ratio")
+        key = f"{step}_over_device_{case.name}{its.suffix}"
+        label = f"{step} over the disk's limit, {case.label}{its.label}"
+        report.add(key, label, median, at_least=goal, samples=ratios)
+        add_median(report, f"{step}_gb_s_{case.name}{its.suffix}", "  that is", rounds, "gb_s", "GB/s")
+        add_median(report, f"disk_{step}_gb_s_{case.name}{its.suffix}", "  of the disk's", rounds, "disk_gb_s", "GB/s")
+        label = "  CPU besides the client's copy"
+        add_median(report, f"cpu_s_per_gb_{end}", label, rounds, "cpu_s_per_gb", "s/GB", goals.cpu_s_per_gb)
+        own = goals.own_cpu_s_per_gb if workers else None
+        add_median(report, f"own_cpu_s_per_gb_{end}", "  the daemon's own", rounds, "own_cpu_s_per_gb", "s/GB", own)
+        if workers:
+            label = "  its workers'"
+            add_median(report, f"worker_cpu_s_per_gb_{end}", label, rounds, "worker_cpu_s_per_gb", "s/GB")
+        label = "  the loop, for each block"
+        add_median(report, f"loop_us_per_block_{end}", label, rounds, "loop_us_per_block", "us", LOOP_US_PER_BLOCK)
 
 
-def report_summary(report: Report, by_case: dict[str, tuple[list[Round], list[Round]]]) -> None:
-    """Add the targets for all cases together."""
-    rewritten = [one.answer["rewritten"] for _, reads in by_case.values() for one in reads]
-    if rewritten:
-        report.add("rewrite_bytes_on_read", "bytes written while reading", max(rewritten), "B", at_most=0)
-    if "2m" in by_case:
-        writes, reads = by_case["2m"]
-        costs = [statistics.median(one.cpu_s_per_gb for one in rounds) for rounds in (writes, reads)]
-        report.add("cpu_s_per_gb", "CPU, 2 MiB, the dearer way", max(costs), "s/GB", at_most=0.25)
+def report_rewrites(report: Report, reads: Sequence[Round]) -> None:
+    """Add what was written while blocks were read, in all cases together."""
+    if reads:
+        rewritten = max(one.answer["rewritten"] for one in reads)
+        report.add("rewrite_bytes_on_read", "bytes written while reading", rewritten, "B", at_most=0)
+
+
+def run_all(report: Report, where: Path, wanted: Sequence[str], kinds: Sequence[Carrier], rounds: int | None) -> None:
+    """The cases that are wanted, one after another."""
+    end_s = time.perf_counter() + TOTAL_BUDGET_S * len(kinds)
+    disk = DiskLimit(where / "plain", DATA_BYTES)
+    all_reads: list[Round] = []
+    for case in (case._replace(rounds=rounds or case.rounds) for case in CASES if case.name in wanted):
+        for its, (writes, reads) in run_case(case, where, disk, kinds, end_s).items():
+            report_case(report, case, its, writes, reads)
+            all_reads += reads
+    for case in (case._replace(rounds=rounds or case.rounds) for case in TWO_CASES if case.name in wanted):
+        run_two(report, case, where, disk, kinds, end_s)
+    for direction in ("write", "read"):
+        fio = fio_gb_s(where / "plain", DATA_BYTES, 2 * MIB, direction)
+        if fio is not None:
+            report.add(f"fio_{direction}_gb_s_2m", f"fio, {direction}, 2 MiB", fio, "GB/s")
+    disk.close()
+    report_rewrites(report, all_reads)
+    for its in kinds if "pings" in wanted else ():
+        alone, beside = run_pings(CASES[0], where, rounds or 3, its)
+        report_pings(report, "ping_p99_ms_disk_busy", "ping p99, disk busy", alone, 2.0, its, PING_OVER_IDLE)
+        label = "ping p99, disk busy, a client copies"
+        report_pings(report, "ping_p99_ms_disk_busy_copying", label, beside, 5.0, its)
+
+
+def all_sealed(
+    report: Report, where: Path, wanted: Sequence[str], kinds: Sequence[Carrier], rounds: int | None
+) -> None:
+    """Encrypted blocks beside plain ones, in the cases that are wanted."""
+    disk = DiskLimit(where / "plain", DATA_BYTES)
+    for case in (case for case in CASES if case.name in wanted):
+        for its in kinds:
+            run_sealed(report, case._replace(rounds=rounds or case.rounds, keep=False), where, disk, its)
+    disk.close()
 
 
 def main() -> None:
-    """All cases, one daemon after another."""
+    """All cases, one after another."""
+    names = [case.name for case in (*CASES, *TWO_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
+    parser.add_argument("--workers", choices=("off", "on", "both"), default="", help="a process for each directory")
+    parser.add_argument("--io", choices=("threads", "aio", "both"), default="", help="what carries I/O in a process")
     parser.add_argument("--sealed", action="store_true", help="compare with encrypted blocks, and nothing else")
-    parser.add_argument("cases", nargs="*", help=f"{', '.join(case.name for case in CASES)}, pings; default: all")
+    parser.add_argument("cases", nargs="*", help=f"{', '.join(names)}, pings; default: all")
     options = parser.parse_args()
-    start_s = time.perf_counter()
-    if available_bytes() < 5 * DATA_BYTES:
-        sys.exit(f"this takes {5 * DATA_BYTES >> 30} GiB of memory")
+    if unknown := set(options.cases) - {*names, "pings"}:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    kinds = carriers(options.workers, options.io)
+    needed = (2 * max(2, len(kinds)) + 1) * DATA_BYTES
+    if available_bytes() < needed:
+        sys.exit(f"this takes {needed >> 30} GiB of memory")
     report = Report("bench_nvme")
     base = options.dir or Path(os.environ.get("TMPDIR", ROOT.parent))
     where = Path(tempfile.mkdtemp(prefix="tiercache-bench-nvme-", dir=base))
-    wanted = options.cases or [*(case.name for case in CASES), "pings"]
-    by_case = {}
+    run = all_sealed if options.sealed else run_all
     try:
-        disk = DiskLimit(where / "plain", DATA_BYTES)
-        for case in (case for case in CASES if case.name in wanted):
-            case = case._replace(rounds=options.rounds or case.rounds)
-            if options.sealed:
-                run_sealed(report, case._replace(keep=False), where, disk)
-                continue
-            by_case[case.name] = run_case(case, where, disk, start_s + TOTAL_BUDGET_S)
-            report_case(report, case, *by_case[case.name])
-        for direction in () if options.sealed else ("write", "read"):
-            fio = fio_gb_s(where / "plain", DATA_BYTES, 2 * MIB, direction)
-            if fio is not None:
-                report.add(f"fio_{direction}_gb_s_2m", f"fio, {direction}, 2 MiB", fio, "GB/s")
-        disk.close()
-        report_summary(report, by_case)
-        if "pings" in wanted and not options.sealed:
-            alone, beside = run_pings(CASES[0], where, options.rounds or 3)
-            report_pings(report, "ping_p99_ms_disk_busy", "ping p99, disk busy", alone, 2.0)
-            report_pings(report, "ping_p99_ms_disk_busy_copying", "ping p99, disk busy, a client copies", beside, 5.0)
+        run(report, where, options.cases or [*names, "pings"], kinds, options.rounds)
     finally:
         shutil.rmtree(where, ignore_errors=True)
     report.finish()

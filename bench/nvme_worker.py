@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ DEADLINE_S = 60.0
 POLL_S = 0.008
 PING_PAUSE_S = 0.001
 COPY_BLOCKS = 64
+ASKED_OFTEN = 100
 
 
 class Worker:
-    """One client: a pool as large as a round's data, and the steps of a round."""
+    """One client: a pool as large as a round's data, and the steps of a round.
 
-    def __init__(self, block_bytes: int, blocks: int, address: str) -> None:
+    The blocks are `chains` chains of equal length: a chain lives in one directory.
+    """
+
+    def __init__(self, block_bytes: int, blocks: int, address: str, chains: int) -> None:
+        assert blocks % chains == 0
         self._block_bytes = block_bytes
         self._blocks = blocks
+        self._chains = chains
         self._random = random.Random(SEED + os.getpid())
         self._pool = np.frombuffer(self._random.randbytes(block_bytes * 8), np.uint8)
         self._pool = np.tile(self._pool.reshape(8, block_bytes), (blocks // 8, 1))
@@ -46,6 +53,8 @@ class Worker:
             request_timeout_s=DEADLINE_S,
             load_timeout_s=DEADLINE_S,
         )
+        self.polls = 0
+        """Requests for statistics: this benchmark's own, which cost the daemon's loop as much as many blocks do."""
         self._keys = b""
         self._stamp = 0
         self._ids = list(range(blocks))
@@ -58,6 +67,7 @@ class Worker:
             time.sleep(0.01)
 
     def _nvme(self) -> dict[str, Any]:
+        self.polls += 1
         stats: dict[str, Any] = self._connector.client.stats()["tiers"]["nvme"]
         return stats
 
@@ -75,11 +85,18 @@ class Worker:
         self._keys = self._random.randbytes(16 * self._blocks)
         return {}
 
+    def _each_chain(self) -> Iterator[tuple[bytes, list[int]]]:
+        """Keys and pool blocks of each chain."""
+        blocks = self._blocks // self._chains
+        for first in range(0, self._blocks, blocks):
+            yield self._keys[16 * first : 16 * (first + blocks)], self._ids[first : first + blocks]
+
     def store(self) -> dict[str, float]:
         """Store all blocks; returns when they are in DRAM."""
-        result = self._connector.store(self._keys, self._ids)
-        if result.stored != self._blocks:
-            raise RuntimeError(f"{result} of {self._blocks} blocks")
+        for keys, ids in self._each_chain():
+            result = self._connector.store(keys, ids)
+            if result.stored != len(ids):
+                raise RuntimeError(f"{result} of {len(ids)} blocks")
         return {}
 
     def write(self) -> dict[str, float]:
@@ -116,12 +133,15 @@ class Worker:
         self._pool.view(np.uint64)[:, [0, -1]] = 0
         before = self._nvme()
         start, cpu = time.perf_counter(), time.process_time()
-        match = self._connector.match(self._keys)
-        matched_s = time.perf_counter() - start
-        good = self._connector.load(match, self._ids, timeout_s=DEADLINE_S)
+        chains = list(self._each_chain())
+        for keys, _ in chains[1:]:  # as several requests at once: all directories are busy
+            self._connector.prefetch(keys)
+        good = 0
+        for keys, ids in chains:
+            good += self._connector.load(self._connector.match(keys), ids, timeout_s=DEADLINE_S)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        if good != self._blocks or match.below_blocks != self._blocks:
-            raise RuntimeError(f"{match} of {self._blocks} blocks, {good} loaded: {self._nvme()}")
+        if good != self._blocks:
+            raise RuntimeError(f"{good} of {self._blocks} blocks loaded: {self._nvme()}")
         wanted = self._stamp + np.arange(self._blocks, dtype=np.uint64)
         if not (self._stamps() == wanted[:, None]).all():
             raise RuntimeError("blocks hold other bytes than were stored")
@@ -130,14 +150,22 @@ class Worker:
             raise RuntimeError("blocks came from elsewhere than the disk")
         rewritten = after["written_bytes"] - before["written_bytes"]
         rewritten += after["write_in_flight_bytes"] + after["write_queue_blocks"] * self._block_bytes
-        return {"seconds": seconds, "cpu_s": cpu, "matched_s": matched_s, "rewritten": float(rewritten)}
+        return {"seconds": seconds, "cpu_s": cpu, "rewritten": float(rewritten)}
+
+    def ask_often(self) -> dict[str, float]:
+        """Nothing but requests for statistics."""
+        cpu = time.process_time()
+        for _ in range(ASKED_OFTEN):
+            self._nvme()
+        return {"cpu_s": time.process_time() - cpu}
 
     def prefetch(self) -> dict[str, float]:
         """Promote everything from the disk without copying it to the pool."""
         self._forget_dram()
         before = self._nvme()["promoted_blocks"]
         start = time.perf_counter()
-        self._connector.prefetch(self._keys)
+        for keys, _ in self._each_chain():
+            self._connector.prefetch(keys)
         while self._nvme()["promoted_blocks"] < before + self._blocks:
             if time.perf_counter() > start + DEADLINE_S:
                 raise RuntimeError(f"not all blocks came up: {self._nvme()}")
@@ -159,7 +187,8 @@ class Worker:
         print("copying", flush=True)
         loads = 0
         while not select.select([sys.stdin], [], [], 0)[0]:
-            loads += self._connector.load(self._connector.match(self._keys), self._ids) == self._blocks
+            for keys, ids in self._each_chain():
+                loads += self._connector.load(self._connector.match(keys), ids) == len(ids)
         return {"loads": loads}
 
     def forget(self) -> dict[str, float]:
@@ -183,6 +212,7 @@ class Pinger:
     def __init__(self, address: str, idle: str) -> None:
         from tiercache.client.client import Client
 
+        self.polls = 0
         self._clients = {
             name: Client.connect(where, name="ping", map_arena=False, request_timeout_s=10.0)
             for name, where in (("busy", address), ("idle", idle))
@@ -210,11 +240,13 @@ def child_main(argument: str) -> None:
     if order["kind"] == "ping":
         worker = Pinger(order["address"], order["idle"])
     else:
-        worker = Worker(order["block_bytes"], order["blocks"], order["address"])
+        worker = Worker(order["block_bytes"], order["blocks"], order["address"], order["chains"])
     print("{}", flush=True)
     while line := sys.stdin.readline().strip():
         if line != "stop":
-            print(json.dumps(getattr(worker, line)()), flush=True)
+            before = worker.polls
+            answer = getattr(worker, line)()
+            print(json.dumps(answer if line == "ping" else {**answer, "polls": worker.polls - before}), flush=True)
     worker.close()
 
 
@@ -224,10 +256,11 @@ def child_main(argument: str) -> None:
 class Child:
     """A process that takes orders. Waits for its first answer."""
 
-    def __init__(self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0, idle: str = "") -> None:
-        order = json.dumps(
-            {"kind": kind, "address": address, "block_bytes": block_bytes, "blocks": blocks, "idle": idle}
-        )
+    def __init__(
+        self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0, idle: str = "", chains: int = 1
+    ) -> None:
+        sizes = {"block_bytes": block_bytes, "blocks": blocks, "chains": chains}
+        order = json.dumps({"kind": kind, "address": address, "idle": idle, **sizes})
         self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, order],
             cwd=ROOT,

@@ -54,6 +54,7 @@ tiercache.daemon.tiers.nvme.disk
 tiercache.daemon.tiers.nvme.catalog
 tiercache.daemon.tiers.nvme.check | tiercache.daemon.tiers.nvme.moves | tiercache.daemon.tiers.nvme.worker
 tiercache.daemon.tiers.nvme.direct
+tiercache.daemon.tiers.nvme.worker
 """
 """Those of the NVMe tier. The files directly in nvme/ are used by those that move blocks, and use them."""
 
@@ -247,6 +248,18 @@ def test_importing_tiercache_is_light() -> None:
 def test_the_daemon_is_light() -> None:
     names = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in ON_DEMAND]
     assert loaded_by(*names) & NOT_IN_THE_DAEMON == set()
+
+
+def test_the_worker_process_of_a_directory_starts_quickly() -> None:
+    """While it starts, the blocks of its directory are misses: nothing is imported that it does not use."""
+    child = "tiercache.daemon.tiers.nvme.worker.child"
+    found = loaded_by(child)
+    assert found & {*NOT_IN_THE_DAEMON, "asyncio", "zmq", "subprocess", "cryptography"} == set()
+    code = f"import sys, {child}\nprint(*sys.modules)"
+    modules_of_it = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert [name for name in modules_of_it if name.startswith("tiercache.protocol.messages")] == []
 
 
 def test_no_two_files_of_tests_have_the_same_name() -> None:

@@ -244,6 +244,25 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     assert [one.name for one in doctor_daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
 
 
+@pytest.mark.parametrize(
+    ("pid", "starts", "uptime_s", "found"),
+    [
+        (0, 0, 60, []),
+        (7, 1, 60, [(State.OK, "pid 7")]),
+        (7, 2, 60, [(State.OK, "pid 7, 1 ended before it")]),
+        (7, 4, 3600, [(State.WARNING, "pid 7, 3 ended before it")]),
+        (7, 4, 4 * 3600, [(State.OK, "pid 7, 3 ended before it")]),
+        (0, 2, 4 * 3600, [(State.WARNING, "none at the moment, 1 ended before it")]),
+    ],
+)
+def test_worker_processes_of_directories(
+    pid: int, starts: int, uptime_s: float, found: list[tuple[State, str]]
+) -> None:
+    directory = {"path": "/mnt/nvme0", "worker_pid": pid, "worker_starts": starts}
+    tree = {"daemon": {"uptime_s": uptime_s}, "tiers": {"nvme": {"directories": [directory]}}}
+    assert [(one.state, one.figure) for one in doctor_daemon._workers(tree)] == found
+
+
 def space(number: int, asked: int = 0, hit: int = 0, stored: int = 0, engine: str = "e") -> dict[str, Any]:
     return {
         "id": number,

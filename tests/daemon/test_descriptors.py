@@ -49,6 +49,8 @@ def test_each_thing_that_takes_descriptors_counts() -> None:
     assert more(kv_events="ipc:///tmp/e", kv_events_replay="ipc:///tmp/r") == 2 * events
     nvme = {"nvme_dirs": (NvmeDirectory(Path("/a")),), "nvme_bytes": 1 << 40}
     assert more(**nvme, nvme_segment_bytes=1 << 30) - more(**nvme, nvme_segment_bytes=1 << 40) == 1023
+    regions = len(CONFIG.region_sizes())
+    assert more(**nvme, nvme_workers="on") - more(**nvme, nvme_workers="off") == regions, "which are sent to workers"
 
 
 def test_fewer_clients_are_let_in_where_there_are_fewer_descriptors(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,6 @@ from tiercache.daemon.tiers.nvme.parts import OpenDirectory
 
 if TYPE_CHECKING:
     from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-
-WORKERS_FROM_DIRECTORIES, WORKERS_FROM_CORES = 2, 4
-"""`auto` means processes from so many on: with one disk, or where they share the loop's cores, they gain too little."""
 
 
 class Runner(Protocol):
@@ -66,10 +62,3 @@ class InWorkers:
         from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 
         return DirectoryWorker(plan, self._why_not_aio, self._arena, asyncio.get_running_loop()).open
-
-
-def wants_workers(setting: str, directories: int) -> bool:
-    """Whether each directory gets a process of its own: `setting` is auto, on or off."""
-    if setting != "auto":
-        return setting == "on"
-    return directories >= WORKERS_FROM_DIRECTORIES and len(os.sched_getaffinity(0)) >= WORKERS_FROM_CORES

@@ -53,9 +53,10 @@ from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, OpenDirectory
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.runners import InDaemon, InWorkers, Runner, wants_workers
+from tiercache.daemon.tiers.nvme.runners import InDaemon, InWorkers, Runner
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
+from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
 from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.source import LowerTier
 from tiercache.protocol.messages import KEY_BYTES, BlockView

@@ -120,6 +120,7 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
 
 def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     from tiercache.daemon.descriptors import needed
+    from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
 
     directories = config.nvme_paths
     if tree:
@@ -133,6 +134,7 @@ def _needs(config: DaemonConfig, tree: Tree) -> Needs:
         regions=regions,
         directories=len(directories),
         segments=segments,
+        workers=wants_workers(config.nvme_workers, len(directories)),
         remote=bool(config.listen),
         event_sockets=bool(config.kv_events) + bool(config.kv_events_replay),
     )

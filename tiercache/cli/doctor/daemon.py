@@ -15,6 +15,8 @@ from tiercache.cli.readings import Tree, at
 from tiercache.ground.units import format_duration
 
 TOPIC = "daemon"
+MANY_STARTS_PER_HOUR = 2.0
+"""More worker processes than that of one nvme directory, besides its first two, are too many."""
 
 
 def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
@@ -32,6 +34,7 @@ def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
             partial(_loop, tree),
             partial(_log, tree),
             partial(_disks, tree),
+            partial(_workers, tree),
         ),
     )
 
@@ -143,3 +146,19 @@ def _disks(tree: Tree) -> Iterator[Finding]:
             )
         else:
             yield ok(TOPIC, f"I/O of {one['path']}", figure)
+
+
+def _workers(tree: Tree) -> Iterator[Finding]:
+    hours = float(tree["daemon"].get("uptime_s", 0)) / 3600
+    for one in tree.get("tiers", {}).get("nvme", {}).get("directories", []):
+        pid, starts = int(one.get("worker_pid", 0)), int(one.get("worker_starts", 0))
+        if not starts:
+            continue  # the daemon itself does the I/O
+        name, ended = f"worker process of {one['path']}", starts - 1
+        figure = f"pid {pid}" if pid else "none at the moment"
+        figure += f", {ended} ended before it" if ended else ""
+        if not pid or (ended > 1 and ended > MANY_STARTS_PER_HOUR * hours):
+            remedy = "the daemon's log says how each ended; status -9: dmesg, perhaps the memory limit is too low"
+            yield warning(TOPIC, name, figure, remedy)
+        else:
+            yield ok(TOPIC, name, figure)

@@ -135,6 +135,13 @@ DISKS = (
     ),
     Family(
         "counter",
+        "disk_worker_starts_total",
+        ("directory",),
+        "Worker processes that served a directory since the daemon opened it; 0 without such processes.",
+        read.each_directory("worker_starts"),
+    ),
+    Family(
+        "counter",
         "disk_other_key_blocks_total",
         ("directory",),
         "Blocks read that were stored under another nvme_key, and were dropped; no fault of the disk.",
