@@ -1,4 +1,4 @@
-"""Ends of worker processes at bad moments: twice in a row, by a defect of their own, as the daemon ends; and many ends."""
+"""Worker processes end at bad moments: twice in a row, by a defect of their own, as the daemon ends; and many do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_the_next_process_ends_too_before_it_is_used(tmp_path: Path, monke
     space, chain = rig.namespace(), chain_of("a", 20)
     await rig.store_below([space], chain)
     worker, shelf = worker_of(rig), rig.shelf()
-    killed: list[int] = []
+    killed, waiting = list[int](), list[asyncio.Task[None]]()
     use_again = worker._use_again
 
     def kill_first(life: directory_worker._Life) -> None:
@@ -61,7 +61,7 @@ async def test_the_next_process_ends_too_before_it_is_used(tmp_path: Path, monke
             os.kill(life.its.pid, signal.SIGKILL)
             life.its.process.wait()
             before = worker._last_gone
-            asyncio.ensure_future(gone(life, before))
+            waiting.append(asyncio.ensure_future(gone(life, before)))
         else:
             use_again(life)
 
