@@ -76,9 +76,8 @@ async def close_shelves(shelves: Sequence[Shelf], leaving: Sequence[Shelf], sett
     while settle():
         pass  # what was written in time is kept
     await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
-    for shelf, all_done in zip(shelves, stopped, strict=True):
-        if all_done:  # else the kernel still has I/O on these files
-            shelf.directory.close()
+    over = [shelf for shelf, all_done in zip(shelves, stopped, strict=True) if all_done]  # of others I/O is under way
+    await asyncio.gather(*(in_thread("directory end", shelf.directory.close) for shelf in over))
 
 
 def _tell_bug(task: asyncio.Task[None]) -> None:

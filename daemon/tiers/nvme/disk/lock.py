@@ -1,7 +1,9 @@
 """The lock of a directory: an flock on a file in it, which ends with the process, however it ends.
 
-A directory may be locked by a worker process of a daemon: the pid in the file is the daemon's. Such a process ends a
-little after its daemon, or after it was killed itself: the lock is waited for meanwhile.
+A directory may be locked by a worker process of a daemon: the file names the daemon. Such a process ends a little after
+its daemon, or after it was killed itself: the lock is waited for meanwhile.
+
+The file has a pid and when that process began, in ticks of the kernel: every container has a process 1.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ LOCK_NAME = "lock"
 
 
 class LockedBy(Exception):
-    """The directory is in use; the text is the pid of its user, perhaps in another container."""
+    """The directory is in use; the text is the pid of its user, perhaps in another container.
 
-    def __init__(self, pid: str, *, ourselves: bool) -> None:
+    ourselves: this daemon. ending: the lock may be let go any moment.
+    """
+
+    def __init__(self, pid: str, *, ourselves: bool, ending: bool) -> None:
         super().__init__(pid)
         self.ourselves = ourselves
+        self.ending = ending
 
 
 PATIENCE_S = 5.0
@@ -40,15 +46,26 @@ def take_lock(path: Path, daemon_pid: int = 0) -> int:
         try:
             return _take_now(path, daemon_pid)
         except LockedBy as holder:
-            is_ending = str(holder) == str(daemon_pid) or not _runs(str(holder))
-            if not is_ending or time.monotonic() >= end_s:
+            if not holder.ending or time.monotonic() >= end_s:
                 raise
         time.sleep(_POLL_S)
 
 
-def _runs(pid: str) -> bool:
-    """Whether there is such a process, as far as can be seen from here."""
-    return not pid.isdigit() or os.path.exists(f"/proc/{pid}")
+def _name_of(pid: int) -> str:
+    """What the file says of a process: only its pid if nothing else can be seen from here."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return str(pid)
+    return f"{pid} {after_name.split()[19]}"  # field 22: when it began
+
+
+def _runs(name: str) -> bool:
+    """Whether there is the process that the file names, as far as can be seen from here."""
+    pid, _, began = name.partition(" ")
+    if not pid.isdigit():
+        return True
+    return _name_of(int(pid)) == name if began else os.path.exists(f"/proc/{pid}")
 
 
 def _take_now(path: Path, daemon_pid: int) -> int:
@@ -58,16 +75,17 @@ def _take_now(path: Path, daemon_pid: int) -> int:
             raise OSError(errno.EEXIST, "is no plain file", str(path / LOCK_NAME))
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        ourselves = _is_open_twice(fd) or pid == str(daemon_pid)
+        name = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+        our_worker = daemon_pid > 0 and name == _name_of(daemon_pid)
+        ourselves = _is_open_twice(fd) or our_worker
         os.close(fd)
-        raise LockedBy(pid, ourselves=ourselves) from None
+        raise LockedBy(name.split()[0], ourselves=ourselves, ending=our_worker or not _runs(name)) from None
     except OSError:
         os.close(fd)
         raise
     with contextlib.suppress(OSError):  # the pid is for the other one's message; a full disk may lack it
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{daemon_pid or os.getpid()}\n".encode(), 0)
+        os.pwrite(fd, f"{_name_of(daemon_pid or os.getpid())}\n".encode(), 0)
     return fd
 
 

@@ -104,7 +104,7 @@ class BlocksLine:
                 priority = records.cancelled_priority(data)
                 self._queue.cancel_queued(None if priority is None else DiskPriority(priority))
             case Tag.PING:
-                self._line.send(records.PONG)
+                self._line.send(records.pong_packet(self._queue.oldest_age_s()))
             case other:
                 raise AssertionError(f"the daemon does not send {other.name}")
 

@@ -7,8 +7,9 @@ blocks, rows  once the directory is open
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -26,9 +27,12 @@ from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_mes
 from tiercache.daemon.tiers.nvme.worker.rows_line import RowsLine
 from tiercache.errors import ConfigError, DirectoryUnavailable
 
+log = logging.getLogger("tiercache.daemon")
+
 
 def serve(control: ControlSocket) -> int:
     """Serve the lines that the daemon opens, in this order: files, blocks, rows. Returns when the daemon is gone."""
+    threading.excepthook = _end_process
     control.say_ready()
     lines = []
     for _ in range(3):
@@ -44,11 +48,16 @@ def serve(control: ControlSocket) -> int:
 
 
 def _start(name: str, run: Callable[[], None]) -> None:
-    def thread() -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the daemon has gone, or has given us up
-            run()
+    threading.Thread(target=run, name=name, daemon=True).start()
 
-    threading.Thread(target=thread, name=name, daemon=True).start()
+
+def _end_process(failed: threading.ExceptHookArgs) -> None:
+    """A thread has failed, of this module or of a part: without it the daemon would wait for answers for ever."""
+    if not issubclass(failed.exc_type, (BrokenPipeError, ConnectionResetError)):  # the daemon has gone, or given us up
+        error = failed.exc_value or failed.exc_type()
+        name = "?" if failed.thread is None else failed.thread.name
+        log.error("thread %s of a worker process fails, which ends the process", name, exc_info=error)
+    os._exit(1)
 
 
 class _FilesLine:

@@ -12,6 +12,7 @@ segments: otherwise the directory counts as gone, and its keeper opens it anew, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
@@ -59,6 +61,8 @@ class _Life:
     blocks: socket.socket
     rows: socket.socket
     opened: messages.Opened
+    begun: bool = False
+    """Whether it has been used: then its line of files is the directory's to close."""
     used: bool = False
     pinged_s: float = 0.0
     """When it was asked whether it is alive; 0: it has answered."""
@@ -71,6 +75,10 @@ class _Life:
 
 class _Ended(Exception):
     """The process has ended while it opened the directory."""
+
+
+class _NoProcess(_Ended):
+    """There is none to open the directory. The text says why."""
 
 
 class DirectoryWorker:
@@ -89,6 +97,9 @@ class DirectoryWorker:
         self._closed = False
         self._first: messages.Opened | None = None
         self._watching: asyncio.TimerHandle | None = None
+        self._last_gone: HelperProcess | None = None
+        self._opening = threading.Lock()
+        self._opened_by: HelperProcess | None = None  # guarded by _opening
         self._supervisor = Supervisor(
             CHILD,
             f"worker process of nvme directory {plan.path}",
@@ -105,6 +116,9 @@ class DirectoryWorker:
         """Start a process that opens the directory. Blocks as `open_directory` does, and raises the same."""
         try:
             life = self._connect(before)
+        except _NoProcess as error:
+            self._end()
+            raise DirectoryUnavailable(f"nvme directory {self._plan.path} cannot be used: {error}") from None
         except _Ended:
             self._end()
             raise DirectoryUnavailable(
@@ -113,27 +127,33 @@ class DirectoryWorker:
         except BaseException:
             self._end()
             raise
-        self._life, self._first = life, life.opened
         self.directory = RemoteDirectory(self._plan, life.opened, self._end)
         soon, from_thread = self._loop.call_soon, self._from_thread
         self.catalog = RemoteCatalog(soon, from_thread, self._wait_for_room)
         self.queue = RemoteQueue(self._arena, from_thread, self._wait_for_room)
+        self._life, self._first = life, life.opened
         return OpenDirectory(self.directory, self.catalog, life.opened.state, self._begin)
 
     def _connect(self, before: Home | None) -> _Life:
-        """A process that has opened the directory. Blocks. Raises ConfigError, DirectoryUnavailable and _Ended."""
+        """A process that has opened the directory. Blocks. Raises ConfigError, DirectoryUnavailable and _Ended.
+
+        One that does not serve what it was sent is killed.
+        """
         lines: list[tuple[HelperProcess, socket.socket]] = []
         try:
             deadline_s = time.monotonic() + START_S
             for _ in range(3):
                 lines.append(self._supervisor.open_line(deadline_s))
             if len({its for its, _ in lines}) > 1:
+                self._supervisor.give_up(lines[-1][0])  # it has got only some of the lines
                 raise _Ended
             (its, files), (_, blocks), (_, rows) = lines
             return self._open_on(its, files, blocks, rows, before)
         except ProcessError as error:
             _close_all(lines)
-            raise DirectoryUnavailable(f"nvme directory {self._plan.path} cannot be used: {error.text}") from None
+            if lines:
+                self._supervisor.give_up(lines[-1][0])
+            raise _NoProcess(error.text) from None
         except BaseException:
             _close_all(lines)
             raise
@@ -167,23 +187,34 @@ class DirectoryWorker:
         assert isinstance(answer, messages.Opened)
         return _Life(its, files, blocks, rows, answer)
 
-    def _reopen(self) -> None:
-        """Have another process open the directory as it was."""
+    def _reopen(self, its: HelperProcess) -> None:
+        """Have another process, `its`, open the directory as it was."""
         assert self.directory.home is not None
-        try:
-            life = self._connect(self.directory.home)
-        except _Ended:
-            return  # one more follows
-        except (ConfigError, DirectoryUnavailable) as error:
-            self._from_thread(lambda error=error: self._give_up(str(error)))  # type: ignore[misc]
-            return
-        self._from_thread(lambda: self._use_again(life))
+        with self._opening:  # if the process before has only just ended, a thread for that one may be here
+            if self._opened_by is its:
+                return
+            try:
+                life = self._connect(self.directory.home)
+            except _NoProcess:
+                self._supervisor.give_up(its)  # if it is still there: it waits for lines
+                return
+            except _Ended:
+                return  # one more follows
+            except (ConfigError, DirectoryUnavailable) as error:
+                self._from_thread(partial(self._give_up, str(error)))
+                return
+            except Exception:
+                log.exception("a worker process of nvme directory %s cannot be used", self._plan.path)
+                self._from_thread(partial(self._give_up, "its worker process cannot be used; the log says why"))
+                return
+            self._opened_by = life.its
+        self._from_thread(partial(self._use_again, life))
 
     # --- the process, told by the supervisor's thread ----------------------------------------------
 
     def _on_started(self, its: HelperProcess) -> None:
         if self._first is not None:
-            threading.Thread(target=self._reopen, name=f"reopen {self._plan.path}", daemon=True).start()
+            threading.Thread(target=self._reopen, args=(its,), name=f"reopen {self._plan.path}", daemon=True).start()
 
     def _on_ended(self, its: HelperProcess | None, why: str) -> None:
         self._from_thread(lambda: self._ending(its))
@@ -192,7 +223,7 @@ class DirectoryWorker:
         self._from_thread(lambda: self._gone(its))
 
     def _from_thread(self, callback: Callable[[], None]) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback)
 
     # --- on the loop -----------------------------------------------------------------------------
@@ -200,10 +231,12 @@ class DirectoryWorker:
     def _begin(self) -> RemoteQueue:
         """Begin to serve the lines: `OpenDirectory.queue`."""
         self._arena.tell(self._add_region)
-        if self._life is not None:
-            self._use(self._life)
-        else:  # it has ended already
+        life = self._life
+        if life is None or life.its is self._last_gone:  # it has ended already
+            self._forget_life()
             self._give_up_loading()
+        elif not life.used:
+            self._use(life)
         self._watch()
         return self.queue
 
@@ -211,7 +244,7 @@ class DirectoryWorker:
         self.queue.add_region(region.region_id, region.size_bytes, fd)
 
     def _use(self, life: _Life) -> None:
-        life.used, self._life = True, life
+        life.begun, life.used, self._life = True, True, life
         self.directory.connect(life.files, life.opened.segments, life.its.pid)
         self.queue.io, self.queue.io_reason = life.opened.io, life.opened.io_reason
         self.queue.connect(life.blocks)
@@ -223,7 +256,7 @@ class DirectoryWorker:
         """Use another process than before, if it has the directory as it was."""
         first, opened = self._first, life.opened
         assert first is not None
-        if self._closed:
+        if self._closed or life.its is self._last_gone:
             life.close()
             return
         lost = set(self.directory.segments) - set(opened.segments)
@@ -245,6 +278,7 @@ class DirectoryWorker:
 
     def _give_up(self, why: str) -> None:
         self.directory.give_up(why)
+        self.catalog.give_up()
 
     def _give_up_loading(self) -> None:
         # Nothing is known of most of its rows yet: they are read anew.
@@ -278,12 +312,18 @@ class DirectoryWorker:
 
     def _gone(self, its: HelperProcess) -> None:
         """Nothing is left of a process: no I/O of it is under way."""
+        self._last_gone = its
         life = self._life
         if life is not None and its is life.its:
             self._drop(life)
-            self._life = None
+            self._forget_life()
             self.directory.trouble = "its worker process has ended; another one starts"
             self.queue.lost()
+
+    def _forget_life(self) -> None:
+        if self._life is not None and not self._life.begun:
+            self._life.close()
+        self._life = None
 
     def _wait_for_room(self, line: socket.socket, callback: Callable[[], None] | None) -> None:
         if callback is None:
@@ -323,6 +363,8 @@ class DirectoryWorker:
         if self._life is not None and self._life.used:
             self._leave(self._life)
             self.directory.disconnect()
+            self.queue.disconnect()
+            self.catalog.lost()
         elif self._life is not None:
             self._life.close()
         self._arena.forget(self._add_region)

@@ -29,6 +29,10 @@ class Open(msgspec.Struct, tag=True, array_like=True, frozen=True):
     daemon_pid: int
     why_not_aio: str
 
+    def __repr__(self) -> str:
+        """Without the key."""
+        return f"Open({self.path!r})"
+
 
 class CreateSegment(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """See `Directory.create_segment`."""

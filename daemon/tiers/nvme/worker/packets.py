@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import array
+import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 
 PART_BYTES = 60 << 10
 """Fits the send buffer that sockets have by default, with room for others."""
 _LAST, _MORE = b"\0", b"\1"
+
+log = logging.getLogger("tiercache.daemon")
 
 
 class Joiner:
@@ -58,6 +62,14 @@ def send_now(sock: socket.socket, packet: bytes, fd: int) -> None:
     """Send a packet, with a descriptor unless `fd` is negative. Raises BlockingIOError where there is no room."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
     sock.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
+
+
+def give_up_line(sock: socket.socket, error: OSError) -> None:
+    """Nothing can be sent on a line: whoever reads from it finds its end, as if the process had closed it."""
+    if not isinstance(error, ConnectionError):
+        log.error("nothing can be sent to a worker process, which is given up: %s", error)
+    with contextlib.suppress(OSError):  # it has been closed
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def receive_message(sock: socket.socket) -> bytes | None:

@@ -63,6 +63,7 @@ OUTCOMES = tuple(DiskOutcome)
 NUMBER_OF = {outcome: number for number, outcome in enumerate(OUTCOMES)}
 _NAME = struct.Struct("<I")
 _REGION = struct.Struct("<IQ")
+_AGE = struct.Struct("<d")
 assert BLOCK.size == 64
 
 
@@ -123,5 +124,15 @@ def cancelled_priority(data: bytes) -> int | None:
     return None if count == 0xFFFF else count
 
 
+def pong_packet(oldest_age_s: float) -> bytes:
+    """Says that the process is alive, and how long the longest-running operation has been with the disk."""
+    return HEADER.pack(Tag.PONG, 0) + _AGE.pack(oldest_age_s)
+
+
+def pong_age_s(data: bytes) -> float:
+    """Inverse of `pong_packet`."""
+    age_s: float = _AGE.unpack_from(data, HEADER.size)[0]
+    return age_s
+
+
 PING = HEADER.pack(Tag.PING, 0)
-PONG = HEADER.pack(Tag.PONG, 0)

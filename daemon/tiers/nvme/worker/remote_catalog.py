@@ -9,20 +9,20 @@ What a failing disk has refused for now and keeps (see `Catalog`) is kept here t
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tiercache.daemon.tiers.nvme.catalog.catalog import MAX_PENDING
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields, unpack_placed
 from tiercache.daemon.tiers.nvme.worker import messages
-from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, parts_of
+from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, give_up_line, parts_of
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -101,7 +101,8 @@ class RemoteCatalog:
         self._disk_bytes = 0
         self._earlier_written_bytes = 0  # by processes that have ended
         self._closed = threading.Event()
-        self._written = False
+        self._written = self._given_up = False
+        self._close_by_s = 0.0  # until when the catalog is to be closed; 0: it is not
 
     # --- changes ---------------------------------------------------------------------------------
 
@@ -190,15 +191,19 @@ class RemoteCatalog:
         """A process is there: send it everything that none has confirmed, in order."""
         self._line = line
         self._joiner = Joiner()
-        changes = sorted([*self._kept.items(), *self._open.items()])
+        self._packets.clear()
+        changes = sorted((self._kept | self._open).items())
         self._kept.clear()
         # This process does not know which rows an earlier one has refused (see `Catalog.remove_tombstone`).
-        refused = [change for _, change in changes if change.method in _BURIALS] if self._refused_rows else []
-        self._unsent = deque(its for its in changes if its[1] not in refused)
+        refused = {number for number, its in changes if its.method in _BURIALS} if self._refused_rows else set()
+        self._unsent = deque(its for its in changes if its[0] not in refused)
         self._open = dict(self._unsent)
         self._open_rows = sum(change.rows for change in self._open.values())
-        for change in refused:
-            _answer(change.done, False)
+        for number, change in changes:
+            if number in refused:
+                _answer(change.done, False)
+        if self._close_by_s:
+            self._say_close()
         self._send_soon()
 
     def lost(self) -> None:
@@ -207,7 +212,17 @@ class RemoteCatalog:
         self._packets.clear()
         self._unsent.clear()
         self._earlier_written_bytes = self.written_bytes
-        self._closed.set()
+        self._closed_if_lost()
+
+    def give_up(self) -> None:
+        """No process follows in which it could be closed in order."""
+        self._given_up = True
+        self._closed_if_lost()
+
+    def _closed_if_lost(self) -> None:
+        """While it is to be closed: without a process that is all, unless another one follows and has to write."""
+        if self._close_by_s and self._line is None and (self._given_up or not self.pending):
+            self._closed.set()
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> RemoteLoading:
         """See `Catalog`."""
@@ -218,10 +233,22 @@ class RemoteCatalog:
         return self.loading
 
     def close(self, timeout_s: float) -> bool:
-        """See `Catalog`. Blocks; not for the loop's thread, which serves the line meanwhile."""
-        self._from_thread(lambda: self._say(messages.CloseCatalog(timeout_s)))
+        """See `Catalog`. Blocks; not for the loop's thread, which serves the line meanwhile.
+
+        If a process has ended with changes that it has not confirmed, the next one is waited for.
+        """
+        self._from_thread(partial(self._begin_to_close, time.monotonic() + timeout_s))
         self._closed.wait(timeout_s)
         return self._written
+
+    def _begin_to_close(self, by_s: float) -> None:
+        self._close_by_s = by_s
+        if self._line is not None:
+            self._say_close()
+        self._closed_if_lost()
+
+    def _say_close(self) -> None:
+        self._say(messages.CloseCatalog(max(0.0, self._close_by_s - time.monotonic())))
 
     # --- sending ---------------------------------------------------------------------------------
 
@@ -233,7 +260,7 @@ class RemoteCatalog:
     def _flush(self) -> None:
         """Send changes that wait; those of one turn of the loop go together."""
         self._flushing = False
-        while self._unsent and not self._packets:
+        while self._unsent and not self._packets and self._line is not None:
             self._encode_changes()
             self._send_packets()
 
@@ -266,9 +293,8 @@ class RemoteCatalog:
                 self._wait_for_room(line, self._go_on)
                 return
             except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-                    raise
-                return  # it has ended: `lost` follows
+                give_up_line(line, error)
+                return  # `lost` follows
             self._packets.popleft()
 
     def _go_on(self) -> None:
@@ -321,7 +347,11 @@ class RemoteCatalog:
     def _answered(self, number: int, ok: bool) -> None:
         change = self._open.pop(number)
         self._open_rows -= change.rows
-        if not ok:
+        if ok:
+            # The process writes what it has kept before anything else. Sent to the next one, a change of old could undo
+            # a later one of the same name.
+            self._kept.clear()
+        else:
             if change.method in _ROWS:
                 self._refused_rows = True
             elif change.method not in _BURIALS:

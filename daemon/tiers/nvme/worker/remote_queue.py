@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -24,7 +24,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, BlockOp, D
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS
 from tiercache.daemon.tiers.nvme.disk.tally import Tally
 from tiercache.daemon.tiers.nvme.worker import records
-from tiercache.daemon.tiers.nvme.worker.packets import send_now
+from tiercache.daemon.tiers.nvme.worker.packets import give_up_line, send_now
 from tiercache.daemon.tiers.nvme.worker.records import Tag
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 
@@ -36,6 +36,8 @@ MAX_SENT_WRITES, MAX_SENT_WRITE_BYTES = 768, 48 << 20
 """Of these, writes: a load that arrives amid writes does not wait for them."""
 DELIVER_NS = 1_000_000
 """Packets are taken for so long in one go of the loop, plus the one in progress."""
+MAX_TRIES = 5
+"""Processes that may end with a write: one that makes them end would do so for ever."""
 NO_FRAME = -1
 
 
@@ -58,6 +60,7 @@ class RemoteQueue(Tally):
         """What carries blocks in the process; see `DiskQueue`."""
         self.heard_s = time.monotonic()
         """When the process last said anything here."""
+        self._disk_since_s = 0.0  # nothing that the disk has now began earlier, as the process has last said
         self._arena = arena
         self._from_thread = from_thread
         self._wait_for_room = wait_for_room
@@ -72,6 +75,7 @@ class RemoteQueue(Tally):
         self._names: dict[str, int] = {}
         self._packets: deque[tuple[bytes, int]] = deque()  # on their way, each with a descriptor or -1
         self._cancelled: list[AnyOp] = []
+        self._lost_with: Counter[AnyOp] = Counter()  # writes of the last process that ended: how many ended with each
         self._stopping = False
         self._tasks: queue.SimpleQueue[TaskOp | None] = queue.SimpleQueue()
         self._open_tasks: dict[TaskOp, None] = {}
@@ -138,13 +142,16 @@ class RemoteQueue(Tally):
         return sum(map(len, self._waiting))
 
     def oldest_age_s(self) -> float:
-        """How long the oldest block has been with the process, or there has been none."""
+        """How long the longest-running operation has been under way, as far as known, or there has been no process.
+
+        Blocks that wait in the process do not count: a backlog is no fault of the disk.
+        """
         since_s = [self._down_s] if self._line is None else []
         if self._sent:
             oldest = next(iter(self._sent))
             while self._sent_at[0][0] < oldest:
                 self._sent_at.popleft()
-            since_s.append(self._sent_at[0][1])
+            since_s.append(max(self._sent_at[0][1], self._disk_since_s))
         if self._task_since_s:
             since_s.append(self._task_since_s)
         return time.monotonic() - min(since_s) if since_s else 0.0
@@ -169,7 +176,8 @@ class RemoteQueue(Tally):
 
     def connect(self, line: socket.socket) -> None:
         """A process is there: tell it what it needs to know, and send what waits."""
-        self._line, self.heard_s = line, time.monotonic()
+        self._line = line
+        self.heard_s = self._disk_since_s = time.monotonic()
         self._names.clear()
         self._packets.clear()
         for region, fd in self._arena.regions:
@@ -188,12 +196,14 @@ class RemoteQueue(Tally):
         self._packets.clear()
 
     def lost(self) -> None:
-        """The process is gone, and its I/O is over."""
+        """The process is gone, and its I/O is over. A write that several processes have not survived is CANCELLED."""
         left = list(self._sent.values())
         self._sent.clear()
         self._sent_at.clear()
         self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
         writes = [op for op in left if isinstance(op, WriteOp) and not self._stopping and not op.unwanted]
+        self._lost_with = Counter({op: self._lost_with[op] + 1 for op in writes})
+        writes = [op for op in writes if self._lost_with[op] < MAX_TRIES]
         self._waiting[DiskPriority.WRITE].extendleft(reversed(writes))
         again = set(map(id, writes))
         ended = [op for op in left if id(op) not in again]
@@ -231,8 +241,8 @@ class RemoteQueue(Tally):
                     self._sent_write_bytes += op.held_bytes
                 self._sent[self._next + len(ops)] = op
                 ops.append(op)
-            if ops:
-                return ops
+            if ops or waiting:
+                return ops  # a large block waits for credit: smaller ones behind it must not take that
         return []
 
     def _has_credit(self, op: BlockOp, write: bool) -> bool:
@@ -284,8 +294,9 @@ class RemoteQueue(Tally):
             except BlockingIOError:
                 self._wait_for_room(line, self._go_on)
                 return
-            except ConnectionError:
-                return  # it has ended: `disconnect` follows
+            except OSError as error:
+                give_up_line(line, error)
+                return  # `disconnect` follows
             self._packets.popleft()
 
     def _go_on(self) -> None:
@@ -311,6 +322,8 @@ class RemoteQueue(Tally):
             self.heard_s = time.monotonic()
             if data[0] == Tag.ENDS:
                 self._take_ends(data)
+            else:
+                self._disk_since_s = self.heard_s - records.pong_age_s(data)
             if time.perf_counter_ns() >= until_ns:
                 break
         self._send()
@@ -320,7 +333,9 @@ class RemoteQueue(Tally):
         runs, sent, outcomes = list[DiskRun](), self._sent, records.OUTCOMES
         before: tuple[type, int] | None = None
         for number, outcome, codec, errno, stored, checksum, io_us, calls, io_bytes in records.end_records(data):
-            op = sent.pop(number)
+            op = sent.pop(number, None)
+            if op is None:  # given up as ABANDONED at the end of the daemon
+                continue
             op.outcome, op.errno = outcomes[outcome], errno
             self._sent_bytes -= op.held_bytes
             if isinstance(op, WriteOp):
@@ -379,6 +394,7 @@ class RemoteQueue(Tally):
     def stop(self, deadline_s: float) -> bool:
         """See `DiskQueue`."""
         self.begin_stop()
+        self._tasks.put(None)
         line = self._line
         if line is not None:
             look = select.poll()
@@ -386,13 +402,15 @@ class RemoteQueue(Tally):
             while self._sent and (left_s := deadline_s - time.monotonic()) > 0:
                 if look.poll(1000 * left_s) and not self.readable(line):
                     break
+        if line is not None:  # without a process a task only ends when the directory is closed
+            self._task_thread.join(max(0.0, deadline_s - time.monotonic()))
+        everything_over = not self._sent and (line is None or not self._task_thread.is_alive())
         left: list[AnyOp] = [*self._sent.values(), *self._open_tasks]
-        everything_over = not self._sent
         self._sent.clear()
         self._open_tasks.clear()
-        self._tasks.put(None)
         for op in left:
-            op.outcome = DiskOutcome.ABANDONED
+            if op.outcome is DiskOutcome.PENDING:
+                op.outcome = DiskOutcome.ABANDONED
         self._deliver_cancelled()
         self._deliver([DiskRun([op], op.priority) for op in left])
         return everything_over

@@ -93,8 +93,9 @@ class RowsLine:
         catalog = self._catalog
         if catalog is None:
             return
-        status = messages.Status(catalog.error, catalog.bytes_on_disk(), catalog.written_bytes)
         with self._sending:
+            # Looked at in here: once a refusal has been told, an older state without an error must not follow it.
+            status = messages.Status(catalog.error, catalog.bytes_on_disk(), catalog.written_bytes)
             if status != self._last:
                 self._last = status
                 self._send(status)

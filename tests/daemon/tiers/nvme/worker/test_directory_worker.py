@@ -63,11 +63,12 @@ async def test_writes_of_a_killed_process_are_made_by_the_next_one(tmp_path: Pat
     rig = await WorkerRig(tmp_path).open()
     space = rig.namespace()
     chains = [chain_of(str(number), 30) for number in range(4)]
-    rig.store(space, chains[0])
-    await rig.until(lambda: rig.queue().in_flight > 1)
+    await rig.store_below([space], chains[0])  # there is a segment
+    pid = rig.signal(signal.SIGSTOP)
     for chain in chains[1:]:
         rig.store(space, chain)
-    pid = rig.signal(signal.SIGKILL)
+    await rig.until(lambda: rig.queue().waits_for_process)
+    os.kill(pid, signal.SIGKILL)
     await rig.replaced(pid)
     await rig.settled()
     rig.check()
