@@ -45,6 +45,9 @@ START_S = 60.0
 """For so long a process may take to start; what it does with the disk then takes as long as it takes."""
 END_S = 2.0
 """For so long a process may take to end in order."""
+ROWS_S = 0.002
+"""For so long changes of rows wait for others to go with them: a packet for each block would cost the loop more than
+the block does. The process's catalog waits for some milliseconds anyway."""
 PING_S = 1.0
 HUNG_S = 5.0
 """A process that does not answer a ping for so long is killed. It answers while its disk hangs: other threads wait."""
@@ -128,7 +131,7 @@ class DirectoryWorker:
             self._end()
             raise
         self.directory = RemoteDirectory(self._plan, life.opened, self._end)
-        soon, from_thread = self._loop.call_soon, self._from_thread
+        soon, from_thread = partial(self._loop.call_later, ROWS_S), self._from_thread
         self.catalog = RemoteCatalog(soon, from_thread, self._wait_for_room)
         self.queue = RemoteQueue(self._arena, from_thread, self._wait_for_room)
         self._life, self._first = life, life.opened

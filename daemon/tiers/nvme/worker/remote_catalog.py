@@ -72,7 +72,8 @@ class RemoteLoading:
 class RemoteCatalog:
     """See `Catalog`. Event loop only, but for `close`.
 
-    `soon(callback)`: `loop.call_soon`; `from_thread(callback)`: `loop.call_soon_threadsafe`.
+    `soon(callback)`: calls it on the loop, and not in here: at once, or a little later, when more has come.
+    `from_thread(callback)`: `loop.call_soon_threadsafe`.
     """
 
     def __init__(

@@ -34,6 +34,8 @@ MAX_SENT, MAX_SENT_BYTES = 1024, 64 << 20
 """Blocks with the process, and their bytes; one block at least."""
 MAX_SENT_WRITES, MAX_SENT_WRITE_BYTES = 768, 48 << 20
 """Of these, writes: a load that arrives amid writes does not wait for them."""
+REFILL_SHARE = 8
+"""Blocks that wait are sent when one part in so many of the credit is free again: what is left keeps the disk busy."""
 DELIVER_NS = 1_000_000
 """Packets are taken for so long in one go of the loop, plus the one in progress."""
 MAX_TRIES = 5
@@ -326,8 +328,16 @@ class RemoteQueue(Tally):
                 self._disk_since_s = self.heard_s - records.pong_age_s(data)
             if time.perf_counter_ns() >= until_ns:
                 break
-        self._send()
+        if self._packets or self._is_low:
+            self._send()
         return True
+
+    @property
+    def _is_low(self) -> bool:
+        """Whether so much credit is free that it is worth a packet: of large blocks each comes back alone."""
+        if self._waiting[DiskPriority.LOAD] or self._waiting[DiskPriority.PREFETCH]:
+            return MAX_SENT_BYTES - self._sent_bytes >= MAX_SENT_BYTES // REFILL_SHARE
+        return MAX_SENT_WRITE_BYTES - self._sent_write_bytes >= MAX_SENT_WRITE_BYTES // REFILL_SHARE
 
     def _take_ends(self, data: bytes) -> None:
         runs, sent, outcomes = list[DiskRun](), self._sent, records.OUTCOMES
