@@ -155,15 +155,16 @@ class ObedientContext(AioContext):
                 self._kernel.ready(place, writes, fd, pieces, offset)
                 assert self._kernel.submit([place]) == 1
         except OSError as error:
-            self._never_sent.put((place, -(error.errno or errno.EIO)))
-            os.eventfd_write(self._wakes, 1)
+            with self._lock:  # the carrier may close the eventfd as soon as it has this result
+                self._never_sent.put((place, -(error.errno or errno.EIO)))
+                os.eventfd_write(self._wakes, 1)
 
     def results(self, least: int = 0) -> list[tuple[int, int]]:
         with self._lock:
             found = [(place, min(result, self._most.pop(place, result))) for place, result in self._kernel.results()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._never_sent.get_nowait())
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    found.append(self._never_sent.get_nowait())
         for _ in found:
             self._disk.ends()
         self.flying -= len(found)

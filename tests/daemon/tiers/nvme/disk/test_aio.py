@@ -133,6 +133,7 @@ def test_what_the_kernel_does_not_take_comes_later(stingy: Rig, monkeypatch: pyt
     writes = [stingy.write_op(2 * number, content(number, 5000)) for number in range(20)]
     assert stingy.queue.submit_many(writes, DiskPriority.LOAD) == 20
     stingy.until(lambda: stingy.disk.running == (2 if full else 16))
+    stingy.until(lambda: bool(Stingy.refused) == full)  # while those that it took are held
     stingy.disk.gate.set()
     stingy.until(lambda: stingy.queue.in_flight == 0)
     assert [op.outcome for op in writes] == [OK] * 20
