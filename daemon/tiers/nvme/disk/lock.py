@@ -33,6 +33,9 @@ class LockedBy(Exception):
 
 PATIENCE_S = 5.0
 """How long the lock of a daemon that is gone is waited for."""
+OWN_PATIENCE_S = 0.5
+"""How long that of a worker of ours is: it has been seen to its end, or has the directory by another path, which is to
+be told while the daemon still starts."""
 _POLL_S = 0.02
 
 
@@ -41,12 +44,13 @@ def take_lock(path: Path, daemon_pid: int = 0) -> int:
 
     Blocks for `PATIENCE_S` at most, if the lock is about to be let go. Raises LockedBy and OSError.
     """
-    end_s = time.monotonic() + PATIENCE_S
+    began_s = time.monotonic()
     while True:
         try:
             return _take_now(path, daemon_pid)
         except LockedBy as holder:
-            if not holder.ending or time.monotonic() >= end_s:
+            patience_s = OWN_PATIENCE_S if holder.ourselves else PATIENCE_S
+            if not holder.ending or time.monotonic() - began_s >= patience_s:
                 raise
         time.sleep(_POLL_S)
 

@@ -57,6 +57,7 @@ def sleeper() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE_S", 50.0)
+    monkeypatch.setattr(lock, "OWN_PATIENCE_S", 50.0)
 
 
 def refusal(path: Path, daemon_pid: int = 0) -> LockedBy:
@@ -108,6 +109,7 @@ def test_a_worker_that_does_not_end_is_waited_for_so_long(
     tmp_path: Path, ended_pid: int, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(lock, "OWN_PATIENCE_S", 0.05)
     daemon_pid = os.getpid() if whose == "of ours" else ended_pid
     holder = Holder(tmp_path, daemon_pid)
     try:
@@ -122,6 +124,7 @@ def test_another_process_with_the_pid_of_the_daemon_is_told_from_it(
 ) -> None:
     """As in containers, where each daemon has the same pid; or one that got the pid of a daemon that has ended."""
     monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(lock, "OWN_PATIENCE_S", 0.05)
     holder = Holder(tmp_path, sleeper)
     try:
         name = (tmp_path / "lock").read_text()

@@ -18,6 +18,7 @@ from tiercache.daemon.helper_processes.process import ProcessError, ProcessProbl
 from tiercache.daemon.tiers.nvme import keepers
 from tiercache.daemon.tiers.nvme.worker import directory_worker, messages
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
+from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.faults
 
@@ -183,6 +184,16 @@ async def many_ends(root: Path, rounds: int) -> None:
     assert [child for child in children if state_of(child) == "Z"] == []
     assert rig.shelf().directory.worker_starts == rounds + 2
     rig.check()
+    await rig.close()
+
+
+@played
+async def test_a_directory_that_is_named_by_two_paths_is_refused_as_the_daemon_starts(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir(mode=0o700)
+    (tmp_path / "other").symlink_to("one")
+    rig = WorkerRig(tmp_path, dirs=[tmp_path / "one", tmp_path / "other"])
+    with pytest.raises(ConfigError, match="is another path of one that is named already: name each once"):
+        await rig.tier.open()
     await rig.close()
 
 
