@@ -75,6 +75,7 @@ async def test_the_slot_of_a_held_block_is_free_once_it_is_let_go(tmp_path: Path
     await rig.until(lambda: shelf.allocator.used_bytes == 4 * rig.namespace().size_class.frame_bytes)
     assert used_bytes > shelf.allocator.used_bytes
     rig.check()
+    await rig.until(lambda: not rig.cache.writes.pending.by_key)  # what was being promoted can be stored again
     rig.store(space, chain)
     await rig.settled()
     assert await rig.load(space, chain) == 10
