@@ -158,7 +158,7 @@ async def test_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path) -> None
 @pytest.mark.timeout(900)
 @played
 async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path) -> None:
-    await many_ends(tmp_path, 100)
+    await many_ends(tmp_path, 40)
 
 
 async def many_ends(root: Path, rounds: int) -> None:
