@@ -77,7 +77,7 @@ class HelperProcess:
         return self.process.pid
 
     def reports(self) -> Iterator[bytes]:
-        """What it has said and nobody has read: at most `MAX_REPORTS` packets. Does not block."""
+        """Reports that it has sent and that were not read: at most `MAX_REPORTS` packets. Does not block."""
         for _ in range(0 if self.control_ended else MAX_REPORTS):
             try:
                 packet = self.control.recv(packets.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
@@ -93,7 +93,7 @@ class HelperProcess:
     def is_gone(self) -> bool:
         """Whether nothing of it is left, not even in the kernel: it is reaped, and its sockets are closed.
 
-        Reports that nobody has read are dropped.
+        Unread reports are dropped.
         """
         for _ in self.reports():
             pass

@@ -1,4 +1,4 @@
-"""What the loop needs of a directory: its files, its catalog and its queue of blocks, whoever runs them.
+"""What the loop needs of a directory: its files, its catalog and its queue of blocks, whatever runs them.
 
 Two carriers of a directory offer these: this process (`Directory`, `Catalog`, `DiskQueue`), and a process of its own
 (`worker/`: `RemoteDirectory`, `RemoteCatalog`, `RemoteQueue`). The classes of the first have the full contracts.

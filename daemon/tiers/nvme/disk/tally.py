@@ -1,4 +1,4 @@
-"""Counts and histograms of a directory's operations, whoever carries them out."""
+"""Counts and histograms of a directory's operations, whatever carries them out."""
 
 from __future__ import annotations
 

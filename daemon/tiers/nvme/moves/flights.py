@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,7 +57,7 @@ class Flight(NamedTuple):
     said: Block | None
 
 
-class Flights:
+class Flights(ABC):
     """Event loop only; never blocks. `soon()` asks for work before the next tick."""
 
     def __init__(
@@ -99,9 +100,9 @@ class Flights:
         return sum(size for _, size in self._loads.values())
 
     @property
+    @abstractmethod
     def waiting(self) -> bool:
         """Whether blocks wait to be written."""
-        raise NotImplementedError
 
     def _is_full(self, shelf: Shelf) -> bool:
         """Whether enough writes are in progress on a shelf."""

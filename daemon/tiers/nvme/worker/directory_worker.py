@@ -226,7 +226,7 @@ class DirectoryWorker:
         self._from_thread(lambda: self._gone(its))
 
     def _from_thread(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
             self._loop.call_soon_threadsafe(callback)
 
     # --- on the loop -----------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def send_now(sock: socket.socket, packet: bytes, fd: int) -> None:
 
 
 def give_up_line(sock: socket.socket, error: OSError) -> None:
-    """Nothing can be sent on a line: whoever reads from it finds its end, as if the process had closed it."""
+    """Nothing can be sent on a line: its reader finds its end, as if the process had closed it."""
     if not isinstance(error, ConnectionError):
         log.error("nothing can be sent to a worker process, which is given up: %s", error)
     with contextlib.suppress(OSError):  # it has been closed

@@ -438,7 +438,7 @@ def test_what_does_not_end_in_time_is_abandoned(rig: Rig) -> None:
     blocks = process.blocks()
     assert not rig.queue.stop(time.monotonic() + 0.02)
     assert read.outcome is DiskOutcome.ABANDONED
-    process.answer(blocks)  # too late: nobody waits for it
+    process.answer(blocks)  # too late: no caller waits for it
     assert rig.ended == [read]
 
 
