@@ -152,8 +152,8 @@ class Slots:
     def take_many(self, frame_bytes: int, count: int, keep: int) -> list[int]:
         """Free slots, at most `count`, neighbours if possible; none while room is being made: ask again soon.
 
-        Does not evict ancestors of `keep`, an entry or NO_ENTRY. The caller that gets slots keeps it pinned from here on as
-        long as it is needed: room for others is made later, by `work`.
+        Does not evict ancestors of `keep`, an entry or NO_ENTRY. A caller that gets slots keeps it pinned from here on
+        as long as it is needed: room for others is made later, by `work`.
         """
         size_class = self.allocator.size_class(frame_bytes)
         slots = self.allocator.take_many(size_class, count)
