@@ -107,11 +107,16 @@ def tight(folder: Path, spare_blocks: int, **settings: Any) -> EngineSettings:
 @pytest.mark.parametrize("name", MODELS)
 def test_preempted_requests_say_the_same(name: str, save_model: SaveModel, daemon: tiercache.LaunchedDaemon) -> None:
     folder = folder_of(name, save_model)
-    with Engine(folder, tight(folder, 8), connect_to(daemon.address, required=True)) as engine:
-        ids = [engine.add_request(prompt, greedy(COUNT)) for prompt in PROMPTS]
-        outputs = Watch(engine).run()
-        assert engine.stats()["preemptions"] > 0
-    assert [outputs[one][0].tokens for one in ids] == said(folder)
+    expected, preemptions = said(folder), 0
+    for spare_blocks in (8, 2, 3, 4, 6):  # which pool is too small depends on how soon stores let go of their blocks
+        with Engine(folder, tight(folder, spare_blocks), connect_to(daemon.address, required=True)) as engine:
+            ids = [engine.add_request(prompt, greedy(COUNT)) for prompt in PROMPTS]
+            outputs = Watch(engine).run()
+            preemptions += engine.stats()["preemptions"]
+        assert [outputs[one][0].tokens for one in ids] == expected
+        if preemptions:
+            return
+    raise AssertionError("no request was preempted in any pool: the test has checked nothing")
 
 
 FORMS = [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"tier_dtype": "int8"}]
