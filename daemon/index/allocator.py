@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import compress
+from itertools import compress, takewhile
 
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -148,8 +148,11 @@ class Allocator:
             self.account_bytes[account] += size_class.frame_bytes
         return region.region_id << REGION_SHIFT | number * size_class.frame_bytes
 
-    def take_many(self, size_class: SizeClass, count: int) -> list[int]:
-        """As many calls of `take` without an account, until one fails; those of a region in ascending order."""
+    def take_many(self, size_class: SizeClass, count: int, account: int = NO_ACCOUNT) -> list[int]:
+        """As many calls of `take`, until one fails; those of a region in ascending order."""
+        if account:
+            frames = (self.take(size_class, account) for _ in range(count))
+            return list(takewhile(NO_FRAME.__ne__, frames))
         taken = list[int]()
         while len(taken) < count and (size_class.open or self._open_region(size_class)):
             region, frame_bytes = size_class.open[-1], size_class.frame_bytes
@@ -218,6 +221,15 @@ class Allocator:
                 if account := self.account_of(frame):
                     self.waiting_bytes[account] -= self.frame_bytes(frame)
                 self.give_back(frame)
+
+    def unhold_many(self, frames: Iterable[int]) -> None:
+        """`unhold` each of them."""
+        holders, waiting = self._holders, self.waiting
+        for frame in frames:
+            if holders[frame] == 1 and frame not in waiting:
+                del holders[frame]
+            else:
+                self.unhold(frame)
 
     def _leave_account(self, region: RegionFrames, number: int, account: int, frame_bytes: int) -> None:
         assert region.accounts is not None

@@ -42,6 +42,17 @@ class Table:
         """The live entry of `key`, or NO_ENTRY. While `unlinking`, it may be about to be unlinked."""
         return self.shards[key[0] & (SHARDS - 1)].get(key, NO_ENTRY)
 
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of `keys` that `get` does not find."""
+        shards = self.shards
+        return [key for key in keys if key not in shards[key[0] & (SHARDS - 1)]]
+
+    def get_many(self, keys: Iterable[bytes]) -> list[int]:
+        """The live entries of those of `keys` that are here."""
+        shards = self.shards
+        found = [shards[key[0] & (SHARDS - 1)].get(key, NO_ENTRY) for key in keys]
+        return [entry for entry in found if entry != NO_ENTRY] if NO_ENTRY in found else found
+
 
 class LinkedEntries:
     """All entries of one tier, and the tables that they are in. Single-threaded; never blocks.
@@ -181,6 +192,19 @@ class LinkedEntries:
         self.pins[entry] += 1
         if self.moved is not None:
             self.moved[entry] = 1
+
+    def pin_used(self, entries: Iterable[int]) -> None:
+        """`touch` and `pin` each of them; all are of one table."""
+        table, pins, children, state, moved = self.table, self.pins, self.children, self.state, self.moved
+        policy: Policy | None = None
+        for entry in entries:
+            policy = policy or self.tables[table[entry]].policy
+            policy.touched(entry, MOVED)
+            if not (pins[entry] or children[entry]) and state[entry] == LIVE:
+                policy.remove(entry)
+            pins[entry] += 1
+            if moved is not None:
+                moved[entry] = 1
 
     def note_moved(self, entries: Iterable[int]) -> None:
         """The holders of these entries' pins change, even if their number does not."""

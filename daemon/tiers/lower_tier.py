@@ -145,8 +145,11 @@ class TierBelow(Protocol):
         None where that is no use, or not all of it is in this tier.
         """
 
-    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
-        """A block has become visible in DRAM. `before`: for a windowed one the key of the block before it, or empty."""
+    def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
+        """Blocks have become visible in DRAM, each below the one before it.
+
+        Of a windowed namespace they come one by one: `before` is the key of the block before it, or empty.
+        """
 
     def begin_flush(
         self,
@@ -243,7 +246,7 @@ class NoTierBelow(IndexedTier):
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
         return None
 
-    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+    def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         return
 
     def begin_flush(

@@ -87,12 +87,12 @@ class LowerTiers:
         else:
             self._promotion.start(lease)
 
-    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+    def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         """See `TierBelow`."""
-        self.local.published(namespace, key, before)
+        self.local.published(namespace, keys, before)
         if self._promotion is not None:
             self._promotion.note_published()
-        self.shared.published(namespace, key, before)
+        self.shared.published(namespace, keys, before)
 
     def begin_flush(
         self,

@@ -134,6 +134,7 @@ class Promotion:
         self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
         self._jobs: dict[Source, tuple[deque[_Job], deque[_Job]]] = {}  # for waiting clients, and for prefetches
         self._fetch_bytes: dict[Source, int] = {}  # in progress
+        self._on_done = self._done
         self._fetches: dict[Source, int] = {}  # in progress
         self._fetching: dict[Source, set[_Job]] = {}  # jobs with fetches in progress
         self._look_again_s = 0.0
@@ -264,14 +265,10 @@ class Promotion:
             return False
         if got.frames:
             job.writing.append(got.lease_id)
-        fetches, frames, source = list[_Fetch](), iter(got.frames), job.source
-        for number, state in enumerate(got.states):
-            if state is BlockState.FRAME:
-                fetch = self._prepare(job, got.lease_id, number, numbers[number], next(frames))
-                if fetch is None:  # evicted since the match, with all that follows it
-                    self._give_up(got.lease_id, range(number, count))
-                    break
-                fetches.append(fetch)
+        source, places = job.source, [place for place, state in enumerate(got.states) if state is BlockState.FRAME]
+        fetches = self._prepare(job, got.lease_id, places, [numbers[place] for place in places], got.frames)
+        if len(fetches) < len(places):  # evicted since the match, with all that follows it
+            self._give_up(got.lease_id, range(places[len(fetches)], count))
         if fetches:
             job.fetching += len(fetches)
             self._fetching.setdefault(source, set()).add(job)
@@ -280,34 +277,38 @@ class Promotion:
             self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + fetch_bytes
         all_began = not fetches or source.fetch(fetches)
         job.next += count
-        return BlockState.NONE not in got.states and all_began and len(fetches) == got.states.count(BlockState.FRAME)
+        return BlockState.NONE not in got.states and all_began and len(fetches) == len(places)
 
     def _give_up(self, write_lease: int, numbers: range) -> None:
         """These blocks of a batch will not be fetched."""
         for number in numbers:
             self._writes.fail(self._owner, write_lease, number)
 
-    def _prepare(self, job: _Job, write_lease: int, place: int, number: int, frame: int) -> _Fetch | None:
-        """The fetch that fills the frame at `place` of a write lease with block `number`; None if that is not there.
+    def _prepare(
+        self, job: _Job, write_lease: int, places: Sequence[int], numbers: Sequence[int], frames: Sequence[int]
+    ) -> list[_Fetch]:
+        """The fetches that fill the frames at `places` of a write lease with blocks `numbers`, up to one not there.
 
-        The frame belongs to whatever writes to it until the fetch has ended.
+        A frame belongs to whatever writes to it until its fetch has ended.
         """
-        held = job.source.hold(job.namespace, job.lease.keys, number)
-        if held is None:
-            return None
-        address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
-        fetch = _Fetch(job.namespace, job.run.key(number), address, job.urgent, held, self._done)
-        fetch.job, fetch.write_lease, fetch.place = job, write_lease, place
-        return fetch
+        regions, key_of, namespace, urgent, done = self._regions, job.run.key, job.namespace, job.urgent, self._on_done
+        fetches = list[_Fetch]()
+        held = job.source.hold(namespace, job.lease.keys, numbers) if numbers else ()
+        for its, place, number, frame in zip(held, places, numbers, frames, strict=False):
+            address = regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
+            fetch = _Fetch(namespace, key_of(number), address, urgent, its, done)
+            fetch.job, fetch.write_lease, fetch.place = job, write_lease, place
+            fetches.append(fetch)
+        return fetches
 
-    def _done(self, fetch: _Fetch) -> None:
-        """A fetch has ended: `take_in` sees to it, with those that end at the same time."""
-        source = fetch.job.source
-        self._fetches[source] -= 1
-        self._fetch_bytes[source] -= fetch.namespace.size_class.frame_bytes
+    def _done(self, fetches: Sequence[_Fetch]) -> None:
+        """Fetches from one source have ended: `take_in` sees to them, with those that end at the same time."""
+        source = fetches[0].job.source
+        self._fetches[source] -= len(fetches)
+        self._fetch_bytes[source] -= sum([fetch.namespace.size_class.frame_bytes for fetch in fetches])
         if source.retired and not self._fetches[source]:
             del self._fetches[source], self._fetch_bytes[source]
-        self._ended.append(fetch)
+        self._ended.extend(fetches)
         self._soon()
 
     def take_in(self) -> None:
@@ -323,7 +324,7 @@ class Promotion:
 
     def _take_in_batch(self, job: _Job, fetches: Sequence[_Fetch]) -> None:
         """Fetches of one batch have ended, in this order."""
-        source, arrived = job.source, list[_Fetch]()
+        source = job.source
         job.fetching -= len(fetches)
         if not job.fetching:
             self._fetching.get(source, set()).discard(job)
@@ -331,10 +332,8 @@ class Promotion:
         fetches = [fetch for fetch in fetches if fetch.outcome is not FetchOutcome.ABANDONED]
         if not fetches:
             return
-        for fetch in fetches:
-            source.let_go(fetch)
-            if fetch.outcome is FetchOutcome.OK:
-                arrived.append(fetch)
+        source.let_go(fetches)
+        arrived = [fetch for fetch in fetches if fetch.outcome is FetchOutcome.OK]
         if arrived:
             source.tally.blocks += len(arrived)
             source.tally.stored_bytes += sum(fetch.stored_bytes for fetch in arrived)

@@ -1,7 +1,7 @@
 """Where blocks are promoted from: the protocol between `promotion` and the tiers below DRAM.
 
-LowerTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► done(fetch) ─► Source.let_go, or Source.failed
-                             find          into a frame                                  drop, if it is bad
+LowerTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► done(fetches) ─► Source.let_go, or Source.failed
+                             find          into frames                                     drop, if it is bad
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FetchOutcome(Enum):
 class Fetch:
     """One block on its way into the frame at `address`. `urgent`: a client waits for it.
 
-    The source sets `outcome` and `stored_bytes`, and calls `done(fetch)` once, on the event loop. `held` is what its
-    `hold` returned.
+    The source sets `outcome` and `stored_bytes`, and calls `done(fetches)` once for each, on the event loop, together
+    with others of its own that have ended. `held` is what its `hold` returned.
     """
 
     __slots__ = ("address", "done", "held", "key", "namespace", "outcome", "stored_bytes", "urgent")
@@ -51,7 +51,7 @@ class Fetch:
         address: int,
         urgent: bool,
         held: Any,
-        done: Callable[[Any], None],
+        done: Callable[[Sequence[Any]], None],
     ) -> None:
         self.namespace = namespace
         self.key = key
@@ -92,14 +92,14 @@ class Source(Protocol):
     def retired(self) -> bool:
         """Whether it is gone for good: no fetch begins any more."""
 
-    def hold(self, namespace: Namespace, keys: bytes, number: int) -> Any:
-        """Find block `number` of a chain `keys` and keep it in place until `let_go`; None where it is not here."""
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[Any]:
+        """Find blocks of a chain `keys` and keep each in place until `let_go`; those before the first not here."""
 
     def fetch(self, fetches: Sequence[Any]) -> bool:
         """Begin these fetches, in order; False when some were refused, which end as CANCELLED at once."""
 
-    def let_go(self, fetch: Fetch) -> None:
-        """The fetch has ended, and so has the hold."""
+    def let_go(self, fetches: Sequence[Any]) -> None:
+        """These fetches have ended, and so have their holds."""
 
     def failed(self, fetch: Fetch) -> None:
         """A fetch ended otherwise than OK: drop the block, or forget it for a while, as the outcome demands."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tiercache.ground import forks
@@ -100,9 +101,9 @@ class Histogram:
             fresh = self._fresh[:]
             del self._fresh[: len(fresh)]  # what another thread appended since then stays
             ends, counts = self._ends, self._counts
-            for value in fresh:
+            for value, times in Counter(fresh).items():  # what ends together is often equal
                 end = ends[bisect_left(ends, value)]
-                counts[end] = counts.get(end, 0) + 1
+                counts[end] = counts.get(end, 0) + times
             self._count += len(fresh)
             self._sum += sum(value for value in fresh if value > 0)
             self._max = max(self._max, *fresh) if fresh else self._max

@@ -37,7 +37,7 @@ class PendingBlocks:
     def __init__(
         self,
         space: Space,
-        published: Callable[[Namespace, bytes, bytes], None],
+        published: Callable[[Namespace, Sequence[bytes], bytes], None],
         events: Events | None,
         settled: Callable[[WriteLease, int], None],
     ) -> None:
@@ -153,17 +153,19 @@ class PendingBlocks:
         """Blocks of one namespace are in the index: no longer pending; tells the tier below and events."""
         table, pending, set_entry, events = run[0].table, self.by_key, self._space.allocator.set_entry, self._events
         namespace = self._space.namespaces[table.number]
+        number = table.number
         for block, entry in zip(run, entries, strict=True):
-            lease = block.lease
             set_entry(block.frame, entry)
             if events is not None:
-                said = lease.named and lease.named(block.place)
-                events.arrived(events.dram, table.number, block.key, said)
-            self._published(namespace, block.key, lease.before(block.place) if table.windowed else b"")
+                named = block.lease.named
+                events.arrived(events.dram, number, block.key, named and named(block.place))
             block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _VISIBLE
-            del pending[table.number, block.key], block.among[block]
+            del pending[number, block.key], block.among[block]
+        assert len(run) == 1 or not table.windowed, "blocks of windows hang below nothing"
+        before = run[0].lease.before(run[0].place) if table.windowed else b""
+        self._published(namespace, [block.key for block in run], before)
         namespace.use.pending_blocks -= len(run)
-        for lease, count in Counter(block.lease for block in run).items():
+        for lease, count in Counter([block.lease for block in run]).items():
             if not lease.owner.internal:
                 self._space.counters.stored_blocks += count
                 self._space.counters.stored_bytes += count * namespace.spec.block_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME, Allocator, SizeClass
+from tiercache.daemon.index.allocator import NO_ACCOUNT, Allocator, SizeClass
 from tiercache.daemon.index.chain_ends import ChainEnds, PromptEnds
 from tiercache.daemon.index.entries import LIVE, Table
 from tiercache.daemon.index.index import Index
@@ -187,9 +187,8 @@ class Space:
         steps = room = ROOM_STEPS
         may_take_back = self._emptying is None and len(self._policies) > 1
         while len(frames) < count:
-            frame = allocator.take(size_class, account)
-            if frame != NO_FRAME:
-                frames.append(frame)
+            if more := allocator.take_many(size_class, count - len(frames), account):
+                frames += more
             elif steps > 0 and (done := self.index.unlink_slice(min(SLICE, steps))):
                 steps -= done
             elif may_take_back:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.index.entries import SHARDS
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
@@ -39,7 +40,7 @@ LEASES_AT_ONCE = 4
 
 # Members by short names: looking one up on its class costs as much as the rest of a step in a loop.
 _HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
-_WRITING, _HELD, _DROPPED = BlockPhase.WRITING, BlockPhase.HELD, BlockPhase.DROPPED
+_WRITING, _HELD, _VISIBLE, _DROPPED = BlockPhase.WRITING, BlockPhase.HELD, BlockPhase.VISIBLE, BlockPhase.DROPPED
 
 
 class Writes(StoreLeases[WriteLease]):
@@ -48,7 +49,7 @@ class Writes(StoreLeases[WriteLease]):
     def __init__(
         self,
         space: Space,
-        published: Callable[[Namespace, bytes, bytes], None],
+        published: Callable[[Namespace, Sequence[bytes], bytes], None],
         clock_s: Callable[[], float],
         unfinished: Unfinished,
         events: Events | None = None,
@@ -124,12 +125,12 @@ class Writes(StoreLeases[WriteLease]):
 
         Returns the frames of the lease.
         """
-        table, number_of_keys = namespace.table, len(keys) // KEY_BYTES
-        windowed, get, pending = table.windowed, table.get, self.pending.by_key
+        table, number_of_keys, namespace_number = namespace.table, len(keys) // KEY_BYTES, namespace.number
+        windowed, shards, pending = table.windowed, table.shards, self.pending.by_key
         fresh: dict[bytes, int] = {}  # keys that need a frame, and their positions
         for number in range(len(states), number_of_keys):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            found = get(key)
+            found = shards[key[0] & (SHARDS - 1)].get(key, NO_ENTRY)
             if found != NO_ENTRY:
                 if not windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is no chain.
@@ -137,7 +138,7 @@ class Writes(StoreLeases[WriteLease]):
                     break
                 states.append(_HAVE)
                 continue
-            other = pending.get((namespace.number, key))
+            other = pending.get((namespace_number, key))
             if other is None and key not in fresh:
                 fresh[key] = number
                 states.append(_FRAME)
@@ -350,4 +351,9 @@ def _some_coming(blocks: Iterable[PendingBlock | None]) -> bool:
 
 
 def _states(blocks: Iterable[PendingBlock | None]) -> list[CommitState]:
-    return [_COMMIT_STATE[BlockPhase.DROPPED if block is None else block.phase] for block in blocks]
+    seen = CommitState.VISIBLE  # nearly always; a dict of enumeration members takes a call for each look
+    return [seen if block and block.phase is _VISIBLE else _state(block) for block in blocks]
+
+
+def _state(block: PendingBlock | None) -> CommitState:
+    return _COMMIT_STATE[BlockPhase.DROPPED if block is None else block.phase]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tiercache.daemon.events.events import Block, Events
 from tiercache.daemon.ground.slices import Steps, finish
@@ -50,6 +50,30 @@ class StoredBlock(NamedTuple):
     codec: int
     checksum: int
     kind: int = CHECKSUM_XXH3
+
+
+class Written(Protocol):
+    """A block that was written to a slot."""
+
+    @property
+    def slot(self) -> int:
+        """Where it is."""
+
+    @property
+    def stored_length(self) -> int:
+        """Bytes there, without padding."""
+
+    @property
+    def codec(self) -> int:
+        """How they are encoded."""
+
+    @property
+    def checksum(self) -> int:
+        """Of them."""
+
+    @property
+    def kind(self) -> int:
+        """Of that checksum."""
 
 
 class Shelf:
@@ -145,6 +169,11 @@ class Shelf:
         table = self.index.tables.get(namespace.number)
         return table is not None and table.get(key) != NO_ENTRY
 
+    def missing(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of `keys` that are not here; see `has`."""
+        table = self.index.tables.get(namespace.number)
+        return list(keys) if table is None else table.missing(keys)
+
     def has_any(self, numbers: Iterable[int], key: bytes) -> bool:
         """Whether a block of that key is here, in any of these namespaces."""
         tables = self.index.tables
@@ -152,12 +181,24 @@ class Shelf:
 
     def find(self, namespace: Namespace, key: bytes) -> StoredBlock | None:
         """Where a block is, if it is here."""
-        table = self.index.tables.get(namespace.number)
-        entry = NO_ENTRY if table is None else table.get(key)
-        if entry == NO_ENTRY or not self.index.attached(entry):
-            return None
-        columns = self._stored[entry], self._codec[entry], self._checksum[entry], self._kind[entry]
-        return StoredBlock(entry, self.index.frame[entry], *columns)
+        found = self.find_many(namespace, (key,))
+        return found[0] if found else None
+
+    def find_many(self, namespace: Namespace, keys: Iterable[bytes]) -> list[StoredBlock]:
+        """`find` each of them, up to the first that is not here."""
+        found, table = list[StoredBlock](), self.index.tables.get(namespace.number)
+        if table is None:
+            return found
+        get, attached, slots = table.get, self.index.attached, self.index.frame
+        lengths, codecs, checksums, kinds = self._stored, self._codec, self._checksum, self._kind
+        for key in keys:
+            entry = get(key)
+            if entry == NO_ENTRY or not attached(entry):
+                break
+            found.append(
+                StoredBlock(entry, slots[entry], lengths[entry], codecs[entry], checksums[entry], kinds[entry])
+            )
+        return found
 
     # --- changing --------------------------------------------------------------------------------
 
@@ -202,13 +243,13 @@ class Shelf:
         namespace: Namespace,
         keys: Sequence[bytes],
         parent: bytes,
-        written: Sequence[StoredBlock],
-        said: Sequence[Block | None],
+        written: Sequence[Written],
+        said: Sequence[Block | None] | None,
         stored: bool = False,
     ) -> list[int]:
         """As `add` for each block of a run, each below the one before it, the first below `parent`; returns entries.
 
-        `written` has their slots.
+        `written` has their slots. `said` may be None where no events are published.
         """
         table, sequence = self.table(namespace), self._sequence
         slots = [block.slot for block in written]
@@ -217,7 +258,8 @@ class Shelf:
         checksums, lengths, codecs, kinds = self._checksum, self._stored, self._codec, self._kind
         number, epoch = self.registry.number(namespace), self.registry.epochs[namespace.number]
         block_bytes, before, rows = namespace.spec.block_bytes, parent or ROOT_KEY, list[RowFields]()
-        for entry, key, (_, _, length, codec, checksum, kind) in zip(entries, keys, written, strict=True):
+        for entry, key, its in zip(entries, keys, written, strict=True):
+            checksum, length, codec, kind = its.checksum, its.stored_length, its.codec, its.kind
             checksums[entry], lengths[entry], codecs[entry], kinds[entry] = checksum, length, codec, kind
             sequence += 1
             rows.append((key, before, number, epoch, block_bytes, length, codec, kind, checksum, sequence))
@@ -225,8 +267,8 @@ class Shelf:
         self._sequence = sequence
         self._insert_rows(namespace, slots, rows)
         if self._events is not None:
-            for key, its in zip(keys, said, strict=True):
-                self._events.arrived(self._events.storage, namespace.number, key, its)
+            for key, block in zip(keys, said or [None] * len(keys), strict=True):
+                self._events.arrived(self._events.storage, namespace.number, key, block)
         return entries
 
     def _insert_rows(self, namespace: Namespace, slots: list[int], rows: list[RowFields]) -> None:

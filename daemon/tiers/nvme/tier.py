@@ -249,13 +249,15 @@ class NvmeTier(IndexedTier):
         """See `TierBelow`."""
         return self._extents.hold(namespaces, keys, first)
 
-    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+    def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         """See `TierBelow`; promoted blocks are here already and not written again."""
         self.promotion.note_published()
+        if namespace.spec.dram_only:
+            return
         source = self.promotion.committing
-        is_here = isinstance(source, ShelfSource) and source.has(namespace, key)
-        if not (is_here or namespace.spec.dram_only):
-            self._writes.add(namespace, key, asked_again=False, before=before)
+        if isinstance(source, ShelfSource):
+            keys = source.missing(namespace, keys)
+        self._writes.add_many(namespace, keys, asked_again=False, before=before)
 
     def limit_work(self, cpu_ns: int) -> None:
         """Stop a batch of writes after so much CPU time: for a daemon that serves others meanwhile."""

@@ -170,7 +170,7 @@ class FetchJob(SharedJob):
 
     def _settle(self, fetch: Fetch, outcome: FetchOutcome, stored_bytes: int) -> None:
         fetch.outcome, fetch.stored_bytes = outcome, stored_bytes
-        self.post(partial(fetch.done, fetch))
+        self.post(partial(fetch.done, [fetch]))
 
     def _settle_rest(self) -> None:
         outcome = FetchOutcome.CANCELLED if self.idle else FetchOutcome.FAILED
@@ -215,23 +215,19 @@ class SharedSource:
         """See `Source`."""
         return self._away()
 
-    def hold(self, namespace: Namespace, keys: bytes, number: int) -> HeldBlock | None:
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[HeldBlock]:
         """See `Source`. The store keeps what it likes: nothing is held there."""
         if self._away():
-            return None
-        pack = self._pack_of(namespace)
-        last = (number // pack + 1) * pack - 1
-        name_key = keys[last * KEY_BYTES : (last + 1) * KEY_BYTES]
-        if len(name_key) < KEY_BYTES:
-            return None
-        return HeldBlock(
-            self._scope_of(namespace, keys[:KEY_BYTES]),
-            name_key,
-            number % pack,
-            pack,
-            number,
-            self._presence.generation(namespace),
-        )
+            return ()
+        pack, held = self._pack_of(namespace), list[HeldBlock]()
+        scope, generation = self._scope_of(namespace, keys[:KEY_BYTES]), self._presence.generation(namespace)
+        for number in numbers:
+            last = (number // pack + 1) * pack - 1
+            name_key = keys[last * KEY_BYTES : (last + 1) * KEY_BYTES]
+            if len(name_key) < KEY_BYTES:
+                break
+            held.append(HeldBlock(scope, name_key, number % pack, pack, number, generation))
+        return held
 
     def fetch(self, fetches: Sequence[Fetch]) -> bool:
         """See `Source`."""
@@ -251,11 +247,12 @@ class SharedSource:
             self._submit(some)
         return True
 
-    def let_go(self, fetch: Fetch) -> None:
+    def let_go(self, fetches: Sequence[Fetch]) -> None:
         """See `Source`."""
         self._soon()  # leases grow before the next tick
-        if fetch.outcome is FetchOutcome.OK:
-            self._presence.note(fetch.namespace, fetch.key, fetch.held.generation)
+        for fetch in fetches:
+            if fetch.outcome is FetchOutcome.OK:
+                self._presence.note(fetch.namespace, fetch.key, fetch.held.generation)
 
     def failed(self, fetch: Fetch) -> None:
         """See `Source`."""

@@ -265,9 +265,10 @@ class SharedTier:
 
     # --- what DRAM tells -------------------------------------------------------------------------
 
-    def published(self, namespace: Namespace, key: bytes, before: bytes) -> None:
+    def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         """See `TierBelow`."""
-        self._writes.published(namespace, key, before)
+        for key in keys:
+            self._writes.published(namespace, key, before)
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
         """See `TierBelow`."""

@@ -58,13 +58,15 @@ class DiskOutcome(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Op:
-    """Fields of every operation. The caller sets `done`, the queue the rest.
+    """Fields of every operation. The caller sets `done` and `together`, the queue the rest.
 
-    `done(op)` is called exactly once, on the loop. `unwanted = True` (set on the loop) lets an
-    operation that has not started end as CANCELLED.
+    `done(op)` is called exactly once, on the loop; with `together` it is `done(ops)`, a list of operations with this
+    very `done` that ended one after another. `unwanted = True` (set on the loop) lets an operation that has not
+    started end as CANCELLED.
     """
 
     done: Callable[..., object]
+    together: bool = False
     unwanted: bool = False
     outcome: DiskOutcome = DiskOutcome.PENDING
     errno: int = 0

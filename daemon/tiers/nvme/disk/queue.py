@@ -10,7 +10,6 @@ a thread of their own: segments are made and removed one at a time, and hold up 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ from tiercache.daemon.tiers.nvme.disk.tally import Tally
 from tiercache.daemon.tiers.nvme.disk.threads import ThreadCarrier
 
 __all__ = ["MAX_RUN_OPS", "DiskOutcome", "DiskPriority", "DiskQueue", "ReadOp", "TaskOp", "WriteOp"]
-
-log = logging.getLogger("tiercache.daemon")
 
 DELIVER_BATCH = 64
 DELIVER_NS = 1_000_000
@@ -99,8 +96,8 @@ class DiskQueue(Tally):
             room = 0 if backlog.stopping else max(0, self._limits[priority] - len(waiting))
             accepted = list(islice(ops, room))
             now_ns, pending, held_bytes = time.monotonic_ns(), DiskOutcome.PENDING, 0
+            _check(accepted, tasks)
             for op in accepted:
-                _check(op, tasks)
                 op.submitted_ns, op.priority, op.outcome = now_ns, priority, pending
                 op.held_bytes = op.moved_bytes
                 held_bytes += op.held_bytes
@@ -164,16 +161,9 @@ class DiskQueue(Tally):
             self._count(runs)
         elif runs:
             self._count_one(runs[0], due[0])
-        handed = min(most, len(due))
-        for _ in range(handed):
-            op = due.popleft()
-            self.in_flight -= 1
-            self.in_flight_bytes -= op.held_bytes
-            try:
-                op.done(op)
-            except Exception:
-                log.exception("the owner of a disk operation failed to take it back")
-        return handed
+        ops = [due.popleft() for _ in range(min(most, len(due)))]
+        self._pass_on(ops)
+        return len(ops)
 
     def stats(self) -> dict[str, object]:
         """All counts so far, as plain numbers, and what carries blocks."""
@@ -233,11 +223,9 @@ class DiskQueue(Tally):
             self._announce(self.deliver)
 
 
-def _check(op: AnyOp, task: bool) -> None:
-    if isinstance(op, TaskOp):
-        assert task, "tasks and blocks come apart"
-        return
-    assert not task, "tasks and blocks come apart"
-    assert op.length > 0, "blocks of no bytes are refused long before"
-    assert op.slot % PAGE_BYTES == 0, "slots are 4096-aligned"
-    assert op.address % PAGE_BYTES == 0, "frames are 4096-aligned"
+def _check(ops: Sequence[AnyOp], tasks: bool) -> None:
+    blocks = [op for op in ops if not isinstance(op, TaskOp)]
+    assert len(blocks) == (0 if tasks else len(ops)), "tasks and blocks come apart"
+    places = [(op.slot | op.address) % PAGE_BYTES for op in blocks]
+    assert not any(places), "slots and frames are 4096-aligned"
+    assert min([op.length for op in blocks], default=1) > 0, "blocks of no bytes are refused long before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -10,6 +11,8 @@ from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
 from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram, LatencyHistogram
+
+log = logging.getLogger("tiercache.daemon")
 
 LATENCIES = ("load", "prefetch", "write", "read_call", "write_call")
 COUNTERS = (
@@ -106,6 +109,23 @@ class Tally:
         name = "read_call" if reads else "write_call"
         self.latency[name].observe_all([run.io_ns for run in runs if run.calls])
         self.call_bytes[name].observe_all([run.io_bytes for run in runs if run.calls])
+
+    def _pass_on(self, ops: Sequence[AnyOp]) -> None:
+        """Pass operations that have ended to their `done`."""
+        self.in_flight -= len(ops)
+        self.in_flight_bytes -= sum([op.held_bytes for op in ops])
+        first = 0
+        while first < len(ops):
+            op, end = ops[first], first + 1
+            done = op.done
+            if op.together:
+                while end < len(ops) and ops[end].done is done:
+                    end += 1
+            try:
+                done(ops[first:end] if op.together else op)
+            except Exception:
+                log.exception("the owner of a disk operation failed to take it back")
+            first = end
 
     def _has_run(self, op: AnyOp) -> bool:
         """Count an outcome that may be no good one; whether the disk has dealt with the operation."""

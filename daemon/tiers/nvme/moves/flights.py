@@ -14,8 +14,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import takewhile
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Block, Events
@@ -29,7 +29,7 @@ from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.fairness import Fairness
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -44,17 +44,20 @@ Name = tuple[int, bytes]
 """Namespace number and key."""
 
 
-class Flight(NamedTuple):
+@dataclass(slots=True, eq=False, kw_only=True)
+class Flight(WriteOp):
     """One block being written to a slot."""
 
     namespace: Namespace
-    key: bytes
     parent: bytes
     shelf: Shelf
-    slot: int
     frame: int
     epoch: int
     said: Block | None
+
+
+Run = list[Flight]
+"""Written blocks of one namespace, shelf and epoch, each below the one before it."""
 
 
 class Flights(ABC):
@@ -87,11 +90,13 @@ class Flights(ABC):
         self._regions = regions
         self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
         self._flying: dict[Name, Flight] = {}
-        self._parked: dict[Name, list[tuple[Flight, StoredBlock]]] = {}  # complete, by the parent that is not
-        self._complete: deque[tuple[Flight, StoredBlock]] = deque()  # those whose parent has come or was lost
+        self._parked: dict[Name, list[Run]] = {}  # complete, by the parent that is not
+        self._complete: deque[Run] = deque()  # those whose parent has come or was lost
         self._held: dict[Name, int] = {}  # the entry there that a write in progress holds: its parent
         self._below: dict[Name, dict[Name, None]] = {}  # writes whose parent is being written itself
-        self._taken: dict[Shelf, list[WriteOp]] = {}
+        self._taken: dict[Shelf, list[Flight]] = {}
+        self._on_done: Callable[[Sequence[Flight]], None] = self._done
+        """One object for all, by which the queue knows what it may hand over together."""
         self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
 
     @property
@@ -130,30 +135,37 @@ class Flights(ABC):
         keys = [self._space.index.key[entry] for entry in entries]
         frames = [self._space.index.frame[entry] for entry in entries]
         said = [None] * count if self._events is None else self._events.known(number, b"".join(keys))
-        regions, done, flying, ops = self._regions, self._done, self._flying, self._taken.setdefault(shelf, [])
+        regions, done, flying, ops = self._regions, self._on_done, self._flying, self._taken.setdefault(shelf, [])
         self._space.allocator.hold_many(frames)
-        first = True
+        below, above = self._below, None
         for key, frame, slot, its in zip(keys, frames, slots, said, strict=True):
-            write = Flight(namespace, key, parent, shelf, slot, frame, epoch, its)
-            ops.append(
-                WriteOp(
-                    done=partial(done, write),
-                    slot=slot,
-                    address=regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK),
-                    length=length,
-                    key=key,
-                    fingerprint=fingerprint,
-                    codec=codec,
-                    kind=kind,
-                )
+            write = Flight(
+                done=done,
+                together=True,
+                slot=slot,
+                address=regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK),
+                length=length,
+                key=key,
+                fingerprint=fingerprint,
+                codec=codec,
+                kind=kind,
+                namespace=namespace,
+                parent=parent,
+                shelf=shelf,
+                frame=frame,
+                epoch=epoch,
+                said=its,
             )
-            if first:
+            ops.append(write)
+            name = number, key
+            if above is None:
                 self._keep_parent(write)
-                first = False
+            elif above in below:
+                below[above][name] = None
             else:
-                self._below.setdefault((number, parent), {})[number, key] = None
-            flying[number, key] = write
-            parent = key
+                below[above] = {name: None}
+            flying[name] = write
+            above, parent = name, key
         self.coming_bytes += count * frame_bytes
         self._fairness.took(shelf, namespace, count)
         self._count(shelf, count, count * frame_bytes)
@@ -176,14 +188,15 @@ class Flights(ABC):
         shelf.index.pin(parent)
         self._held[name] = parent
 
-    def _let_go(self, shelf: Shelf, name: Name) -> None:
-        """A write is over."""
-        namespace = self._flying.pop(name).namespace
-        namespace.use.pending_below_blocks -= 1
-        self.coming_bytes -= namespace.size_class.frame_bytes
-        parent = self._held.pop(name, NO_ENTRY)
-        if parent != NO_ENTRY:
-            shelf.index.unpin(parent)
+    def _let_go(self, shelf: Shelf, namespace: Namespace, names: Sequence[Name]) -> None:
+        """Writes are over."""
+        flying, held = self._flying, self._held
+        namespace.use.pending_below_blocks -= len(names)
+        self.coming_bytes -= len(names) * namespace.size_class.frame_bytes
+        for name in names:
+            del flying[name]
+            if name in held:
+                shelf.index.unpin(held.pop(name))
 
     def _form(self, namespace: Namespace) -> tuple[int, int]:
         """Codec and kind of checksum for a namespace's blocks."""
@@ -205,112 +218,140 @@ class Flights(ABC):
     def _submit(self) -> None:
         """Submit the queued writes together, so that neighbouring slots share a system call."""
         for shelf, ops in self._taken.items():
-            for op in ops[shelf.queue.submit_many(ops, DiskPriority.WRITE) :]:
+            refused = ops[shelf.queue.submit_many(ops, DiskPriority.WRITE) :]
+            for op in refused:
                 op.outcome = DiskOutcome.CANCELLED
-                op.done(op)
+            if refused:
+                self._done(refused)
         self._taken.clear()
 
     # --- done ------------------------------------------------------------------------------------
 
-    def _done(self, write: Flight, op: WriteOp) -> None:
-        """The disk is done with a write. What it makes visible waits for `settle`, so that a run does so together."""
-        namespace, shelf, outcome = write.namespace, write.shelf, op.outcome
-        frame_bytes = namespace.size_class.frame_bytes
-        self._space.allocator.unhold(write.frame)
+    def _done(self, ops: Sequence[Flight]) -> None:
+        """The disk is done with writes of one shelf. What they make visible waits for `settle`."""
+        shelf, frame_bytes = ops[0].shelf, [op.namespace.size_class.frame_bytes for op in ops]
+        self._space.allocator.unhold_many([op.frame for op in ops])
         writes, size_bytes = self._loads[shelf]
-        writes, size_bytes = self._loads[shelf] = writes - 1, size_bytes - frame_bytes
+        writes, size_bytes = self._loads[shelf] = writes - len(ops), size_bytes - sum(frame_bytes)
         if shelf.retired and not writes:
             del self._loads[shelf]
         elif size_bytes < MAX_IN_FLIGHT_BYTES // 2 and self.waiting:
             self._soon()  # not at each one: blocks that start together share system calls
-        if outcome is DiskOutcome.ABANDONED:
-            return  # only at shutdown: the kernel may still read the frame
-        if outcome is not DiskOutcome.OK:
-            self.failed_blocks += 1
-            if outcome is DiskOutcome.IO_ERROR:
-                shelf.health.failed(os.strerror(op.errno))
-            self._lose(write, failed=outcome is DiskOutcome.IO_ERROR)
-            if self._complete:  # those that waited for it
-                self._soon()
-            return
-        shelf.slots.write_worked()
-        if op.codec != codecs.RAW:
-            saved = frame_bytes - op.moved_bytes  # negative where encryption takes a page more
-            self.saved_bytes += max(0, saved)
-            self.budget.charge(-saved)
-        stored = StoredBlock(NO_ENTRY, write.slot, op.stored_length, op.codec, op.checksum, op.kind)
-        parent = namespace.number, write.parent
-        if write.parent and parent in self._flying:
-            self._parked.setdefault(parent, []).append((write, stored))
-        else:
-            self._complete.append((write, stored))
+        run, well = Run(), DiskOutcome.OK
+        for op, size in zip(ops, frame_bytes, strict=True):
+            if op.outcome is not well:
+                self._failed(op)
+                continue
+            if op.codec != codecs.RAW:
+                saved = size - op.moved_bytes  # negative where encryption takes a page more
+                self.saved_bytes += max(0, saved)
+                self.budget.charge(-saved)
+            if run and op.parent == run[-1].key and op.namespace is run[-1].namespace and op.epoch == run[-1].epoch:
+                run.append(op)
+            else:
+                run = [op]
+                self._park(run)
+        if run:
+            shelf.slots.write_worked()
+        if self._complete:
             self._soon()
+
+    def _park(self, run: Run) -> None:
+        """Keep written blocks, or those that become a run with them, until `settle` may make them visible."""
+        parent = run[0].namespace.number, run[0].parent
+        if parent[1] and parent in self._flying:
+            self._parked.setdefault(parent, []).append(run)
+        else:
+            self._complete.append(run)
+
+    def _failed(self, op: Flight) -> None:
+        """A write has not been carried out."""
+        if op.outcome is DiskOutcome.ABANDONED:
+            return  # only at shutdown: the kernel may still read the frame
+        self.failed_blocks += 1
+        failed = op.outcome is DiskOutcome.IO_ERROR
+        if failed:
+            op.shelf.health.failed(os.strerror(op.errno))
+        self._lose(op, failed)
 
     def settle(self, most: int = SETTLED_AT_ONCE) -> bool:
         """Make a slice of complete blocks visible; True while there is more."""
         done, until_ns = 0, time.perf_counter_ns() + SETTLE_NS
         while self._complete and done < most:
-            done += self._settle(*self._complete.popleft(), most - done)
+            done += self._settle(self._complete.popleft(), most - done)
             if time.perf_counter_ns() >= until_ns:
                 break
         return bool(self._complete)
 
-    def _settle(self, write: Flight, stored: StoredBlock, most: int) -> int:
-        """A write is complete, and not parked: make the block visible if its parent is, and those parked below it.
+    def _settle(self, run: Run, most: int) -> int:
+        """Writes are complete, and not parked: make their blocks visible if the parent is, and those parked below.
 
         Returns how many writes are over, at most `most`.
         """
-        shelf, namespace = write.shelf, write.namespace
-        flushed = write.epoch != shelf.epoch(namespace)
+        first = run[0]
+        shelf, namespace = first.shelf, first.namespace
+        flushed = first.epoch != shelf.epoch(namespace)
         table = shelf.table(namespace)
-        parent = table.get(write.parent) if write.parent else table.root
-        here = shelf.has(namespace, write.key)
+        parent = table.get(first.parent) if first.parent else table.root
+        here = shelf.has(namespace, first.key)
         if flushed or here or shelf.retired or parent == NO_ENTRY or not shelf.index.attached(parent):
-            self._lose(write)
+            if run[1:]:
+                self._complete.append(run[1:])
+            self._lose(first)
             return 1
-        run = self._run_of(write, stored, table, most)
-        keys = [one.key for one, _ in run]
-        blocks = [block for _, block in run]
-        entries = shelf.add_run(namespace, keys, write.parent, blocks, [one.said for one, _ in run])
-        dram = namespace.table.get
-        are_below(self._space.index, [entry for key in keys if (entry := dram(key)) != NO_ENTRY])
+        run = self._longest(run, table, most)
+        keys = [op.key for op in run]
+        said = None if self._events is None else [op.said for op in run]
+        entries = shelf.add_run(namespace, keys, first.parent, run, said)
+        are_below(self._space.index, namespace.table.get_many(keys))
         self.written_blocks += len(run)
-        self.written_bytes += sum(block.stored_length for block in blocks)
-        names = [(namespace.number, key) for key in keys]
-        for name in names:
-            self._let_go(shelf, name)
+        self.written_bytes += sum([op.stored_length for op in run])
+        number = namespace.number
+        names = [(number, key) for key in keys]
+        self._let_go(shelf, namespace, names)
+        self._hold_for_those_below(shelf, names, entries)
+        for name in names if self._parked else ():
+            self._complete.extend(self._parked.pop(name, ()))
+        return len(run)
+
+    def _hold_for_those_below(self, shelf: Shelf, names: Sequence[Name], entries: Sequence[int]) -> None:
+        """These blocks are visible: those below them that are still being written hold them."""
+        flying, their_below = self._flying, self._below
         for name, entry in zip(names, entries, strict=True):
-            for below in self._below.pop(name, ()):
-                other = self._flying.get(below)
+            for below in their_below.pop(name, ()):
+                other = flying.get(below)
                 # It may have failed and be rewritten below another block: keys that clients make up are no chains.
                 if other is not None and other.parent == name[1] and other.shelf is shelf:
                     self._hold(shelf, below, entry)
-        self._complete.extend(self._parked.pop(names[-1], ()))
-        return len(run)
 
-    def _run_of(self, write: Flight, stored: StoredBlock, table: Table, most: int) -> list[tuple[Flight, StoredBlock]]:
-        """A block that becomes visible, and parked ones that can do so with it, each below the one before it.
+    def _longest(self, run: Run, table: Table, most: int) -> Run:
+        """The leading blocks of a run that become visible together, with parked ones below them.
 
-        What is parked below any but the last of them comes next in `_complete`.
+        The others come next in `_complete`.
         """
-        run, number = [(write, stored)], write.namespace.number
+        number, shelf, epoch = run[0].namespace.number, run[0].shelf, run[0].epoch
         while len(run) < most:
-            waiting = self._parked.pop((number, run[-1][0].key), None)
+            waiting = self._parked.pop((number, run[-1].key), None)
             if waiting is None:
                 break
-            first = waiting[0][0]
-            if first.shelf is not write.shelf or first.epoch != write.epoch or table.get(first.key) != NO_ENTRY:
+            following = waiting[0]
+            if following[0].shelf is not shelf or following[0].epoch != epoch:
                 self._complete.extend(waiting)
                 break
-            run.append(waiting[0])
+            run = run + following
             self._complete.extend(waiting[1:])
-        return run
+        end, keys = min(len(run), most), [op.key for op in run[:most]]
+        if len(table.missing(keys)) < len(keys):  # made visible by others meanwhile
+            end = 1 + len(list(takewhile(lambda key: table.get(key) == NO_ENTRY, keys[1:])))
+        if end < len(run):
+            self._complete.append(run[end:])
+        return run[:end]
 
     def _lose(self, write: Flight, failed: bool = False) -> None:
         """A write has failed, perhaps on the disk (`failed`). Those that wait for it will not find their parent."""
         name = write.namespace.number, write.key
         self._below.pop(name, None)
-        self._let_go(write.shelf, name)
+        self._let_go(write.shelf, write.namespace, (name,))
         if failed:
             write.shelf.slots.put_aside(write.slot)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from tiercache.daemon.ground.slices import PINS, Steps
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -24,6 +24,13 @@ _OUTCOMES = {
     DiskOutcome.CANCELLED: FetchOutcome.CANCELLED,
     DiskOutcome.ABANDONED: FetchOutcome.ABANDONED,
 }
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Read(ReadOp):
+    """What the disk does for a fetch."""
+
+    fetch: Fetch
 
 
 class Unreadable:
@@ -105,51 +112,38 @@ class ShelfSource:
         """See `Source`."""
         return self._shelf.retired
 
-    def has(self, namespace: Namespace, key: bytes) -> bool:
-        """See `Shelf.has`."""
-        return self._shelf.has(namespace, key)
+    def missing(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
+        """Which of them are not here; see `Shelf.has`."""
+        return self._shelf.missing(namespace, keys)
 
-    def hold(self, namespace: Namespace, keys: bytes, number: int) -> StoredBlock | None:
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[StoredBlock]:
         """See `Source`."""
         shelf = self._shelf
-        stored = shelf.find(namespace, keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-        if stored is not None:
-            shelf.index.touch(stored.entry)
-            shelf.index.pin(stored.entry)
-            shelf.allocator.hold(stored.slot)
-        return stored
+        held = shelf.find_many(namespace, [keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] for number in numbers])
+        shelf.index.pin_used([stored.entry for stored in held])
+        shelf.allocator.hold_many([stored.slot for stored in held])
+        return held
 
     def fetch(self, fetches: Sequence[Fetch]) -> bool:
         """See `Source`. Neighbouring slots share a system call."""
-        ops = [self._read(fetch) for fetch in fetches]
+        ops = [_read_of(fetch) for fetch in fetches]
         priority = DiskPriority.LOAD if fetches[0].urgent else DiskPriority.PREFETCH
-        taken = self._shelf.queue.submit_many(ops, priority)
-        for op in ops[taken:]:
+        refused = ops[self._shelf.queue.submit_many(ops, priority) :]
+        for op in refused:
             op.outcome = DiskOutcome.CANCELLED
-            op.done(op)
-        return taken == len(ops)
+        if refused:
+            _ended(refused)
+        return not refused
 
-    def _read(self, fetch: Fetch) -> ReadOp:
-        stored: StoredBlock = fetch.held
-        return ReadOp(
-            done=partial(_read, fetch),
-            slot=stored.slot,
-            address=fetch.address,
-            length=fetch.namespace.spec.block_bytes,
-            key=fetch.key,
-            fingerprint=fetch.namespace.fingerprint,
-            stored_length=stored.stored_length,
-            checksum=stored.checksum,
-            codec=stored.codec,
-            kind=stored.kind,
-        )
-
-    def let_go(self, fetch: Fetch) -> None:
+    def let_go(self, fetches: Sequence[Fetch]) -> None:
         """See `Source`."""
-        self._shelf.allocator.unhold(fetch.held.slot)
-        self._shelf.index.unpin(fetch.held.entry)
-        if fetch.outcome is FetchOutcome.OK:
-            self._unreadable.was_read(fetch.namespace, fetch.key)
+        self._shelf.allocator.unhold_many([fetch.held.slot for fetch in fetches])
+        unpin = self._shelf.index.unpin
+        for fetch in fetches:
+            unpin(fetch.held.entry)
+        for fetch in fetches if self._unreadable.blocks else ():
+            if fetch.outcome is FetchOutcome.OK:
+                self._unreadable.was_read(fetch.namespace, fetch.key)
 
     def failed(self, fetch: Fetch) -> None:
         """See `Source`. A bad block is dropped, with all that follows it; an unreadable one gets a second chance."""
@@ -166,6 +160,28 @@ class ShelfSource:
         self._shelf.queue.cancel_queued()
 
 
-def _read(fetch: Fetch, op: ReadOp) -> None:
-    fetch.outcome, fetch.stored_bytes = _OUTCOMES[op.outcome], op.stored_length
-    fetch.done(fetch)
+def _read_of(fetch: Fetch) -> _Read:
+    stored: StoredBlock = fetch.held
+    return _Read(
+        done=_ended,
+        together=True,
+        slot=stored.slot,
+        address=fetch.address,
+        length=fetch.namespace.spec.block_bytes,
+        key=fetch.key,
+        fingerprint=fetch.namespace.fingerprint,
+        stored_length=stored.stored_length,
+        checksum=stored.checksum,
+        codec=stored.codec,
+        kind=stored.kind,
+        fetch=fetch,
+    )
+
+
+def _ended(ops: Sequence[_Read]) -> None:
+    """Reads of one queue have ended."""
+    well = DiskOutcome.OK
+    for op in ops:
+        outcome = FetchOutcome.OK if op.outcome is well else _OUTCOMES[op.outcome]
+        op.fetch.outcome, op.fetch.stored_bytes = outcome, op.stored_length
+    ops[0].fetch.done([op.fetch for op in ops])

@@ -96,15 +96,25 @@ class WriteBehind(Flights):
 
     def add(self, namespace: Namespace, key: bytes, asked_again: bool, before: bytes = b"") -> None:
         """A block in DRAM that may be worth writing; see `WantedWrite`."""
-        name = namespace.number, key
-        if name in self._queued or name in self._flying or name in self._in_lane:
-            return
-        if len(self._queue) >= MAX_QUEUED:
-            self.skipped_queue_full += 1
-            return
-        self._queued.add(name)
-        self._queue.append(WantedWrite(namespace, key, asked_again, before))
-        self._soon()
+        self.add_many(namespace, (key,), asked_again, before)
+
+    def add_many(self, namespace: Namespace, keys: Iterable[bytes], asked_again: bool, before: bytes = b"") -> None:
+        """`add` each of them."""
+        queue, queued, flying, in_lane = self._queue, self._queued, self._flying, self._in_lane
+        number, before_these = namespace.number, len(queue)
+        room = MAX_QUEUED - before_these
+        for key in keys:
+            name = number, key
+            if name in queued or name in flying or name in in_lane:
+                continue
+            if room <= 0:
+                self.skipped_queue_full += 1
+                continue
+            room -= 1
+            queued.add(name)
+            queue.append(WantedWrite(namespace, key, asked_again, before))
+        if len(queue) > before_these:
+            self._soon()
 
     def slots_of(self, shelf: Shelf) -> list[int]:
         """Slots of writes that are in progress or wait for their parent's."""
@@ -187,7 +197,8 @@ class WriteBehind(Flights):
             if shelf is not None:
                 self._wait(shelf, following)
             for _ in range(more):
-                self._next()
+                gone = self._queue.popleft()
+                self._queued.discard((gone.namespace.number, gone.key))
             if limit.over:
                 done = AT_ONCE
         self._submit()

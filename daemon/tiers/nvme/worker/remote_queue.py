@@ -9,7 +9,6 @@ sent to the next process, into the same slots. Both keep frame and slot until th
 
 from __future__ import annotations
 
-import logging
 import queue
 import select
 import socket
@@ -27,8 +26,6 @@ from tiercache.daemon.tiers.nvme.worker import records
 from tiercache.daemon.tiers.nvme.worker.packets import give_up_line, send_now
 from tiercache.daemon.tiers.nvme.worker.records import Tag
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-
-log = logging.getLogger("tiercache.daemon")
 
 MAX_SENT, MAX_SENT_BYTES = 1024, 64 << 20
 """Blocks with the process, and their bytes; one block at least."""
@@ -362,14 +359,7 @@ class RemoteQueue(Tally):
 
     def _deliver(self, runs: Sequence[DiskRun]) -> None:
         self._count(runs)
-        for run in runs:
-            for op in run.ops:
-                self.in_flight -= 1
-                self.in_flight_bytes -= op.held_bytes
-                try:
-                    op.done(op)
-                except Exception:
-                    log.exception("the owner of a disk operation failed to take it back")
+        self._pass_on([op for run in runs for op in run.ops])
 
     # --- tasks -----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tiercache.daemon.tiers.nvme.catalog import catalog
 from tiercache.daemon.tiers.nvme.catalog.database import rename_aside
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.moves import shelf_source
+from tiercache.daemon.tiers.nvme.moves.flights import Flight
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 
 pytestmark = pytest.mark.usefixtures("carrier")
@@ -94,15 +96,14 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
         rig = await TierRig(tmp_path).open()
         [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 2)
         gate, writes = rig.disks[rig.dirs[0]].gate, rig.tier._writes
-        done, late = writes._done, list[Any]()
+        done, late = writes._on_done, list[Flight]()
 
-        def child_is_late(write: Any, op: Any) -> None:
-            if write.key == key_of(chain, 1):
-                late.append((write, op))
-            else:
-                done(write, op)
+        def child_is_late(ops: Sequence[Flight]) -> None:
+            late.extend(op for op in ops if op.key == key_of(chain, 1))
+            if others := [op for op in ops if op not in late]:
+                done(others)
 
-        writes._done = child_is_late  # type: ignore[method-assign]
+        writes._on_done = child_is_late
         if not parent_first:
             gate.clear()
         rig.store(space, chain[:16])
@@ -114,7 +115,7 @@ def test_a_write_keeps_what_it_hangs_below(tmp_path: Path, parent_first: bool) -
         await rig.until(lambda: bool(late) and shelf.has(space, key_of(chain, 0)))
         evicted = shelf.slots.evict_of(space.account_below, 1 << 30)
         assert evicted == 0, "no block may be evicted"
-        done(*late[0])
+        done(late)
         await rig.settled()
         rig.forget_dram()
         assert await rig.load(space, chain) == 2
@@ -135,25 +136,25 @@ def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(tmp_path: P
         rig = await TierRig(tmp_path).open()
         [shelf], space, chain, other = rig.shelves, rig.namespace(), chain_of("a", 2), chain_of("b", 1)
         writes = rig.tier._writes
-        done, late = writes._done, dict[bytes, Any]()
-        writes._done = lambda write, op: late.__setitem__(write.key, (write, op))  # type: ignore[method-assign]
+        done, late = writes._on_done, dict[bytes, Flight]()
+        writes._on_done = lambda ops: late.update((op.key, op) for op in ops)
         parent, child = key_of(chain, 0), key_of(chain, 1)
         rig.store(space, chain)
         await rig.until(lambda: len(late) == 2)
-        write, op = late.pop(child)
+        op = late.pop(child)
         op.outcome, op.errno = DiskOutcome.CANCELLED, 0
-        done(write, op)
+        done([op])
         if elsewhere:
             rig.forget_blocks(space, child)
             rig.store(space, other)
             await rig.until(lambda: other in late)
-            done(*late[other])
+            done([late[other]])
             rig.store(space, other + child)
         else:
             writes.add(space, child, asked_again=True)
         await rig.until(lambda: child in late)
-        done(*late[parent])
-        done(*late[child])
+        done([late[parent]])
+        done([late[child]])
         await rig.settled()
         assert {shelf.index.pins[stored.entry] for key in (parent, other) if (stored := shelf.find(space, key))} == {0}
         rig.check()
@@ -194,14 +195,14 @@ def test_a_block_that_has_come_another_way_meanwhile_is_there_once(tmp_path: Pat
     async def scenario() -> None:
         rig = await TierRig(tmp_path).open()
         [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 1)
-        writes, late = rig.tier._writes, list[Any]()
-        done = writes._done
-        writes._done = lambda write, op: late.append((write, op))  # type: ignore[method-assign]
+        writes, late = rig.tier._writes, list[Flight]()
+        done = writes._on_done
+        writes._on_done = late.extend
         rig.store(space, chain)
         await rig.until(lambda: bool(late))
         slot, length = shelf.take_slot(space, b""), space.spec.block_bytes
         shelf.add(space, chain, b"", slot, StoredBlock(NO_ENTRY, slot, length, 0, 1))
-        done(*late[0])
+        done(late)
         await rig.settled()
         stored = shelf.find(space, chain)
         assert stored is not None

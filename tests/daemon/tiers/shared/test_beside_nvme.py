@@ -41,15 +41,16 @@ class NearTier(NoTierBelow):
         its = [number for number in wanted if number < NEAR]
         return TierParts([SourcePart(self, its)], [number for number in wanted if number >= NEAR])
 
-    def hold(self, namespace: Namespace, keys: bytes, number: int) -> int:  # type: ignore[override]
-        return number
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers
 
     def fetch(self, fetches: Sequence[Fetch]) -> bool:
         self.fetches += fetches
         return True
 
-    def let_go(self, fetch: Fetch) -> None:
-        self.fetches.remove(fetch)
+    def let_go(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self.fetches.remove(fetch)
 
     def failed(self, fetch: Fetch) -> None:
         raise AssertionError("it delivers all of them")
@@ -62,7 +63,7 @@ class NearTier(NoTierBelow):
         for fetch in list(self.fetches):
             frame_view(fetch.address, BLOCK_BYTES)[:] = content(fetch.namespace, fetch.key)
             fetch.outcome, fetch.stored_bytes = FetchOutcome.OK, BLOCK_BYTES
-            fetch.done(fetch)
+            fetch.done([fetch])
 
 
 def above_the_store(one: HostRig) -> NearTier:

@@ -21,6 +21,10 @@ BLOCKS = 400
 CHAIN = chain_of("late", BLOCKS)
 
 
+def parked_blocks(rig: TierRig) -> int:
+    return sum(len(run) for runs in rig.tier._writes._parked.values() for run in runs)
+
+
 class Late:
     """A tier in which all of a chain is written but its first run of blocks, which the disk has yet to write."""
 
@@ -48,8 +52,7 @@ class Late:
         self.disk.hook = self.hook
         space = rig.namespace(block_bytes=4096)
         rig.store(space, CHAIN)
-        writes = rig.tier._writes
-        await rig.until(lambda: sum(map(len, writes._parked.values())) >= BLOCKS - MAX_RUN_OPS)
+        await rig.until(lambda: parked_blocks(rig) >= BLOCKS - MAX_RUN_OPS)
         assert not rig.shelves[0].table(space).blocks
         return rig, space
 
