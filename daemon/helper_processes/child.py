@@ -1,4 +1,4 @@
-"""What every child does: the main module of one calls `run_child`. It ends with its parent, whatever hangs.
+"""What every child does: `main` of its module calls `run_child`. It ends with its parent, whatever hangs.
 
 Imports little, because a process that is replaced is missed meanwhile.
 """

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tiercache.daemon.helper_processes import packets
-from tiercache.ground.isolated import python_command
+from tiercache.ground.isolated import quick_command
 
 MAX_REPORTS = 1000
 """Read in one go: more than a socket holds, so that all that a dead process has said is read."""
@@ -61,6 +61,8 @@ class HelperProcess:
     control: socket.socket
     pidfd: int
     started_s: float = field(default_factory=time.monotonic)
+    lived_s: float = 0.0
+    """How long it has lived, once it is lost."""
     ready: bool = False
     failed: str = ""
     """Why it could not start, in its own words."""
@@ -127,14 +129,14 @@ class HelperProcess:
 
 
 def start_process(child: str, start: StartMessage) -> HelperProcess:
-    """Start `child`, a module that calls `child.run_child`. Does not wait for it. Raises OSError.
+    """Start `child`, a module whose `main` calls `child.run_child`. Does not wait for it. Raises OSError.
 
     The kernel kills the process when the calling thread is gone.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         process = subprocess.Popen(
-            [*python_command(child), "--control-fd", str(theirs.fileno())],
+            [*quick_command(child), "--control-fd", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             # A session of its own: Control-C at a terminal is for the daemon, which ends the process.

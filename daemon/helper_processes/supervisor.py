@@ -35,7 +35,8 @@ class ProcessLimits:
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     steady_s: float = 5.0
-    """After a life of so long the next process follows at once; else after a pause, twice as long each time."""
+    """After a life of so long the next process follows at once, and after the first shorter one if that had begun to
+    serve; else after a pause, twice as long each time."""
     max_late_lines: int = 16
     """Lines that were given up and are not over: with so many, no line is opened."""
     hung_s: float = 10.0
@@ -56,7 +57,7 @@ class Supervisor:
     logged.
 
     Args:
-        child: the module that is the process: it calls `child.run_child`.
+        child: the module that is the process: its `main` calls `child.run_child`.
         name: what the log calls it, such as "helper process of ADDRESS".
         start: makes the message for each process that is started; called on the supervisor's thread. May raise
             OSError, as if the process could not be started.
@@ -200,16 +201,20 @@ class Supervisor:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = 0.0
+        pause_s, short_lives = 0.0, 0
         while not self._closing.is_set():
             self._wait_for_undead()
             if self._closing.is_set():
                 break
-            why, steady = self._live()
+            why, its = self._live()
             if self._closing.is_set():
                 break
             limits = self.limits
-            pause_s = 0.0 if steady else min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
+            short_lives = 0 if its is not None and its.lived_s > limits.steady_s else short_lives + 1
+            if short_lives == 0 or (short_lives == 1 and its is not None and its.ready):
+                pause_s = 0.0
+            else:
+                pause_s = min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
             if len(self._undead) < limits.max_undead:
                 log.warning("the %s %s: another one starts in %g s", self._name, why, pause_s)
             with self._changed:
@@ -221,14 +226,14 @@ class Supervisor:
         for its in self._undead:
             its.close()
 
-    def _live(self) -> tuple[str, bool]:
-        """One life of the process: how it ended, and whether it had started well."""
+    def _live(self) -> tuple[str, HelperProcess | None]:
+        """One life of the process: how it ended, and the process if it could be started."""
         try:
             its = start_process(self._child, self._start())
         except OSError as error:
             why = f"could not be started ({error.strerror})"
             self._tell(self._on_ended, None, why)
-            return why, False
+            return why, None
         self.starts += 1
         with self._changed:
             self._now = its
@@ -240,9 +245,9 @@ class Supervisor:
                 late, its.late = its.late, []
             for line, _ in late:
                 line.close()
-            steady = time.monotonic() - its.started_s > self.limits.steady_s
+            its.lived_s = time.monotonic() - its.started_s
             why = self._end(its)
-        return why, steady
+        return why, its
 
     def _watch(self, its: HelperProcess) -> None:
         """Until the process ends, hangs, or is not wanted any more."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.config.setting_kinds import (
-    HUGE_PAGE_BYTES,
     MAX_REGIONS,
     MAX_SOCKET_PATH_BYTES,
     NvmeDirectory,
@@ -32,7 +31,7 @@ from tiercache.config.setting_kinds import (
 )
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
-from tiercache.ground.units import round_up
+from tiercache.ground.units import HUGE_PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     import argparse

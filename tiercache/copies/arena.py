@@ -17,9 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiercache.config.setting_kinds import HUGE_PAGE_BYTES
 from tiercache.errors import ArenaError
-from tiercache.ground.units import format_bytes
+from tiercache.ground.units import HUGE_PAGE_BYTES, format_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -65,5 +65,5 @@ def answer(line: socket.socket, control: ControlSocket) -> None:
     line.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_child(serve, "the obedient process")
