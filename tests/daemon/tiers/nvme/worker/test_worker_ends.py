@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from tiercache.daemon.tiers.nvme import keepers
 from tiercache.daemon.tiers.nvme.worker import directory_worker, messages
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
+from tiercache.protocol.messages import KEY_BYTES
 
 pytestmark = pytest.mark.faults
+LIMITS_OF_TESTS = replace(directory_worker.LIMITS, first_pause_s=0.01, longest_pause_s=0.02)
 
 
 def worker_of(rig: WorkerRig) -> DirectoryWorker:
@@ -117,6 +120,63 @@ async def test_a_process_that_cannot_be_used_is_told_and_the_directory_opened_an
     await rig.until(lambda: bool(rig.shelves) and rig.shelf() is not shelf)
     await rig.loaded()
     assert "cannot be used" in caplog.text
+    assert await rig.load(space, chain) == 20
+    await rig.close()
+
+
+@pytest.mark.parametrize("key", [b"", b"first"], ids=["all", "one block"])
+@played
+async def test_a_change_that_ends_every_process_costs_the_directory_what_it_has_not_confirmed(
+    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, key: bytes
+) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
+    rig = await WorkerRig(tmp_path).open()
+    space, chain, other = rig.namespace(), chain_of("a", 20), chain_of("b", 10)
+    await rig.store_below([space], chain)
+    await rig.store_below([space], other)
+    shelf, catalog, answers = rig.shelf(), rig.catalog(), list[tuple[str, bool]]()
+    catalog.delete(-1, lambda ok: answers.append(("poison", ok)))  # no catalog takes that
+    key = chain[:KEY_BYTES] if key else b""
+    rig.tier.flush(rig.cache.space.all_namespaces(), key, lambda blocks, durable: answers.append(("flush", durable)))
+    await rig.until(lambda: bool(rig.shelves) and rig.shelf() is not shelf)
+    assert "5 worker processes in a row have ended at once, without writing a row" in caplog.text
+    await rig.loaded()
+    assert ("flush", True) not in answers, "none has confirmed it"
+    assert await rig.load(space, chain) == 0
+    assert await rig.load(space, other) == (10 if key else 0)
+    await rig.until(lambda: ("flush", False) in answers)
+    assert len(answers) == 1
+    rig.check()
+    await rig.close()
+    rig = await WorkerRig(tmp_path).open()
+    assert await rig.load(rig.namespace(), chain) == 0
+    await rig.close()
+
+
+@played
+async def test_processes_that_are_killed_with_rows_do_not_cost_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
+    rig = await WorkerRig(tmp_path).open()
+    space, chain = rig.namespace(), chain_of("a", 20)
+    await rig.store_below([space], chain)
+    worker, shelf, used = worker_of(rig), rig.shelf(), list[int]()
+    use = worker._use
+
+    def use_and_kill(life: directory_worker._Life) -> None:
+        use(life)
+        used.append(life.its.pid)
+        if len(used) <= directory_worker.MAX_FRUITLESS + 2:
+            os.kill(life.its.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(worker, "_use", use_and_kill)
+    rig.signal(signal.SIGSTOP)
+    rig.catalog().delete(1 << 30)
+    rig.signal(signal.SIGKILL)
+    await rig.committed()
+    assert len(used) > directory_worker.MAX_FRUITLESS + 2
+    assert rig.shelf() is shelf
     assert await rig.load(space, chain) == 20
     await rig.close()
 
