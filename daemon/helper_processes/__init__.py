@@ -5,6 +5,7 @@
          └ open_line ───────────── line (a socket) ───────────────────┘        what the owner and `serve` agree on
 
 supervisor  starts the process, gives up one that hangs, starts another after a pause
+pulse       whether a process still answers
 process     one life of the process, and whether it is really gone
 packets     what is said on the control socket
 child       what every child does; imports little, for a quick start

@@ -92,6 +92,16 @@ class HelperProcess:
                 return
             yield packet
 
+    def ping(self) -> bool:
+        """Ask it for a report; False if it has ended. Does not block."""
+        try:
+            self.control.send(packets.PING)
+        except BlockingIOError:  # it does not read: no report will come
+            return True
+        except OSError:
+            return False
+        return True
+
     def is_gone(self) -> bool:
         """Whether nothing of it is left, not even in the kernel: it is reaped, and its sockets are closed.
 

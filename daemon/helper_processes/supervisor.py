@@ -24,6 +24,7 @@ from tiercache.daemon.helper_processes.process import (
     StartMessage,
     start_process,
 )
+from tiercache.daemon.helper_processes.pulse import Pulse
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -43,6 +44,8 @@ class ProcessLimits:
     """The process hangs if a late call is so old, and it has answered nothing since or has `max_late_lines`."""
     max_undead: int = 4
     """Killed processes that are still in the kernel: with so many, no other is started. 1: one at a time, ever."""
+    silent_s: float = 5.0
+    """A process that is ready and answers no ping for so long hangs; infinite: it is not pinged."""
     reap_s: float = 1.0
     """For so long at most the thread waits for a killed process before it counts as undead."""
 
@@ -254,14 +257,23 @@ class Supervisor:
         look = select.poll()
         for fd in (self._wake, *its.awaited_fds()):
             look.register(fd, select.POLLIN)
+        pulse = Pulse(its, self.limits.silent_s)
         while not (its.hangs or self._closing.is_set()):
-            ready = [fd for fd, _ in look.poll()]
+            wait_s = pulse.wait_s
+            ready = [fd for fd, _ in look.poll(None if wait_s is None else 1000 * wait_s)]
             if self._wake in ready:
                 self._clear_wake()
             # What it has said before its end is read first. Its control socket may outlive it, in a child of its own.
             over = its.pidfd in ready
-            if not all(self._take_report(its, report) for report in its.reports()) or over or its.control_ended:
+            for report in its.reports():
+                pulse.heard()
+                if not self._take_report(its, report):
+                    return
+            if over or its.control_ended:
                 return
+            if not pulse.beats():
+                log.error("the %s does not answer: it is killed", self._name)
+                self.give_up(its)
 
     def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -281,7 +293,7 @@ class Supervisor:
                 self._changed.notify_all()
             self._tell(self._on_started, its)
         else:
-            return False
+            return kind == packets.PONG
         return True
 
     def _end(self, its: HelperProcess) -> str:

@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chains import chain_of
@@ -15,7 +16,8 @@ from played import played
 from waiting import state_of
 from worker_rig import WorkerRig
 
-from tiercache.daemon.helper_processes.process import ProcessError, ProcessProblem
+from tiercache.daemon.helper_processes import pulse
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem
 from tiercache.daemon.tiers.nvme import keepers
 from tiercache.daemon.tiers.nvme.worker import directory_worker, messages
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
@@ -120,6 +122,37 @@ async def test_a_process_that_cannot_be_used_is_told_and_the_directory_opened_an
     await rig.until(lambda: bool(rig.shelves) and rig.shelf() is not shelf)
     await rig.loaded()
     assert "cannot be used" in caplog.text
+    assert await rig.load(space, chain) == 20
+    await rig.close()
+
+
+@pytest.mark.parametrize("when", ["as the daemon starts", "as another one follows"])
+@played
+async def test_a_process_that_is_stopped_while_it_opens_the_directory_is_killed(
+    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    monkeypatch.setattr(pulse, "PING_S", 0.05)
+    monkeypatch.setattr(directory_worker, "LIMITS", replace(LIMITS_OF_TESTS, silent_s=1.0))
+    stopped, open_on = list[int](), DirectoryWorker._open_on
+
+    def stop(worker: DirectoryWorker, its: HelperProcess, *others: Any) -> Any:
+        if not stopped and started:
+            stopped.append(its.pid)
+            os.kill(its.pid, signal.SIGSTOP)
+        return open_on(worker, its, *others)
+
+    monkeypatch.setattr(DirectoryWorker, "_open_on", stop)
+    started = when == "as the daemon starts"
+    rig = await WorkerRig(tmp_path).open()
+    await rig.until(lambda: bool(rig.shelves))
+    space, chain = rig.namespace(), chain_of("a", 20)
+    await rig.store_below([space], chain)
+    if not started:
+        started = True
+        await rig.replaced(rig.signal(signal.SIGKILL))
+    (pid,) = stopped
+    assert state_of(pid) == ""
+    assert f"{rig.dirs[0]} does not answer: it is killed" in caplog.text
     assert await rig.load(space, chain) == 20
     await rig.close()
 
