@@ -14,6 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tiercache.daemon.helper_processes import packets
+from tiercache.daemon.helper_processes.lines import LateLines
 from tiercache.ground.isolated import quick_command
 
 MAX_REPORTS = 1000
@@ -69,8 +70,8 @@ class HelperProcess:
     hangs: bool = False
     answered_s: float = 0.0
     """When it has last answered on any line: set by the owner, from any thread."""
-    late: list[tuple[socket.socket, float]] = field(default_factory=list)
-    """Lines that were given up, and when their calls began."""
+    late: LateLines = field(default_factory=LateLines)
+    """Lines that were given up."""
     control_ended: bool = False
     """All ends of its control socket are closed: its own, and those of processes that it has started."""
 
@@ -91,6 +92,25 @@ class HelperProcess:
                 self.control_ended = True
                 return
             yield packet
+
+    def new_line(self) -> socket.socket:
+        """A line to it, once it is ready; the caller's to close. Does not block. Raises ProcessError."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            text = f"no line to its helper process: {error.strerror}"
+            raise ProcessError(ProcessProblem.NO_RESOURCES, text) from None
+        try:
+            socket.send_fds(self.control, [packets.LINE], [theirs.fileno()])
+        except BlockingIOError:
+            ours.close()
+            raise ProcessError(ProcessProblem.HANGS, "its helper process does not take new calls") from None
+        except OSError:
+            ours.close()
+            raise ProcessError(ProcessProblem.ENDED, "its helper process has ended") from None
+        finally:
+            theirs.close()
+        return ours
 
     def ping(self) -> bool:
         """Ask it for a report; False if it has ended. Does not block."""

@@ -14,9 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tiercache.daemon.helper_processes import packets
+from tiercache.daemon.helper_processes.limits import DEFAULT_LIMITS, ProcessLimits
 from tiercache.daemon.helper_processes.process import (
     HelperProcess,
     ProcessError,
@@ -27,30 +27,6 @@ from tiercache.daemon.helper_processes.process import (
 from tiercache.daemon.helper_processes.pulse import Pulse
 
 log = logging.getLogger("tiercache.daemon")
-
-
-@dataclass(frozen=True)
-class ProcessLimits:
-    """What differs between kinds of helper processes. Times are in seconds."""
-
-    first_pause_s: float = 0.5
-    longest_pause_s: float = 30.0
-    steady_s: float = 5.0
-    """After a life of so long the next process follows at once, and after the first shorter one if that had begun to
-    serve; else after a pause, twice as long each time."""
-    max_late_lines: int = 16
-    """Lines that were given up and are not over: with so many, no line is opened."""
-    hung_s: float = 10.0
-    """The process hangs if a late call is so old, and it has answered nothing since or has `max_late_lines`."""
-    max_undead: int = 4
-    """Killed processes that are still in the kernel: with so many, no other is started. 1: one at a time, ever."""
-    silent_s: float = 5.0
-    """A process that is ready and answers no ping for so long hangs; infinite: it is not pinged."""
-    reap_s: float = 1.0
-    """For so long at most the thread waits for a killed process before it counts as undead."""
-
-
-DEFAULT_LIMITS = ProcessLimits()
 
 
 class Supervisor:
@@ -126,29 +102,26 @@ class Supervisor:
                 if left_s <= 0 or self._closing.is_set():
                     raise ProcessError(ProcessProblem.STARTING, "its helper process is starting")
                 self._changed.wait(left_s)
-            its.late = [(line, began_s) for line, began_s in its.late if not _close_if_over(line)]
+            its.late.close_those_over()
             if len(its.late) >= self.limits.max_late_lines:
                 text = f"{len(its.late)} calls were not answered yet: no more are made"
                 raise ProcessError(ProcessProblem.LATE, text)
-            return its, _new_line(its.control)
+            return its, its.new_line()
 
     def give_up_line(self, its: HelperProcess, line: socket.socket, began_s: float) -> None:
         """A call that began then was not answered in time: the line is never used again, and is the supervisor's to
         close, once the process has closed its end. Does not block.
         """
-        with contextlib.suppress(OSError):  # the process is gone
-            line.shutdown(socket.SHUT_WR)
         with self._changed:
             self.late_calls += 1
             if its is not self._now:
                 line.close()
                 return
-            its.late = [(one, since_s) for one, since_s in its.late if not _close_if_over(one)]
-            its.late.append((line, began_s))
-            first_s = min(since_s for _, since_s in its.late)
-            silent = its.answered_s < first_s
+            its.late.close_those_over()
+            its.late.add(line, began_s)
+            silent = its.answered_s < its.late.first_s
             many = len(its.late) >= self.limits.max_late_lines
-            hangs = time.monotonic() - first_s >= self.limits.hung_s and (silent or many)
+            hangs = time.monotonic() - its.late.first_s >= self.limits.hung_s and (silent or many)
         if hangs:
             self.give_up(its)
 
@@ -245,9 +218,7 @@ class Supervisor:
         finally:
             with self._changed:
                 self._now = None
-                late, its.late = its.late, []
-            for line, _ in late:
-                line.close()
+                its.late.close()
             its.lived_s = time.monotonic() - its.started_s
             why = self._end(its)
         return why, its
@@ -358,37 +329,3 @@ class Supervisor:
             callback(*arguments)
         except Exception:
             log.exception("what is to know of the %s failed to take it in", self._name)
-
-
-def _new_line(control: socket.socket) -> socket.socket:
-    """A line to the process with that control socket. Raises ProcessError."""
-    try:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        text = f"no line to its helper process: {error.strerror}"
-        raise ProcessError(ProcessProblem.NO_RESOURCES, text) from None
-    try:
-        socket.send_fds(control, [packets.LINE], [theirs.fileno()])
-    except BlockingIOError:
-        ours.close()
-        raise ProcessError(ProcessProblem.HANGS, "its helper process does not take new calls") from None
-    except OSError:
-        ours.close()
-        raise ProcessError(ProcessProblem.ENDED, "its helper process has ended") from None
-    finally:
-        theirs.close()
-    return ours
-
-
-def _close_if_over(line: socket.socket) -> bool:
-    """Close a line that was given up if the process has closed its end; whether it has. Does not block."""
-    try:
-        line.setblocking(False)
-        while packet := line.recv(packets.MAX_PACKET_BYTES):
-            del packet  # a late answer
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    line.close()
-    return True

@@ -18,8 +18,9 @@ from obedient_child import FLOOD
 from waiting import state_of, wait_until
 
 from tiercache.daemon.helper_processes import packets, pulse
+from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
-from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.helper_processes.supervisor import Supervisor
 
 EAGER = ProcessLimits(first_pause_s=0.01, longest_pause_s=0.05, steady_s=0.0)
 

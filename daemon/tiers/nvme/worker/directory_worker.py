@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiercache.copies.arena import Region
+from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
-from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
-from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.helper.lines import WorkerLine
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
