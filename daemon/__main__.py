@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
     from tiercache.daemon.server import Server
+    from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = raise_limit()
 
         def checked(found: Resolved, *, quiet: bool) -> Resolved:
-            check_fits(found.config.arena_bytes)
+            directories = len(found.config.nvme_dirs)
+            workers = directories if wants_workers(found.config.nvme_workers, directories) else 0
+            check_fits(found.config.arena_bytes, workers)
             return found._replace(config=fit(found.config, files, quiet=quiet))
 
         server = Server(checked(running, quiet=False), lambda: checked(read(), quiet=True), log.figures)

@@ -46,6 +46,8 @@ _POPULATE_STEP_BYTES = 4 << 20
 _LEAST_RESERVE_BYTES = 128 << 20
 _MOST_RESERVE_BYTES = 8 << 30
 _RESERVE_SHARE = 16
+_WORKER_BYTES = 32 << 20
+_PAGE_TABLE_SHARE = 512
 _LEAST_HEADROOM_BYTES = 128 << 20
 _HEADROOM_SHARE = 64
 
@@ -64,11 +66,20 @@ def capacity_bytes() -> int:
     return min([_meminfo_bytes("MemTotal:"), *(limit for _, limit, _ in _cgroup_limits())])
 
 
-def largest_arena_bytes() -> int:
-    """The part of it that an arena may take: the rest is for the daemon, the engines and the system."""
+def largest_arena_bytes(workers: int = 0) -> int:
+    """The part of it that an arena may take: the rest is for the daemon, the engines and the system.
+
+    Beside so many processes of the daemon that map the arena too; see `worker_bytes`.
+    """
     capacity = capacity_bytes()
     reserve = min(max(capacity // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
-    return max(capacity - reserve, 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    left = max(capacity - reserve - workers * _WORKER_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + workers)
+    return left // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def worker_bytes(arena_bytes: int) -> int:
+    """Memory of a worker process that maps the arena: its own, and page tables of 8 bytes for each page of 4 KiB."""
+    return _WORKER_BYTES + arena_bytes // _PAGE_TABLE_SHARE
 
 
 def _meminfo_bytes(name: str) -> int:
