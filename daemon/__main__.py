@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     from tiercache.daemon.descriptors import fit, raise_limit
+    from tiercache.daemon.ground.core_dumps import leave_none
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
     from tiercache.daemon.server import Server
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)
+    if config.has_secrets:
+        leave_none()
 
     async def serve() -> int:
         files = raise_limit()

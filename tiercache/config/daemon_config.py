@@ -142,6 +142,11 @@ class DaemonConfig:
             set_field(self, "quarantine_per_client_bytes", max(self.arena_bytes // 4, QUARANTINE_FLOOR_BYTES))
 
     @property
+    def has_secrets(self) -> bool:
+        """Whether the daemon gets to know a key, or the password of a store."""
+        return bool(self.curve_keys or self.nvme_key or self.shared_key or self.shared)
+
+    @property
     def nvme_paths(self) -> tuple[Path, ...]:
         """Paths of the nvme directories."""
         return tuple(one.path for one in self.nvme_dirs)

@@ -36,6 +36,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
+_MADV_DONTDUMP = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0x7
 _F_ADD_SEALS = 1033
@@ -142,7 +143,8 @@ def create_region(size_bytes: int, name: str = "tiercache") -> int:
 class Region:
     """One mapped region: addresses `address ..< address + size_bytes` of this process.
 
-    The mapping is not inherited by forked children. `unmap` must come after the last copy.
+    The mapping is not inherited by forked children, and not part of core dumps: those would be as large as the arena,
+    and contain what users have written. `unmap` must come after the last copy.
     """
 
     __slots__ = ("address", "locked", "region_id", "size_bytes")
@@ -167,6 +169,7 @@ class Region:
             raise ArenaError(f"region {region_id} could not be mapped: {os.strerror(ctypes.get_errno())}")
         self.address: int = address
         _libc.madvise(address, size_bytes, _MADV_DONTFORK)
+        _libc.madvise(address, size_bytes, _MADV_DONTDUMP)
 
     def populate(self, deadline_s: float | None = None) -> bool:
         """Fault in every page of this mapping, so that no copy pays for it. Blocks; the lock is free.
