@@ -243,14 +243,15 @@ async def test_many_stopped_processes_hold_up_the_end_no_longer_than_one(
 
 
 @played
-async def test_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path) -> None:
+async def test_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
     await many_ends(tmp_path, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @played
-async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path) -> None:
+async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
     await many_ends(tmp_path, 40)
 
 
