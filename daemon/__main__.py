@@ -53,18 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     from tiercache.daemon.descriptors import fit, raise_limit
+    from tiercache.daemon.ground.core_dumps import leave_none
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
     from tiercache.daemon.server import Server
+    from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)
+    if config.has_secrets:
+        leave_none()
 
     async def serve() -> int:
         files = raise_limit()
 
         def checked(found: Resolved, *, quiet: bool) -> Resolved:
-            check_fits(found.config.arena_bytes)
+            directories = len(found.config.nvme_dirs)
+            workers = directories if wants_workers(found.config.nvme_workers, directories) else 0
+            check_fits(found.config.arena_bytes, workers)
             return found._replace(config=fit(found.config, files, quiet=quiet))
 
         server = Server(checked(running, quiet=False), lambda: checked(read(), quiet=True), log.figures)

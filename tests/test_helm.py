@@ -14,6 +14,7 @@ from kubernetes_objects import RefusedValues, render, validate
 from tiercache import __version__
 from tiercache.config.daemon_config import DaemonConfig, load_config, render_toml
 from tiercache.config.settings_schema import settings_schema
+from tiercache.copies.arena import worker_bytes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.protocol.curve import load_allowed, load_server, make_client, make_server
 
@@ -131,6 +132,27 @@ def test_memory_may_be_said() -> None:
     assert memory_bytes({"arena": "8GiB", "memoryOverhead": "2Gi"}) == 10 * GIB
     blocks = (4 << 40) // (512 << 10)
     assert memory_bytes({"nvme": {"size": "4TiB"}}) >= 32 * GIB + (128 << 20) + 250 * blocks
+
+
+@pytest.mark.parametrize(
+    ("paths", "settings", "workers"),
+    [
+        (1, {}, 0),
+        (1, {"nvme_workers": "on"}, 1),
+        (4, {}, 4),
+        (4, {"nvme_workers": "auto"}, 4),
+        (4, {"nvme_workers": "off"}, 0),
+        (4, {"nvme_workers": False}, 0),
+        (0, {"nvme_workers": "on"}, 0),
+    ],
+)
+def test_memory_has_room_for_worker_processes_with_their_page_tables(
+    paths: int, settings: dict[str, Any], workers: int
+) -> None:
+    nvme = {"paths": [f"/mnt/{number}" for number in range(max(paths, 1))], "enabled": paths > 0}
+    found = memory_bytes({"arena": "64GiB", "nvme": nvme, "settings": settings})
+    without = memory_bytes({"arena": "64GiB", "nvme": nvme, "settings": {"nvme_workers": "off"}})
+    assert abs(found - without - workers * worker_bytes(64 * GIB)) <= 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import tiercache
 from tiercache.cli.doctor import cuda as doctor_cuda
 from tiercache.connector.direct import probe as gds_probe
 from tiercache.demo.child import Child
-from tiercache.ground.isolated import python_command
+from tiercache.ground.isolated import python_command, quick_command
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = ("tiercache", "msgspec", "zmq", "numpy", "uvicorn", "json", "logging", "typing", "runpy", "sitecustomize")
@@ -44,7 +44,33 @@ def test_no_child_imports_from_the_current_directory(proof: Path, tmp_path: Path
     assert doctor_cuda.examine()
     with Child("tiercache.cli.main", "--help", log=tmp_path / "help") as child:
         assert child.process.wait(60) == 0
+    done = subprocess.run(quick_command("tiercache.cli.main"), capture_output=True, text=True, timeout=60, check=False)
+    assert "Usage: tiercache" in done.stdout, done
     assert not proof.exists(), proof.read_text()
+
+
+def test_a_quick_child_has_the_path_of_its_parent_and_nothing_else(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    other.joinpath("probe.py").write_text(
+        "import sys, tiercache\ndef main():\n"
+        "    print(*sys.path, sys.argv, 'site' in sys.modules, sep='\\n')\n    return 3\n"
+    )
+    parent = (
+        f"import sys; sys.path[:] = [{str(ROOT)!r}, {str(other)!r}, '', 'relative', *sys.path]\n"
+        "import subprocess, tiercache.ground.isolated as isolated\n"
+        "print(*(folder for folder in sys.path if folder.startswith('/')), sep='\\n')\n"
+        "sys.exit(subprocess.run(isolated.quick_command('probe', 'a b', '-m')).returncode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", parent], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    lines = done.stdout.splitlines()
+    path, seen = lines[: len(lines) // 2 - 1], lines[len(lines) // 2 - 1 : -2]
+    assert seen == path
+    assert {str(ROOT), str(other)} < set(path)
+    assert lines[-2:] == ["['probe', 'a b', '-m']", "False"]
 
 
 def test_the_folder_is_dangerous_indeed(proof: Path) -> None:

@@ -2,6 +2,7 @@
 
     clock, slices, niceness, memory     the event loop's time, and how it is shared
     run_directory, own_process          files and figures of this process
+    core_dumps                          none of a process that has keys
     counters, logs, health_log          what it counts and logs
     regions, connections                the thread that makes the arena; limits on connections
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from tiercache.config.setting_kinds import toml_bytes
-from tiercache.copies.arena import Region, capacity_bytes, create_region, largest_arena_bytes
+from tiercache.copies.arena import Region, capacity_bytes, create_region, largest_arena_bytes, worker_bytes
 from tiercache.errors import ArenaError, ConfigError
 from tiercache.ground.units import format_bytes, round_up
 
@@ -19,14 +19,16 @@ NICENESS = 10
 _REGION_GRANULE_BYTES = 2 << 20
 
 
-def check_fits(arena_bytes: int) -> None:
+def check_fits(arena_bytes: int, workers: int = 0) -> None:
     """Raise ConfigError for an arena that this host can never provide: the kernel would kill engines for it.
 
-    Memory in use now does not count: clients of a killed daemon may still map it.
+    Memory in use now does not count: clients of a killed daemon may still map it. `workers`: processes that map it.
     """
-    largest = largest_arena_bytes()
+    largest = largest_arena_bytes(workers)
     if arena_bytes > largest:
         text = f"this host, or the cgroup, has {format_bytes(capacity_bytes())}, and engines need some of it"
+        if workers:
+            text += f", {workers} worker processes {format_bytes(workers * worker_bytes(arena_bytes))}"
         raise ConfigError(f"arena = {toml_bytes(arena_bytes)}: {text}: write arena = {toml_bytes(largest)} or less")
 
 

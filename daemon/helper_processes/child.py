@@ -1,4 +1,4 @@
-"""What every child does: the main module of one calls `run_child`. It ends with its parent, whatever hangs.
+"""What every child does: `main` of its module calls `run_child`. It ends with its parent, whatever hangs.
 
 Imports little, because a process that is replaced is missed meanwhile.
 """
@@ -37,18 +37,22 @@ class ControlSocket:
         self._end = end
         self.start, self.start_fds = self._receive(packets.MAX_FDS)
 
-    def fileno(self) -> int:
-        """Readable when `next_line` does not block."""
-        return self._end.fileno()
-
     def say_ready(self) -> None:
         """From now on the daemon opens lines."""
         self._end.send(packets.READY)
 
     def next_line(self) -> socket.socket | None:
-        """The next line that the daemon opens; None when this process is to end. Blocks."""
-        packet, fds = self._receive(1)
-        return socket.socket(fileno=fds[0]) if packet else None
+        """The next line that the daemon opens; None when this process is to end. Blocks.
+
+        To be called again at once, by a thread that waits for nothing else: this is also where pings are answered, and
+        a process that does not answer them is killed.
+        """
+        while True:
+            packet, fds = self._receive(1)
+            if packet != packets.PING:
+                return socket.socket(fileno=fds[0]) if packet else None
+            with contextlib.suppress(OSError):  # without room the daemon has enough to read
+                self._end.send(packets.PONG, socket.MSG_DONTWAIT)
 
     def _receive(self, most_fds: int) -> tuple[bytes, list[int]]:
         try:

@@ -1,8 +1,8 @@
 """What is said on the control socket: one message is one packet, and its first byte says what it is.
 
-To the child: its start message, as it is, and then `LINE`, each with the descriptor of a line. Back come `READY`,
-`FAILED` with a text and `LOG` with a level and a text. The daemon's end is shut down for writing when the child is to
-end.
+To the child: its start message, as it is, and then `LINE`, each with the descriptor of a line, and `PING`. Back come
+`READY`, `FAILED` with a text, `LOG` with a level and a text, and `PONG`. The daemon's end is shut down for writing when
+the child is to end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_FDS = 253
 MAX_TEXT = 4096
 """Characters of a text: the rest is cut off."""
 
-LINE, READY, FAILED, LOG = b"S", b"R", b"F", b"L"
+LINE, READY, FAILED, LOG, PING, PONG = b"S", b"R", b"F", b"L", b"P", b"O"
 
 
 def failed_packet(text: str) -> bytes:

@@ -14,7 +14,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from tiercache.daemon.helper_processes import packets
-from tiercache.ground.isolated import python_command
+from tiercache.daemon.helper_processes.lines import LateLines
+from tiercache.ground.isolated import quick_command
 
 MAX_REPORTS = 1000
 """Read in one go: more than a socket holds, so that all that a dead process has said is read."""
@@ -61,14 +62,16 @@ class HelperProcess:
     control: socket.socket
     pidfd: int
     started_s: float = field(default_factory=time.monotonic)
+    lived_s: float = 0.0
+    """How long it has lived, once it is lost."""
     ready: bool = False
     failed: str = ""
     """Why it could not start, in its own words."""
     hangs: bool = False
     answered_s: float = 0.0
     """When it has last answered on any line: set by the owner, from any thread."""
-    late: list[tuple[socket.socket, float]] = field(default_factory=list)
-    """Lines that were given up, and when their calls began."""
+    late: LateLines = field(default_factory=LateLines)
+    """Lines that were given up."""
     control_ended: bool = False
     """All ends of its control socket are closed: its own, and those of processes that it has started."""
 
@@ -89,6 +92,35 @@ class HelperProcess:
                 self.control_ended = True
                 return
             yield packet
+
+    def new_line(self) -> socket.socket:
+        """A line to it, once it is ready; the caller's to close. Does not block. Raises ProcessError."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            text = f"no line to its helper process: {error.strerror}"
+            raise ProcessError(ProcessProblem.NO_RESOURCES, text) from None
+        try:
+            socket.send_fds(self.control, [packets.LINE], [theirs.fileno()])
+        except BlockingIOError:
+            ours.close()
+            raise ProcessError(ProcessProblem.HANGS, "its helper process does not take new calls") from None
+        except OSError:
+            ours.close()
+            raise ProcessError(ProcessProblem.ENDED, "its helper process has ended") from None
+        finally:
+            theirs.close()
+        return ours
+
+    def ping(self) -> bool:
+        """Ask it for a report; False if it has ended. Does not block."""
+        try:
+            self.control.send(packets.PING)
+        except BlockingIOError:  # it does not read: no report will come
+            return True
+        except OSError:
+            return False
+        return True
 
     def is_gone(self) -> bool:
         """Whether nothing of it is left, not even in the kernel: it is reaped, and its sockets are closed.
@@ -127,14 +159,14 @@ class HelperProcess:
 
 
 def start_process(child: str, start: StartMessage) -> HelperProcess:
-    """Start `child`, a module that calls `child.run_child`. Does not wait for it. Raises OSError.
+    """Start `child`, a module whose `main` calls `child.run_child`. Does not wait for it. Raises OSError.
 
     The kernel kills the process when the calling thread is gone.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         process = subprocess.Popen(
-            [*python_command(child), "--control-fd", str(theirs.fileno())],
+            [*quick_command(child), "--control-fd", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             # A session of its own: Control-C at a terminal is for the daemon, which ends the process.

@@ -14,9 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tiercache.daemon.helper_processes import packets
+from tiercache.daemon.helper_processes.limits import DEFAULT_LIMITS, ProcessLimits
 from tiercache.daemon.helper_processes.process import (
     HelperProcess,
     ProcessError,
@@ -24,29 +24,9 @@ from tiercache.daemon.helper_processes.process import (
     StartMessage,
     start_process,
 )
+from tiercache.daemon.helper_processes.pulse import Pulse
 
 log = logging.getLogger("tiercache.daemon")
-
-
-@dataclass(frozen=True)
-class ProcessLimits:
-    """What differs between kinds of helper processes. Times are in seconds."""
-
-    first_pause_s: float = 0.5
-    longest_pause_s: float = 30.0
-    steady_s: float = 5.0
-    """After a life of so long the next process follows at once; else after a pause, twice as long each time."""
-    max_late_lines: int = 16
-    """Lines that were given up and are not over: with so many, no line is opened."""
-    hung_s: float = 10.0
-    """The process hangs if a late call is so old, and it has answered nothing since or has `max_late_lines`."""
-    max_undead: int = 4
-    """Killed processes that are still in the kernel: with so many, no other is started. 1: one at a time, ever."""
-    reap_s: float = 1.0
-    """For so long at most the thread waits for a killed process before it counts as undead."""
-
-
-DEFAULT_LIMITS = ProcessLimits()
 
 
 class Supervisor:
@@ -56,7 +36,7 @@ class Supervisor:
     logged.
 
     Args:
-        child: the module that is the process: it calls `child.run_child`.
+        child: the module that is the process: its `main` calls `child.run_child`.
         name: what the log calls it, such as "helper process of ADDRESS".
         start: makes the message for each process that is started; called on the supervisor's thread. May raise
             OSError, as if the process could not be started.
@@ -122,29 +102,26 @@ class Supervisor:
                 if left_s <= 0 or self._closing.is_set():
                     raise ProcessError(ProcessProblem.STARTING, "its helper process is starting")
                 self._changed.wait(left_s)
-            its.late = [(line, began_s) for line, began_s in its.late if not _close_if_over(line)]
+            its.late.close_those_over()
             if len(its.late) >= self.limits.max_late_lines:
                 text = f"{len(its.late)} calls were not answered yet: no more are made"
                 raise ProcessError(ProcessProblem.LATE, text)
-            return its, _new_line(its.control)
+            return its, its.new_line()
 
     def give_up_line(self, its: HelperProcess, line: socket.socket, began_s: float) -> None:
         """A call that began then was not answered in time: the line is never used again, and is the supervisor's to
         close, once the process has closed its end. Does not block.
         """
-        with contextlib.suppress(OSError):  # the process is gone
-            line.shutdown(socket.SHUT_WR)
         with self._changed:
             self.late_calls += 1
             if its is not self._now:
                 line.close()
                 return
-            its.late = [(one, since_s) for one, since_s in its.late if not _close_if_over(one)]
-            its.late.append((line, began_s))
-            first_s = min(since_s for _, since_s in its.late)
-            silent = its.answered_s < first_s
+            its.late.close_those_over()
+            its.late.add(line, began_s)
+            silent = its.answered_s < its.late.first_s
             many = len(its.late) >= self.limits.max_late_lines
-            hangs = time.monotonic() - first_s >= self.limits.hung_s and (silent or many)
+            hangs = time.monotonic() - its.late.first_s >= self.limits.hung_s and (silent or many)
         if hangs:
             self.give_up(its)
 
@@ -200,16 +177,20 @@ class Supervisor:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = 0.0
+        pause_s, short_lives = 0.0, 0
         while not self._closing.is_set():
             self._wait_for_undead()
             if self._closing.is_set():
                 break
-            why, steady = self._live()
+            why, its = self._live()
             if self._closing.is_set():
                 break
             limits = self.limits
-            pause_s = 0.0 if steady else min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
+            short_lives = 0 if its is not None and its.lived_s > limits.steady_s else short_lives + 1
+            if short_lives == 0 or (short_lives == 1 and its is not None and its.ready):
+                pause_s = 0.0
+            else:
+                pause_s = min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
             if len(self._undead) < limits.max_undead:
                 log.warning("the %s %s: another one starts in %g s", self._name, why, pause_s)
             with self._changed:
@@ -221,14 +202,14 @@ class Supervisor:
         for its in self._undead:
             its.close()
 
-    def _live(self) -> tuple[str, bool]:
-        """One life of the process: how it ended, and whether it had started well."""
+    def _live(self) -> tuple[str, HelperProcess | None]:
+        """One life of the process: how it ended, and the process if it could be started."""
         try:
             its = start_process(self._child, self._start())
         except OSError as error:
             why = f"could not be started ({error.strerror})"
             self._tell(self._on_ended, None, why)
-            return why, False
+            return why, None
         self.starts += 1
         with self._changed:
             self._now = its
@@ -237,26 +218,33 @@ class Supervisor:
         finally:
             with self._changed:
                 self._now = None
-                late, its.late = its.late, []
-            for line, _ in late:
-                line.close()
-            steady = time.monotonic() - its.started_s > self.limits.steady_s
+                its.late.close()
+            its.lived_s = time.monotonic() - its.started_s
             why = self._end(its)
-        return why, steady
+        return why, its
 
     def _watch(self, its: HelperProcess) -> None:
         """Until the process ends, hangs, or is not wanted any more."""
         look = select.poll()
         for fd in (self._wake, *its.awaited_fds()):
             look.register(fd, select.POLLIN)
+        pulse = Pulse(its, self.limits.silent_s)
         while not (its.hangs or self._closing.is_set()):
-            ready = [fd for fd, _ in look.poll()]
+            wait_s = pulse.wait_s
+            ready = [fd for fd, _ in look.poll(None if wait_s is None else 1000 * wait_s)]
             if self._wake in ready:
                 self._clear_wake()
             # What it has said before its end is read first. Its control socket may outlive it, in a child of its own.
             over = its.pidfd in ready
-            if not all(self._take_report(its, report) for report in its.reports()) or over or its.control_ended:
+            for report in its.reports():
+                pulse.heard()
+                if not self._take_report(its, report):
+                    return
+            if over or its.control_ended:
                 return
+            if not pulse.beats():
+                log.error("the %s does not answer: it is killed", self._name)
+                self.give_up(its)
 
     def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -276,7 +264,7 @@ class Supervisor:
                 self._changed.notify_all()
             self._tell(self._on_started, its)
         else:
-            return False
+            return kind == packets.PONG
         return True
 
     def _end(self, its: HelperProcess) -> str:
@@ -341,37 +329,3 @@ class Supervisor:
             callback(*arguments)
         except Exception:
             log.exception("what is to know of the %s failed to take it in", self._name)
-
-
-def _new_line(control: socket.socket) -> socket.socket:
-    """A line to the process with that control socket. Raises ProcessError."""
-    try:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        text = f"no line to its helper process: {error.strerror}"
-        raise ProcessError(ProcessProblem.NO_RESOURCES, text) from None
-    try:
-        socket.send_fds(control, [packets.LINE], [theirs.fileno()])
-    except BlockingIOError:
-        ours.close()
-        raise ProcessError(ProcessProblem.HANGS, "its helper process does not take new calls") from None
-    except OSError:
-        ours.close()
-        raise ProcessError(ProcessProblem.ENDED, "its helper process has ended") from None
-    finally:
-        theirs.close()
-    return ours
-
-
-def _close_if_over(line: socket.socket) -> bool:
-    """Close a line that was given up if the process has closed its end; whether it has. Does not block."""
-    try:
-        line.setblocking(False)
-        while packet := line.recv(packets.MAX_PACKET_BYTES):
-            del packet  # a late answer
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    line.close()
-    return True

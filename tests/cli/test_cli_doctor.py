@@ -66,6 +66,8 @@ def test_a_good_host_has_no_remedies(host: Host) -> None:
     names = ("libraries", "memory", "memlock", "shared memory", "huge pages", "descriptors", "processors")
     assert [(name, found[name].remedy) for name in names if found[name].state is not State.OK] == []
     assert found["cgroup memory"].figure == "8.0 GiB, the daemon needs 4.1 GiB"
+    with_workers = look(host, replace(NEEDS, workers=4))
+    assert with_workers["cgroup memory"].figure == "8.0 GiB, the daemon needs 4.2 GiB"
     assert found["kernel"].state is not State.NOT_APPLICABLE
     assert {one.state.value for one in found.values()} <= STATES
 

@@ -4,6 +4,7 @@
 directory first asks for a lock of the kernel's that the test can hold: a thread that waits for it is in the
 kernel without the interpreter's lock, as it would be for a disk, and sees neither signals nor deadlines.
 SQLite's own calls are held up where Python enters it, and transfers by AIO in io_submit, as by a frozen file system.
+Worker processes that the daemon starts get the same code, and so their disk hangs instead of the daemon's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import os
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,15 @@ def patch(directory: Path, gate: Gate, only_database: bool = False, **constants:
         module, _, constant = name.partition("__")
         lines.append(f"importlib.import_module('tiercache.daemon.tiers.nvme.{module}').{constant} = {value!r}")
     lines.append("from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog; Catalog.open.__defaults__ = (0.05,)")
-    return "\n".join(lines)
+    code = "\n".join(lines)
+    return f"{code}\nfault_hang.install_in_helpers({code!r})"
+
+
+def install_in_helpers(code: str) -> None:
+    """Have helper processes that this process starts run `code` first."""
+    from tiercache.daemon.helper_processes import process
+
+    process.quick_command = lambda child: [sys.executable, "-c", f"{code}\nimport {child} as it\nit.main()"]  # type: ignore[assignment]
 
 
 def _followed(path: str) -> str:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from waiting import wait_until
 
 SETTINGS = {"block_bytes": 64 << 10, "blocks": 32, "request_timeout_s": 0.3}
 TINY = ("--arena", "4MiB", "--region", "2MiB")
+NVME = ("--nvme-size", "32MiB", "--nvme-segment", "2MiB", "--grace", "1s")
 
 
 def check(daemon: Daemon) -> None:
@@ -80,6 +82,35 @@ def test_clients_at_random_while_the_daemon_dies_again_and_again(
     engine = engine_of(daemon, spec_of(64 << 10))
     assert engine.store(chain_of("after", 20)).dropped == 0
     assert engine.load(chain_of("after", 20)) == 20
+    check(daemon)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [30])
+def test_clients_at_random_while_the_daemon_and_its_worker_processes_die(
+    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child], tmp_path: Path, seed: int
+) -> None:
+    """Loads come from NVMe, too, by way of processes that are killed or stopped, or lose the daemon."""
+    dirs = ",".join(str(tmp_path / name) for name in "ab")
+    daemon = start_daemon(*TINY, "--nvme", dirs, *NVME, "--nvme-workers", "on")
+    _, results = churn(start_child, daemon, seed, seconds=12)
+    dice, ends_s, kills = random.Random(seed), time.monotonic() + 11, 0
+    while time.monotonic() < ends_s:
+        moment_s = time.monotonic() + dice.uniform(0.1, 0.8)
+        wait_until(lambda m=moment_s: time.monotonic() > m, "work in between")
+        if dice.random() < 0.2:
+            daemon.restart()
+        pids = [one["worker_pid"] for one in daemon.stats()["tiers"]["nvme"]["directories"] if one["worker_pid"]]
+        for pid in dice.sample(pids, min(1, len(pids))):
+            if dice.random() < 0.3:
+                os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
+            kills += 1
+    assert all(total["good"] > 0 for total in results())
+    assert kills > 5
+    wait_until(lambda: daemon.stats()["health"]["state"] == "ok", "both directories are open", 60)
+    assert daemon.stats()["tiers"]["nvme"]["promoted_blocks"] > 0
     check(daemon)
 
 

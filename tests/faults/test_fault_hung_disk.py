@@ -1,7 +1,8 @@
 """Fault 54: one of two disks hangs under a real daemon; the other one, DRAM and the clients do not notice.
 
 The disk is a directory whose system calls wait for a lock of the test's (fault_hang.py), and a file system
-that the kernel has frozen, where writes wait in the kernel itself.
+that the kernel has frozen, where writes wait in the kernel itself. The calls are the daemon's own, or (marked `slow`)
+those of a worker process for each directory.
 """
 
 from __future__ import annotations
@@ -151,12 +152,26 @@ def nvme_io(request: pytest.FixtureRequest) -> str:
     return str(getattr(request, "param", "auto"))
 
 
-both = pytest.mark.parametrize("nvme_io", ["aio", "threads"], indirect=True)
+@pytest.fixture
+def nvme_workers(request: pytest.FixtureRequest) -> str:
+    """Whether each directory has a process of its own."""
+    return str(getattr(request, "param", "off"))
+
+
+each = pytest.mark.parametrize(
+    ("nvme_io", "nvme_workers"),
+    [("aio", "off"), ("threads", "off"), pytest.param("aio", "on", marks=pytest.mark.slow)],
+    indirect=True,
+    ids=["aio", "threads", "workers"],
+)
+in_workers_too = pytest.mark.parametrize(
+    "nvme_workers", ["off", pytest.param("on", marks=pytest.mark.slow)], indirect=True, ids=["in daemon", "workers"]
+)
 
 
 @pytest.fixture
 def start_disks(
-    tmp_path: Path, gate: Gate, closing: ExitStack, engine_of: Callable[..., Engine], nvme_io: str
+    tmp_path: Path, gate: Gate, closing: ExitStack, engine_of: Callable[..., Engine], nvme_io: str, nvme_workers: str
 ) -> Callable[..., Disks]:
     """A daemon on directories `hung`, which hangs when the gate says so, and `well`."""
 
@@ -164,7 +179,7 @@ def start_disks(
         paths = [hung or tmp_path / "hung", tmp_path / "well"]
         code = patch(paths[0], gate, only_database, **{"shelf__OFFLINE_AGE_S": 1.0, "tier__CLOSE_S": 0.5, **constants})
         settings = "--arena", "32MiB", "--region", "8MiB", "--nvme-size", "128MiB", "--nvme-segment", "8MiB"
-        nvme = "--nvme", ",".join(map(str, paths)), "--nvme-io", nvme_io
+        nvme = "--nvme", ",".join(map(str, paths)), "--nvme-io", nvme_io, "--nvme-workers", nvme_workers
         daemon = Daemon(*settings, *nvme, "--grace", "1s", *flags, patch=code)
         closing.callback(daemon.close)
         return Disks(daemon, paths, engine_of)
@@ -183,7 +198,7 @@ def stats_of(run_dir: str) -> str:
     return subprocess.run(command, capture_output=True, check=True, timeout=SOON_S, text=True).stdout
 
 
-@both
+@each
 def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gate) -> None:
     disks = start_disks("--http", "127.0.0.1:0")
     hung, well = disks.paths
@@ -237,6 +252,7 @@ def _is_told(disks: Disks, hung: Path) -> None:
     assert told in ready["remark"]
 
 
+@in_workers_too
 def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate) -> None:
     """Blocks there are read, and nothing is written that could not be found again."""
     disks = start_disks(only_database=True, flushes__FLUSH_S=0.5)
@@ -264,7 +280,7 @@ def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate)
     assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
 
 
-@both
+@each
 @pytest.mark.parametrize("end", ["terminated", "killed"])
 def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate, end: str) -> None:
     """The stop does not wait for the disk, and blocks that were being written are good or a miss."""
@@ -293,7 +309,12 @@ def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disk
     disks.check_directories()
 
 
-@pytest.mark.parametrize("only_database", [False, True], ids=["all", "database"])
+@pytest.mark.parametrize(
+    ("only_database", "nvme_workers"),
+    [(False, "off"), (True, "off"), pytest.param(False, "on", marks=pytest.mark.slow)],
+    indirect=["nvme_workers"],
+    ids=["all", "database", "workers"],
+)
 def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], gate: Gate, only_database: bool) -> None:
     disks = start_disks(only_database=only_database, tier__PATIENCE_S=0.5)
     hung, well = disks.paths
@@ -320,9 +341,9 @@ def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], ga
     disks.check_directories()
 
 
-@both
+@each
 def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks], frozen_disk: FrozenDisk) -> None:
-    """Threads of the daemon wait uninterruptibly in the kernel: it serves, ends, and later uses the disk again."""
+    """Threads wait uninterruptibly in the kernel: the daemon serves, ends, and later uses the disk again."""
     disks = start_disks(hung=frozen_disk.path / "nvme")
     hung, well = disks.paths
     disks.fill()
@@ -331,7 +352,8 @@ def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks],
     before, new = disks.blocks(well), []
     while disks.of(hung)["in_flight"] == 0:
         new.append(disks.store())
-    wait_until(lambda: "D" in _threads(disks.daemon.pid), "a thread waits in the kernel", SOON_S)
+    process = disks.of(hung)["worker_pid"] or disks.daemon.pid
+    wait_until(lambda: "D" in _threads(process), "a thread waits in the kernel", SOON_S)
     wait_until(lambda: disks.of(hung)["state"] == "offline", "it is told", SOON_S)
     assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
     assert [disks.length(keys) for keys in disks.chains[hung]] == [0] * len(disks.chains[hung])
@@ -353,6 +375,7 @@ def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks],
     # The kernel buries the process when the disk lets go of its threads, and no sooner.
     frozen_disk.thaw()
     assert ended() == 0
+    wait_until(lambda: state_of(process) == "", "nothing of it is left", SOON_S)
     disks.check_directories()
     disks.start()
     disks.wait_all_well()

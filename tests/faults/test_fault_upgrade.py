@@ -55,9 +55,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def daemon(code: str, run_dir: Path, nvme: Path) -> Iterator[None]:
+def daemon(code: str, run_dir: Path, nvme: Path, *more: str) -> Iterator[None]:
     flags = ["--run-dir", str(run_dir), "--arena", "16MiB", "--region", "4MiB", "--nvme", str(nvme)]
-    flags += ["--nvme-size", "64MiB", "--nvme-segment", "2MiB"]
+    flags += ["--nvme-size", "64MiB", "--nvme-segment", "2MiB", *more]
     its, ours = os.pipe2(os.O_CLOEXEC)  # it ends when we do
     process = subprocess.Popen(
         [sys.executable, "-m", "tiercache.daemon", *flags, "--parent-fd", str(its)],
@@ -107,11 +107,15 @@ def test_each_client_with_the_other_daemon(earlier: str, tmp_path: Path, old_dae
 
 
 @pytest.mark.timeout(240)  # eight processes are started, one after another
-def test_a_directory_through_an_upgrade_and_back(earlier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "workers", ["off", pytest.param("on", marks=pytest.mark.slow)], ids=["in daemon", "worker process"]
+)
+def test_a_directory_through_an_upgrade_and_back(earlier: str, tmp_path: Path, workers: str) -> None:
+    """`workers`: of this release; the earlier one has none."""
     run, nvme = tmp_path / "run", tmp_path / "nvme"
     with daemon(earlier, run, nvme):
         assert run_client(earlier, run, "store") == "[4, 4, true]"
     # A daemon answers while it still loads what an earlier life has left.
     for served, client in ((NOW, NOW), (earlier, earlier), (NOW, earlier)):
-        with daemon(served, run, nvme):
+        with daemon(served, run, nvme, *(["--nvme-workers", workers] if served == NOW else [])):
             wait_until(lambda client=client: run_client(client, run) == "[4, 4, true]", f"found by {served}")  # type: ignore[misc]

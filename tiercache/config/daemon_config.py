@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.config.setting_kinds import (
-    HUGE_PAGE_BYTES,
     MAX_REGIONS,
     MAX_SOCKET_PATH_BYTES,
     NvmeDirectory,
@@ -32,7 +31,7 @@ from tiercache.config.setting_kinds import (
 )
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError
-from tiercache.ground.units import round_up
+from tiercache.ground.units import HUGE_PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     import argparse
@@ -141,6 +140,11 @@ class DaemonConfig:
         set_field(self, "region_bytes", min(max(self.region_bytes, least), self.arena_bytes))
         if self.quarantine_per_client_bytes == 0:
             set_field(self, "quarantine_per_client_bytes", max(self.arena_bytes // 4, QUARANTINE_FLOOR_BYTES))
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether the daemon gets to know a key, or the password of a store."""
+        return bool(self.curve_keys or self.nvme_key or self.shared_key or self.shared)
 
     @property
     def nvme_paths(self) -> tuple[Path, ...]:

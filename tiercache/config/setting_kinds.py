@@ -11,9 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tiercache.ground.units import BYTES_PATTERN, DURATION_PATTERN, parse_bytes, parse_duration_s, round_up
+from tiercache.ground.units import (
+    BYTES_PATTERN,
+    DURATION_PATTERN,
+    HUGE_PAGE_BYTES,
+    parse_bytes,
+    parse_duration_s,
+    round_up,
+)
 
-HUGE_PAGE_BYTES = 2 << 20
 MAX_REGIONS = 256
 MIN_NVME_BYTES, MAX_NVME_BYTES = 16 << 20, 1 << 50
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -17,9 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiercache.config.setting_kinds import HUGE_PAGE_BYTES
 from tiercache.errors import ArenaError
-from tiercache.ground.units import format_bytes
+from tiercache.ground.units import HUGE_PAGE_BYTES, format_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -37,6 +36,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
+_MADV_DONTDUMP = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0x7
 _F_ADD_SEALS = 1033
@@ -47,6 +47,8 @@ _POPULATE_STEP_BYTES = 4 << 20
 _LEAST_RESERVE_BYTES = 128 << 20
 _MOST_RESERVE_BYTES = 8 << 30
 _RESERVE_SHARE = 16
+_WORKER_BYTES = 32 << 20
+_PAGE_TABLE_SHARE = 512
 _LEAST_HEADROOM_BYTES = 128 << 20
 _HEADROOM_SHARE = 64
 
@@ -65,11 +67,20 @@ def capacity_bytes() -> int:
     return min([_meminfo_bytes("MemTotal:"), *(limit for _, limit, _ in _cgroup_limits())])
 
 
-def largest_arena_bytes() -> int:
-    """The part of it that an arena may take: the rest is for the daemon, the engines and the system."""
+def largest_arena_bytes(workers: int = 0) -> int:
+    """The part of it that an arena may take: the rest is for the daemon, the engines and the system.
+
+    Beside so many processes of the daemon that map the arena too; see `worker_bytes`.
+    """
     capacity = capacity_bytes()
     reserve = min(max(capacity // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
-    return max(capacity - reserve, 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    left = max(capacity - reserve - workers * _WORKER_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + workers)
+    return left // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def worker_bytes(arena_bytes: int) -> int:
+    """Memory of a worker process that maps the arena: its own, and page tables of 8 bytes for each page of 4 KiB."""
+    return _WORKER_BYTES + arena_bytes // _PAGE_TABLE_SHARE
 
 
 def _meminfo_bytes(name: str) -> int:
@@ -132,7 +143,8 @@ def create_region(size_bytes: int, name: str = "tiercache") -> int:
 class Region:
     """One mapped region: addresses `address ..< address + size_bytes` of this process.
 
-    The mapping is not inherited by forked children. `unmap` must come after the last copy.
+    The mapping is not inherited by forked children, and not part of core dumps: those would be as large as the arena,
+    and contain what users have written. `unmap` must come after the last copy.
     """
 
     __slots__ = ("address", "locked", "region_id", "size_bytes")
@@ -157,6 +169,7 @@ class Region:
             raise ArenaError(f"region {region_id} could not be mapped: {os.strerror(ctypes.get_errno())}")
         self.address: int = address
         _libc.madvise(address, size_bytes, _MADV_DONTFORK)
+        _libc.madvise(address, size_bytes, _MADV_DONTDUMP)
 
     def populate(self, deadline_s: float | None = None) -> bool:
         """Fault in every page of this mapping, so that no copy pays for it. Blocks; the lock is free.

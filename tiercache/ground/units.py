@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+HUGE_PAGE_BYTES = 2 << 20
+
 _BYTES = {
     "": 1,
     "b": 1,

@@ -11,7 +11,6 @@ use.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.errors import ConfigError
-from tiercache.ground.extras import install_extra
 from tiercache.ground.units import round_up
 
 OVERHEAD_BYTES = 28
@@ -52,13 +50,18 @@ class Cipher:
         """Raises ConfigError without the library."""
         assert len(key) == KEY_BYTES
         try:
+            # Imported here: a worker process without a key starts sooner.
+            from hashlib import blake2b
+
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
+            from tiercache.ground.extras import install_extra
+
             text = f"{setting} needs the package cryptography: {install_extra('encryption')}"
             raise ConfigError(text) from error
-        self._key = key
-        self.key_id = hashlib.blake2b(digest_size=16, key=key, person=_PERSON_OF_ID).digest()
+        self._key, self._hash = key, blake2b
+        self.key_id = self._hash(digest_size=16, key=key, person=_PERSON_OF_ID).digest()
         """Tells this key from others, and reveals nothing else of it."""
         self._make: Callable[[bytes], Any] = AESGCM
         self._invalid = InvalidTag
@@ -70,11 +73,11 @@ class Cipher:
 
     def derived_key(self, person: bytes) -> bytes:
         """A key for another purpose, which `person` (at most 16 bytes) names. It reveals nothing of this one."""
-        return hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=person).digest()
+        return self._hash(digest_size=KEY_BYTES, key=self._key, person=person).digest()
 
     def _aead(self, whose: bytes) -> Any:
         """The AEAD that seals and opens one block: 4 us."""
-        return self._make(hashlib.blake2b(whose, digest_size=KEY_BYTES, key=self._key, person=_PERSON).digest())
+        return self._make(self._hash(whose, digest_size=KEY_BYTES, key=self._key, person=_PERSON).digest())
 
     def seal(self, plain: memoryview | bytes, whose: bytes, out: memoryview) -> None:
         """Write the sealed bytes of `plain` into `out`, which is `OVERHEAD_BYTES` longer."""

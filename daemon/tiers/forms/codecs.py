@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tiercache.errors import ConfigError
-from tiercache.ground.extras import install_packages
 from tiercache.ground.units import round_up
 
 RAW = 0
@@ -201,5 +200,7 @@ def _need(module: str, package: str, codec: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        from tiercache.ground.extras import install_packages
+
         text = f"codec {codec!r} needs the package {package}: {install_packages(package)}, or choose 'raw'"
         raise ConfigError(text) from error

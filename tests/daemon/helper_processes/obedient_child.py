@@ -32,6 +32,8 @@ def serve(control: ControlSocket) -> int:
             log.warning("line %d of many", number)
     if how != "silent":
         control.say_ready()
+    while how == "deaf":
+        time.sleep(0.1)
     while line := control.next_line():
         threading.Thread(target=answer, args=(line, control), daemon=True).start()
     if how == "orderly":
@@ -65,5 +67,5 @@ def answer(line: socket.socket, control: ControlSocket) -> None:
     line.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_child(serve, "the obedient process")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from obedient_child import FLOOD
 from waiting import state_of, wait_until
 
+from tiercache.daemon.helper_processes import packets, pulse
+from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
-from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.helper_processes.supervisor import Supervisor
 
 EAGER = ProcessLimits(first_pause_s=0.01, longest_pause_s=0.05, steady_s=0.0)
 
@@ -76,6 +79,20 @@ class Owner:
 
 
 Own = Callable[..., Owner]
+
+
+def count_of(its: HelperProcess, what: bytes, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Reports of that kind from now on."""
+    found, reports = list[bytes](), its.reports
+
+    def noted() -> Iterator[bytes]:
+        for report in reports():
+            if report == what:
+                found.append(report)
+            yield report
+
+    monkeypatch.setattr(its, "reports", noted)
+    return found
 
 
 @pytest.fixture
@@ -153,6 +170,67 @@ def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
     assert (owner.supervisor.starts, owner.supervisor.given_up, owner.supervisor.late_calls) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("how", ["stopped", "deaf"])
+def test_one_that_answers_no_ping_is_killed_though_nobody_has_called_it(
+    own: Own, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pulse, "PING_S", 0.05)
+    owner = own("deaf" if how == "deaf" else "serve", replace(EAGER, silent_s=1.0))
+    pid = owner.pid()
+    if how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: len(owner.told) >= 4, "another one")
+    assert owner.told[:3] == [("started", pid), ("ended", pid), ("gone", pid)]
+    assert owner.whys[0] == "hung and was killed"
+    assert "the process of a test does not answer: it is killed" in caplog.text
+
+
+def test_one_that_answers_pings_lives_on_whatever_its_other_threads_do(
+    own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "PING_S", 0.02)
+    owner = own(limits=replace(EAGER, silent_s=1.0))
+    its, line = owner.supervisor.open_line(soon())
+    with line:
+        line.send(b"hang")
+        pongs = count_of(its, packets.PONG, monkeypatch)
+        wait_until(lambda: len(pongs) > 100, "many answers")
+    assert (owner.pid(), owner.supervisor.given_up) == (its.pid, 0)
+
+
+@pytest.mark.parametrize("why", ["it is not ready", "it need not answer"])
+def test_one_that_is_not_pinged_may_be_silent(own: Own, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "PING_S", 0.01)
+    ready = why != "it is not ready"
+    owner = own("serve" if ready else "silent", replace(EAGER, silent_s=math.inf if ready else 0.01))
+    wait_until(lambda: owner.supervisor.stats()["pid"] and bool(owner.told) == ready, "the process")
+    pid = owner.supervisor.stats()["pid"]
+    assert isinstance(pid, int)
+    os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    wait_until(lambda: time.monotonic() > began_s + 0.3, "many pings")
+    assert (owner.supervisor.stats()["pid"], owner.supervisor.given_up) == (pid, 0)
+
+
+def test_time_in_which_the_daemon_is_stopped_itself_is_not_its_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    class Its:
+        ready = True
+        ping = staticmethod(lambda: True)
+
+    one = pulse.Pulse(Its(), 3.0)  # type: ignore[arg-type]
+    now_s[0] += 1.0
+    assert one.beats()
+    now_s[0] += 1000.0
+    assert one.beats(), "one ping is missed, however late that is seen"
+    one.heard()
+    for beats in (True, True, True, False):
+        now_s[0] += 1.0
+        assert one.beats() is beats
+
+
 def test_a_late_call_costs_its_line_and_only_so_many_may_be_late(own: Own) -> None:
     owner = own(limits=ProcessLimits(max_late_lines=2))
     for _ in range(2):
@@ -198,6 +276,24 @@ def test_one_that_ends_at_once_is_told_and_tried_again_after_pauses(
     if how == "raise":
         assert "the obedient process fails" in caplog.text
         assert "ValueError: a defect" in caplog.text
+
+
+def test_a_short_life_that_had_begun_to_serve_is_followed_at_once_and_the_next_one_after_a_pause(
+    own: Own, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = own(limits=ProcessLimits(0.01, 0.02, steady_s=1000.0))
+    for pause in ("0", "0.01", "0.02", "0.02"):
+        caplog.clear()
+        wait_until(lambda: owner.problem() is None, "a process")
+        pid = owner.pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: ("gone", pid) in owner.told, "its end")
+        wait_until(lambda pause=pause: f"ended with status -9: another one starts in {pause} s" in caplog.text)
+    wait_until(lambda: owner.problem() is None, "a process")
+    owner.supervisor.limits = EAGER  # a long life
+    caplog.clear()
+    os.kill(owner.pid(), signal.SIGKILL)
+    wait_until(lambda: "another one starts in 0 s" in caplog.text, "the log")
 
 
 def test_one_that_cannot_be_started_is_told(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ class Needs:
     """What the daemon takes of this host: the running daemon, or a daemon with the settings that would apply here.
 
     Attributes:
+        workers: processes beside it that map the arena, one for each nvme directory, if any.
         pid: process of the running daemon; 0 for none.
         fds: descriptors at its limits: regions, sessions with their pidfds and connections, segment files.
     """
@@ -66,6 +67,7 @@ class Needs:
     nvme_dirs: tuple[Path, ...]
     nvme_bytes: int
     pid: int = 0
+    workers: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import stat
 import time
 from collections.abc import Sequence
@@ -45,6 +44,8 @@ def remove_aside(folder: Path) -> bool:
 def remove(path: Path) -> None:
     """Delete a file, or a folder with all that is in it; a link, not what it points to. Blocks; OSError."""
     if stat.S_ISDIR(path.lstat().st_mode):
+        import shutil  # seldom needed, and slow to import
+
         shutil.rmtree(path)
     else:
         path.unlink()

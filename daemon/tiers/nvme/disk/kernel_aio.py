@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import struct
 from collections.abc import Sequence
 
@@ -52,9 +51,9 @@ class AioContext:
 
     def __init__(self, depth: int, eventfd: int, most_pieces: int) -> None:
         """Raises OSError: ENOSYS without AIO or on an unknown machine, EAGAIN beyond fs.aio-max-nr."""
-        numbers = _NUMBERS.get(platform.machine())
+        numbers = _NUMBERS.get(os.uname().machine)
         if numbers is None:
-            raise OSError(38, f"the numbers of its calls on {platform.machine()} are not known")
+            raise OSError(38, f"the numbers of its calls on {os.uname().machine} are not known")
         setup, self._destroy, self._getevents, self._submit = (ctypes.c_long(number) for number in numbers)
         self._eventfd = eventfd
         self._depth, self._most_pieces = depth, most_pieces

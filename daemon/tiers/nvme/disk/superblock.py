@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import struct
 import time
@@ -61,7 +60,7 @@ class Superblock:
         """A superblock for a new directory."""
         assert 0 < segment_bytes <= OFFSET_MASK
         assert segment_bytes % ALIGNMENT_BYTES == 0
-        return cls(secrets.token_bytes(16), segment_bytes, int(time.time()))
+        return cls(os.urandom(16), segment_bytes, int(time.time()))
 
     def encode(self) -> bytes:
         """Its 4096 bytes."""

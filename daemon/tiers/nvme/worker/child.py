@@ -1,4 +1,4 @@
-"""The worker process of one directory: `run_child` of this module, started by `directory_worker`.
+"""The worker process of one directory: `main`, started by `directory_worker`.
 
 main thread   the control socket: lines come by it, and its end ends the process
 files         opens the directory, makes segments, looks at it: one question at a time
@@ -139,5 +139,6 @@ def _answer(directory: Directory, question: messages.FileQuestion) -> messages.F
     return messages.Good()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The process."""
     run_child(serve, "the worker process of an nvme directory")

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -23,8 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiercache.copies.arena import Region
+from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
-from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory
@@ -51,6 +53,9 @@ the block does. The process's catalog waits for some milliseconds anyway."""
 PING_S = 1.0
 HUNG_S = 5.0
 """A process that does not answer a ping for so long is killed. It answers while its disk hangs: other threads wait."""
+MAX_FRUITLESS, FRUITLESS_S = 5, 5.0
+"""Processes in a row that end by themselves so soon after they were given the directory, and confirm none of the rows
+that they were sent. The next one would do the same, for instance because of a row that its catalog does not take."""
 LEFT_S = 0.5
 """For so long a process may still run after it has closed a line."""
 
@@ -67,6 +72,10 @@ class _Life:
     begun: bool = False
     """Whether it has been used: then its line of files is the directory's to close."""
     used: bool = False
+    used_s: float = 0.0
+    """Since when."""
+    answered: int = 0
+    """Changes of rows that processes had answered by then."""
     pinged_s: float = 0.0
     """When it was asked whether it is alive; 0: it has answered."""
 
@@ -97,7 +106,8 @@ class DirectoryWorker:
         self._loop = loop
         self._life: _Life | None = None
         self._down_s = 0.0
-        self._closed = False
+        self._closed = self._given_up = False
+        self._fruitless = 0  # processes in a row
         self._first: messages.Opened | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._last_gone: HelperProcess | None = None
@@ -248,6 +258,7 @@ class DirectoryWorker:
 
     def _use(self, life: _Life) -> None:
         life.begun, life.used, self._life = True, True, life
+        life.used_s, life.answered = time.monotonic(), self.catalog.answered
         self.directory.connect(life.files, life.opened.segments, life.its.pid)
         self.queue.io, self.queue.io_reason = life.opened.io, life.opened.io_reason
         self.queue.connect(life.blocks)
@@ -259,7 +270,7 @@ class DirectoryWorker:
         """Use another process than before, if it has the directory as it was."""
         first, opened = self._first, life.opened
         assert first is not None
-        if self._closed or life.its is self._last_gone:
+        if self._closed or self._given_up or life.its is self._last_gone:
             life.close()
             return
         lost = set(self.directory.segments) - set(opened.segments)
@@ -280,6 +291,8 @@ class DirectoryWorker:
         life.close()
 
     def _give_up(self, why: str) -> None:
+        """No process is used any more: the keeper finds that the directory has gone, and opens it anew."""
+        self._given_up = True
         self.directory.give_up(why)
         self.catalog.give_up()
 
@@ -322,6 +335,15 @@ class DirectoryWorker:
             self._forget_life()
             self.directory.trouble = "its worker process has ended; another one starts"
             self.queue.lost()
+            self._fruitless = self._fruitless + 1 if self._was_fruitless(life) else 0
+            if self._fruitless >= MAX_FRUITLESS:
+                self._give_up(f"{MAX_FRUITLESS} worker processes in a row have ended at once, without writing a row")
+
+    def _was_fruitless(self, life: _Life) -> bool:
+        its, catalog = life.its, self.catalog
+        by_itself = not its.hangs and its.process.returncode != -signal.SIGKILL
+        soon = self._down_s - life.used_s < FRUITLESS_S
+        return by_itself and soon and catalog.pending > 0 and catalog.answered == life.answered
 
     def _forget_life(self) -> None:
         if self._life is not None and not self._life.begun:

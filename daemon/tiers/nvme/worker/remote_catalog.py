@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from tiercache.daemon.tiers.nvme.catalog.catalog import MAX_PENDING
+from tiercache.daemon.tiers.nvme.catalog.catalog import CALLBACKS_AT_ONCE, MAX_PENDING
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields, unpack_placed
 from tiercache.daemon.tiers.nvme.worker import messages
@@ -85,6 +85,8 @@ class RemoteCatalog:
         self.error = ""
         self.written_bytes = 0
         self.loading: RemoteLoading | None = None
+        self.answered = 0
+        """Changes that processes have answered, well or not."""
         self._soon = soon
         self._from_thread = from_thread
         self._wait_for_room = wait_for_room
@@ -95,6 +97,8 @@ class RemoteCatalog:
         self._open_rows = 0  # of those
         self._unsent: deque[tuple[int, _Change]] = deque()
         self._kept: dict[int, _Change] = {}  # refused for now; the process has them too
+        self._answers: deque[tuple[int, int, bool]] = deque()  # runs, as they came: to be passed on
+        self._answering = False
         self._packets: deque[bytes] = deque()  # of messages on their way
         self._refused_rows = False
         self._flushing = False
@@ -190,6 +194,8 @@ class RemoteCatalog:
 
     def connect(self, line: socket.socket) -> None:
         """A process is there: send it everything that none has confirmed, in order."""
+        while self._answers:  # of the one before: long since passed on, as a process takes its time to start
+            self._answer_some()
         self._line = line
         self._joiner = Joiner()
         self._packets.clear()
@@ -212,6 +218,7 @@ class RemoteCatalog:
         self._line = None
         self._packets.clear()
         self._unsent.clear()
+        # What it has answered is passed on all the same.
         self._earlier_written_bytes = self.written_bytes
         self._closed_if_lost()
 
@@ -307,7 +314,12 @@ class RemoteCatalog:
     # --- receiving -------------------------------------------------------------------------------
 
     def readable(self, line: socket.socket) -> bool:
-        """Take one message from the line, if there is one; False at its end."""
+        """Take one message from the line, if there is one; False at its end.
+
+        Nothing is read while answers of the one before are still passed on.
+        """
+        if self._answers:
+            return True
         try:
             packet = line.recv(PART_BYTES + 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -324,9 +336,9 @@ class RemoteCatalog:
     def _take(self, report: messages.RowReport) -> None:
         match report:
             case messages.Answers(runs):
-                for first, count, ok in runs:
-                    for number in range(first, first + count):
-                        self._answered(number, ok)
+                self._answers.extend(runs)
+                if not self._answering:
+                    self._answer_some()
             case messages.Status(error, disk_bytes, written_bytes):
                 self._disk_bytes = disk_bytes
                 self.written_bytes = self._earlier_written_bytes + written_bytes
@@ -345,8 +357,28 @@ class RemoteCatalog:
                 self._written = written
                 self._closed.set()
 
-    def _answered(self, number: int, ok: bool) -> None:
+    def _answer_some(self) -> None:
+        """Pass on answers, of so many rows in one turn of the loop."""
+        rows = 0
+        while self._answers and rows < CALLBACKS_AT_ONCE:
+            number, count, ok = self._answers.popleft()
+            if count > 1:
+                self._answers.appendleft((number + 1, count - 1, ok))
+            rows += self._answered(number, ok)
+        if self._answers and not self._answering:
+            self._answering = True
+            self._from_thread(self._go_on_answering)
+
+    def _go_on_answering(self) -> None:
+        self._answering = False
+        self._answer_some()
+        if not self._answers:
+            self._closed_if_lost()
+
+    def _answered(self, number: int, ok: bool) -> int:
+        """Pass on one answer; returns how many rows it is about."""
         change = self._open.pop(number)
+        self.answered += 1
         self._open_rows -= change.rows
         if ok:
             # The process writes what it has kept before anything else. Sent to the next one, a change of old could undo
@@ -358,6 +390,7 @@ class RemoteCatalog:
             elif change.method not in _BURIALS:
                 self._kept[number] = change._replace(done=None)
         _answer(change.done, ok)
+        return change.rows
 
 
 def _answer(done: Done | None, ok: bool) -> None:

@@ -35,6 +35,8 @@ REFILL_SHARE = 8
 """Blocks that wait are sent when one part in so many of the credit is free again: what is left keeps the disk busy."""
 DELIVER_NS = 1_000_000
 """Packets are taken for so long in one go of the loop, plus the one in progress."""
+CANCELLED_AT_ONCE = 256
+"""Blocks that are passed to their `done` in one turn of the loop where many are cancelled together."""
 MAX_TRIES = 5
 """Processes that may end with a write: one that makes them end would do so for ever."""
 NO_FRAME = -1
@@ -73,7 +75,8 @@ class RemoteQueue(Tally):
         self._next = 0
         self._names: dict[str, int] = {}
         self._packets: deque[tuple[bytes, int]] = deque()  # on their way, each with a descriptor or -1
-        self._cancelled: list[AnyOp] = []
+        self._cancelled: deque[AnyOp] = deque()
+        self._cancelling = False
         self._lost_with: Counter[AnyOp] = Counter()  # writes of the last process that ended: how many ended with each
         self._stopping = False
         self._tasks: queue.SimpleQueue[TaskOp | None] = queue.SimpleQueue()
@@ -125,14 +128,23 @@ class RemoteQueue(Tally):
     def _cancel(self, op: AnyOp) -> None:
         """Pass it to its `done` soon: the caller does not expect that in here."""
         op.outcome = DiskOutcome.CANCELLED
-        if not self._cancelled:
-            self._from_thread(self._deliver_cancelled)
         self._cancelled.append(op)
+        self._go_on_cancelling()
+
+    def _go_on_cancelling(self) -> None:
+        if self._cancelled and not self._cancelling:
+            self._cancelling = True
+            self._from_thread(self._deliver_soon)
+
+    def _deliver_soon(self) -> None:
+        self._cancelling = False
+        self._deliver_cancelled()
+        self._go_on_cancelling()
 
     def _deliver_cancelled(self) -> None:
-        runs = [DiskRun([op], op.priority) for op in self._cancelled]
-        self._cancelled.clear()
-        self._deliver(runs)
+        """Pass some of them to their `done`."""
+        some = [self._cancelled.popleft() for _ in range(min(CANCELLED_AT_ONCE, len(self._cancelled)))]
+        self._deliver([DiskRun([op], op.priority) for op in some])
 
     def queued(self, priority: DiskPriority | None = None) -> int:
         """Operations that wait for credit, or with a process for its disk."""
@@ -205,10 +217,9 @@ class RemoteQueue(Tally):
         writes = [op for op in writes if self._lost_with[op] < MAX_TRIES]
         self._waiting[DiskPriority.WRITE].extendleft(reversed(writes))
         again = set(map(id, writes))
-        ended = [op for op in left if id(op) not in again]
-        for op in ended:
-            op.outcome = DiskOutcome.CANCELLED
-        self._deliver([DiskRun([op], op.priority) for op in ended])
+        for op in left:
+            if id(op) not in again:
+                self._cancel(op)
 
     def ping(self) -> None:
         """Have the process say that it is alive."""
@@ -411,6 +422,7 @@ class RemoteQueue(Tally):
         for op in left:
             if op.outcome is DiskOutcome.PENDING:
                 op.outcome = DiskOutcome.ABANDONED
-        self._deliver_cancelled()
+        while self._cancelled:
+            self._deliver_cancelled()
         self._deliver([DiskRun([op], op.priority) for op in left])
         return everything_over

@@ -64,8 +64,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 {{- end }}
 {{- $overhead := addf 268435456 (divf (addf $arena $nvme) 2000) }}
+{{- $workers := include "tiercache.workers" . | int }}
+{{- $overhead = addf $overhead (mulf $workers (addf 33554432 (divf $arena 512))) }}
 {{- if .Values.memoryOverhead }}{{ $overhead = include "tiercache.bytes" .Values.memoryOverhead | float64 }}{{ end }}
 {{- printf "%.0fMi" (ceil (divf (addf $arena $overhead) 1048576)) }}
+{{- end }}
+{{- end }}
+
+{{/* How many worker processes the daemon may have: whether a node has cores for them is not known here. */}}
+{{- define "tiercache.workers" -}}
+{{- $count := splitList "," (include "tiercache.nvmeDirs" .) | len }}
+{{- $wanted := get .Values.settings "nvme_workers" | toString }}
+{{- if not .Values.nvme.enabled }}0
+{{- else if or (eq $wanted "on") (eq $wanted "true") }}{{ $count }}
+{{- else if and (has $wanted (list "" "auto" "<nil>")) (ge $count 2) }}{{ $count }}
+{{- else }}0
 {{- end }}
 {{- end }}
 

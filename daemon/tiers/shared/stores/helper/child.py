@@ -1,4 +1,4 @@
-"""The helper process of a store: `python -m` of this module, started by `supervisor`."""
+"""The helper process of a store: `main`, started by `supervisor`."""
 
 from __future__ import annotations
 
@@ -128,5 +128,6 @@ class _Worker:
         self._line.send(messages.encode(answer))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The process."""
     run_child(_serve, "the store's helper process")

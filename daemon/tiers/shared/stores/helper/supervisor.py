@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
-from tiercache.daemon.helper_processes.supervisor import ProcessLimits, Supervisor
+from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.helper.lines import WorkerLine
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
@@ -21,6 +22,8 @@ HUNG_S = 10.0
 """The process hangs if a call is so old, and it has answered nothing since or has `MAX_LATE_LINES` late lines."""
 MAX_UNDEAD = 4
 """Killed processes that are still in the kernel: with so many, no other is started."""
+SILENT_S = 5.0
+"""The process hangs if it answers no ping for so long; math.inf for a store whose calls stop all of its threads."""
 _REAP_S = 1.0
 
 _STORE_PROBLEMS = {
@@ -39,10 +42,17 @@ class StoreSupervisor:
         processes: does that, for any kind of process.
     """
 
-    def __init__(self, maker: str, url: str, address: str) -> None:
+    def __init__(self, maker: str, url: str, address: str, silent_s: float) -> None:
         start = StartMessage(messages.encode(messages.Start(maker, url)))
         limits = ProcessLimits(
-            FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, MAX_LATE_LINES, HUNG_S, max_undead=MAX_UNDEAD, reap_s=_REAP_S
+            FIRST_PAUSE_S,
+            LONGEST_PAUSE_S,
+            STEADY_S,
+            MAX_LATE_LINES,
+            HUNG_S,
+            max_undead=MAX_UNDEAD,
+            silent_s=silent_s,
+            reap_s=_REAP_S,
         )
         self.processes = Supervisor(CHILD, f"helper process of {address}", lambda: start, limits)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
 from tiercache.daemon.tiers.shared.stores.mooncake.client import MooncakeClient, prepare_process
 from tiercache.daemon.tiers.shared.stores.mooncake.connection import VALUES_TOGETHER, MooncakeConnection
@@ -42,4 +44,5 @@ def pooled_memory(url: str) -> HelperStore:
     settings = parse_mooncake_url(url)
     check_library(settings.address)
     its = url, settings.address, settings.connections
-    return HelperStore(f"{__name__}:mooncake_in_helper", *its, puts_together=VALUES_TOGETHER)
+    # While its client starts no other thread of the process gets on, for as long as that takes.
+    return HelperStore(f"{__name__}:mooncake_in_helper", *its, puts_together=VALUES_TOGETHER, silent_s=math.inf)

@@ -6,11 +6,11 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk_rig import DEADLINE_S, ObedientContext, ObedientDisk, Rig, content
@@ -285,7 +285,7 @@ def test_the_probe_says_why_not(tmp_path: Path, disk: DiskIO, reason: str) -> No
 
 
 def test_a_machine_whose_calls_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
     assert "on riscv64 are not known" in refusal_of_aio(DiskIO(), tmp_path / "probe")
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 from waiting import wait_until
 
+from tiercache.daemon.tiers.nvme.catalog.catalog import CALLBACKS_AT_ONCE
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.worker import messages
 from tiercache.daemon.tiers.nvme.worker.packets import Joiner, parts_of
@@ -93,6 +94,11 @@ class Rig:
 
     def _wait_for_room(self, line: socket.socket, callback: Callable[[], None] | None) -> None:
         self.room = callback
+
+    def step(self) -> None:
+        """One turn of the loop: what is called during it waits for the next one."""
+        for _ in range(len(self.soon)):
+            self.soon.popleft()()
 
     def turn(self) -> None:
         while self.soon:
@@ -267,6 +273,69 @@ def test_rows_are_taken_as_far_as_there_is_room(rig: Rig) -> None:
     assert (loading.finished, loading.damaged, loading.error) == (True, 2, "a fault")
     loading.cancel()
     assert process.told() == [messages.StopRows()]
+
+
+# --- many answers ---------------------------------------------------------------------------------------
+
+
+def say_many(rig: Rig, process: Process, count: int, rows: int = 1) -> None:
+    """Changes of so many rows each are posted, and all answered in one message."""
+    for number in range(count):
+        if rows == 1:
+            rig.catalog.delete(number, rig.done(str(number)))
+        else:
+            rig.catalog.delete_many([*range(number * rows, (number + 1) * rows)], rig.done(str(number)))
+    assert len(process.changes()) == count
+    process.its.send(b"\0" + messages.encode(messages.Answers([(0, 2, True), (2, 1, False), (3, count - 3, True)])))
+    assert rig.catalog.readable(process.ours)
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_so_many_rows_are_answered_in_one_turn_in_order_and_before_all_else(rig: Rig, rows: int) -> None:
+    process, count = Process(rig), 4 * CALLBACKS_AT_ONCE // rows
+    say_many(rig, process, count, rows)
+    process.its.send(b"\0" + messages.encode(messages.Status("", 5, 0)))
+    turns = [len(rig.answers)]
+    while len(rig.answers) < count:
+        assert rig.catalog.readable(process.ours), "the line is readable all the time"
+        assert rig.catalog.bytes_on_disk() == 0, "what follows the answers comes after them"
+        rig.step()
+        turns.append(len(rig.answers) - sum(turns))
+    assert max(turns) * rows < CALLBACKS_AT_ONCE + rows
+    assert rig.answers == [(str(number), number != 2) for number in range(count)]
+    assert rig.catalog.readable(process.ours)
+    assert rig.catalog.bytes_on_disk() == 5
+    assert (rig.catalog.pending, rig.catalog.answered) == (0, count)
+
+
+@pytest.mark.parametrize("next_one", ["at once", "later"])
+def test_answers_of_a_process_that_has_ended_are_passed_on(rig: Rig, next_one: str) -> None:
+    process, count = Process(rig), 3 * CALLBACKS_AT_ONCE
+    say_many(rig, process, count)
+    rig.catalog.delete(7, rig.done("last"))
+    process.its.close()
+    process.ours.close()
+    rig.catalog.lost()
+    assert len(rig.answers) < count
+    if next_one == "later":
+        rig.turn()
+    again = Process(rig)
+    assert again.changes() == [(count, "delete")], "what was answered is not sent again"
+    again.answer(count)
+    assert rig.answers == [*((str(number), number != 2) for number in range(count)), ("last", True)]
+
+
+def test_closing_waits_for_answers_of_a_process_that_has_ended(rig: Rig) -> None:
+    process, count = Process(rig), 3 * CALLBACKS_AT_ONCE
+    say_many(rig, process, count)
+    process.ours.close()
+    rig.catalog.lost()
+    assert rig.catalog.pending > 0
+    rig.catalog._begin_to_close(time.monotonic() + 50)
+    assert not rig.catalog._closed.is_set()
+    rig.turn()
+    assert rig.catalog._closed.is_set(), "nothing is left to write"
+    assert len(rig.answers) == count
 
 
 # --- closing ------------------------------------------------------------------------------------------

@@ -98,6 +98,11 @@ class Rig:
     def _wait_for_room(self, line: socket.socket, callback: Callable[[], None] | None) -> None:
         self.room = callback
 
+    def step(self) -> None:
+        """One turn of the loop: what is called during it waits for the next one."""
+        for _ in range(len(self.soon)):
+            self.soon.popleft()()
+
     def turn(self) -> None:
         while self.soon:
             self.soon.popleft()()
@@ -330,6 +335,7 @@ def test_frames_are_kept_until_the_process_is_gone_and_writes_are_made_again(rig
     assert rig.ended == [], "it may still be in the kernel"
     assert rig.queue.in_flight == 4
     rig.queue.lost()
+    rig.turn()
     assert rig.ended == [read, gone_off]
     assert {op.outcome for op in rig.ended} == {DiskOutcome.CANCELLED}
     again = Process(rig)
@@ -348,6 +354,7 @@ def test_a_write_that_ends_every_process_is_given_up(rig: Rig) -> None:
         assert len(process.blocks()) == 1, number
         process.end()
         rig.queue.lost()
+        rig.turn()
     assert rig.ended == [op]
     assert op.outcome is DiskOutcome.CANCELLED
     process = Process(rig)
@@ -365,6 +372,31 @@ def test_a_process_that_has_ended_takes_nothing_more(rig: Rig) -> None:
     again = Process(rig)
     again.answer(again.blocks())
     assert op.outcome is DiskOutcome.OK
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("why", ["its process is gone", "cancelled", "the daemon ends"])
+def test_so_many_blocks_are_cancelled_in_one_turn(rig: Rig, why: str) -> None:
+    count = 3 * remote_queue.CANCELLED_AT_ONCE
+    process = Process(rig) if why == "its process is gone" else None
+    ops = [rig.read(at=number % 256) for number in range(count)]
+    if process is not None:
+        assert len(process.blocks()) == count
+        process.end()
+        rig.queue.lost()
+    else:
+        rig.queue.cancel_queued()
+    assert rig.ended == [], "not in the call"
+    for turn in range(1, 3):
+        rig.step()
+        assert len(rig.ended) == turn * remote_queue.CANCELLED_AT_ONCE
+    if why == "the daemon ends":
+        assert rig.queue.stop(time.monotonic())
+    else:
+        rig.step()
+    assert rig.ended == ops
+    assert {op.outcome for op in ops} == {DiskOutcome.CANCELLED}
+    rig.turn()
     rig.check_idle()
 
 

@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chains import chain_of
@@ -14,13 +16,16 @@ from played import played
 from waiting import state_of
 from worker_rig import WorkerRig
 
-from tiercache.daemon.helper_processes.process import ProcessError, ProcessProblem
+from tiercache.daemon.helper_processes import pulse
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem
 from tiercache.daemon.tiers.nvme import keepers
 from tiercache.daemon.tiers.nvme.worker import directory_worker, messages
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
+from tiercache.protocol.messages import KEY_BYTES
 
 pytestmark = pytest.mark.faults
+LIMITS_OF_TESTS = replace(directory_worker.LIMITS, first_pause_s=0.01, longest_pause_s=0.02)
 
 
 def worker_of(rig: WorkerRig) -> DirectoryWorker:
@@ -121,6 +126,94 @@ async def test_a_process_that_cannot_be_used_is_told_and_the_directory_opened_an
     await rig.close()
 
 
+@pytest.mark.parametrize("when", ["as the daemon starts", "as another one follows"])
+@played
+async def test_a_process_that_is_stopped_while_it_opens_the_directory_is_killed(
+    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    monkeypatch.setattr(pulse, "PING_S", 0.05)
+    monkeypatch.setattr(directory_worker, "LIMITS", replace(LIMITS_OF_TESTS, silent_s=1.0))
+    stopped, open_on = list[int](), DirectoryWorker._open_on
+
+    def stop(worker: DirectoryWorker, its: HelperProcess, *others: Any) -> Any:
+        if not stopped and started:
+            stopped.append(its.pid)
+            os.kill(its.pid, signal.SIGSTOP)
+        return open_on(worker, its, *others)
+
+    monkeypatch.setattr(DirectoryWorker, "_open_on", stop)
+    started = when == "as the daemon starts"
+    rig = await WorkerRig(tmp_path).open()
+    await rig.until(lambda: bool(rig.shelves))
+    space, chain = rig.namespace(), chain_of("a", 20)
+    await rig.store_below([space], chain)
+    if not started:
+        started = True
+        await rig.replaced(rig.signal(signal.SIGKILL))
+    (pid,) = stopped
+    assert state_of(pid) == ""
+    assert f"{rig.dirs[0]} does not answer: it is killed" in caplog.text
+    assert await rig.load(space, chain) == 20
+    await rig.close()
+
+
+@pytest.mark.parametrize("key", [b"", b"first"], ids=["all", "one block"])
+@played
+async def test_a_change_that_ends_every_process_costs_the_directory_what_it_has_not_confirmed(
+    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, key: bytes
+) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
+    rig = await WorkerRig(tmp_path).open()
+    space, chain, other = rig.namespace(), chain_of("a", 20), chain_of("b", 10)
+    await rig.store_below([space], chain)
+    await rig.store_below([space], other)
+    shelf, catalog, answers = rig.shelf(), rig.catalog(), list[tuple[str, bool]]()
+    catalog.delete(-1, lambda ok: answers.append(("poison", ok)))  # no catalog takes that
+    key = chain[:KEY_BYTES] if key else b""
+    rig.tier.flush(rig.cache.space.all_namespaces(), key, lambda blocks, durable: answers.append(("flush", durable)))
+    await rig.until(lambda: bool(rig.shelves) and rig.shelf() is not shelf)
+    assert "5 worker processes in a row have ended at once, without writing a row" in caplog.text
+    await rig.loaded()
+    assert ("flush", True) not in answers, "none has confirmed it"
+    assert await rig.load(space, chain) == 0
+    assert await rig.load(space, other) == (10 if key else 0)
+    await rig.until(lambda: ("flush", False) in answers)
+    assert len(answers) == 1
+    rig.check()
+    await rig.close()
+    rig = await WorkerRig(tmp_path).open()
+    assert await rig.load(rig.namespace(), chain) == 0
+    await rig.close()
+
+
+@played
+async def test_processes_that_are_killed_with_rows_do_not_cost_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
+    rig = await WorkerRig(tmp_path).open()
+    space, chain = rig.namespace(), chain_of("a", 20)
+    await rig.store_below([space], chain)
+    worker, shelf, used = worker_of(rig), rig.shelf(), list[int]()
+    use = worker._use
+
+    def use_and_kill(life: directory_worker._Life) -> None:
+        use(life)
+        used.append(life.its.pid)
+        if len(used) <= directory_worker.MAX_FRUITLESS + 2:
+            os.kill(life.its.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(worker, "_use", use_and_kill)
+    rig.signal(signal.SIGSTOP)
+    rig.catalog().delete(1 << 30)
+    rig.signal(signal.SIGKILL)
+    await rig.committed()
+    assert len(used) > directory_worker.MAX_FRUITLESS + 2
+    assert rig.shelf() is shelf
+    assert await rig.load(space, chain) == 20
+    await rig.close()
+
+
 @played
 async def test_rows_of_a_later_process_are_written_as_the_daemon_ends(tmp_path: Path) -> None:
     rig = await WorkerRig(tmp_path).open()
@@ -150,14 +243,15 @@ async def test_many_stopped_processes_hold_up_the_end_no_longer_than_one(
 
 
 @played
-async def test_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path) -> None:
+async def test_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
     await many_ends(tmp_path, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @played
-async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path) -> None:
+async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)
     await many_ends(tmp_path, 40)
 
 
