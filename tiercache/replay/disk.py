@@ -7,13 +7,12 @@ operations are done at the next `deliver`, in order, since the daemon's code rel
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowFields
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, TaskOp, WriteOp, by_done
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 
@@ -44,7 +43,7 @@ class PaperQueue:
 
     def __init__(self) -> None:
         self.written_blocks = 0
-        self._waiting: deque[AnyOp] = deque()
+        self._waiting: list[AnyOp] = []
 
     def submit(self, op: AnyOp, priority: DiskPriority) -> bool:
         """Take one operation."""
@@ -66,7 +65,7 @@ class PaperQueue:
 
     def deliver(self) -> bool:
         """Complete what was submitted so far; False if there was nothing."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self._waiting = self._waiting, []
         for op in waiting:
             if isinstance(op, WriteOp):
                 op.stored_length = op.length
@@ -74,7 +73,8 @@ class PaperQueue:
             elif isinstance(op, TaskOp):
                 op.call()
             op.outcome = DiskOutcome.OK
-            op.done(op)
+        for done, ended in by_done(waiting):
+            done(ended)
         return bool(waiting)
 
     def stats(self) -> dict[str, Any]:

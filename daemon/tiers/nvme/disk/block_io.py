@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -171,6 +171,18 @@ class DiskTransfer:
         if count > 0:
             self.offset, self.left, self.pieces = self.offset + count, self.left - count, _rest(self.pieces, count)
         return False
+
+
+def by_done(ops: Sequence[AnyOp]) -> Iterator[tuple[Callable[..., object], AnyOp | Sequence[AnyOp]]]:
+    """How operations that have ended are passed to their `done`: it, and what it takes."""
+    first = 0
+    while first < len(ops):
+        op, end = ops[first], first + 1
+        if op.together:
+            while end < len(ops) and ops[end].done is op.done:
+                end += 1
+        yield op.done, ops[first:end] if op.together else op
+        first = end
 
 
 def adjoins(before: AnyOp, after: AnyOp) -> bool:

@@ -9,7 +9,7 @@ from typing import cast
 
 from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp
+from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp, by_done
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram, LatencyHistogram
 
 log = logging.getLogger("tiercache.daemon")
@@ -114,18 +114,11 @@ class Tally:
         """Pass operations that have ended to their `done`."""
         self.in_flight -= len(ops)
         self.in_flight_bytes -= sum([op.held_bytes for op in ops])
-        first = 0
-        while first < len(ops):
-            op, end = ops[first], first + 1
-            done = op.done
-            if op.together:
-                while end < len(ops) and ops[end].done is done:
-                    end += 1
+        for done, ended in by_done(ops):
             try:
-                done(ops[first:end] if op.together else op)
+                done(ended)
             except Exception:
                 log.exception("the owner of a disk operation failed to take it back")
-            first = end
 
     def _has_run(self, op: AnyOp) -> bool:
         """Count an outcome that may be no good one; whether the disk has dealt with the operation."""
