@@ -119,12 +119,14 @@ class Worker:
         }
 
     def _forget_dram(self) -> None:
-        """Flush DRAM; returns when its frames are free: a promotion that finds none to be had ends there."""
+        """Flush DRAM; returns when it has room for everything: a promotion that finds no frame to be had ends there."""
         self._connector.flush(tier="dram")
         end = time.perf_counter() + DEADLINE_S
-        while self._connector.client.stats()["tiers"]["dram"]["bytes"]:
+        while (dram := self._connector.client.stats()["tiers"]["dram"])["capacity_bytes"] - dram["bytes"] < (
+            self._blocks * self._block_bytes
+        ):
             if time.perf_counter() > end:
-                raise RuntimeError("frames did not come free")
+                raise RuntimeError(f"frames did not come free: {dram}")
             time.sleep(POLL_S)
 
     def read(self) -> dict[str, float]:
