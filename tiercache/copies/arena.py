@@ -50,16 +50,15 @@ _RESERVE_SHARE = 16
 _WORKER_BYTES = 32 << 20
 _PAGE_TABLE_SHARE = 512
 _LEAST_HEADROOM_BYTES = 128 << 20
+# A cgroup's limit holds for the daemon alone, as a container has it: this much for itself, and free at any time.
+_CGROUP_RESERVE_BYTES = 64 << 20
+_CGROUP_HEADROOM_BYTES = 16 << 20
 _HEADROOM_SHARE = 64
 
 
 def available_bytes() -> int:
     """Memory that can still be taken: MemAvailable, or what the cgroup leaves if that is less."""
-    left = [
-        limit - int((folder / used).read_text()) + _reclaimable_bytes(folder)
-        for folder, limit, used in _cgroup_limits()
-    ]
-    return min([_meminfo_bytes("MemAvailable:"), *left])
+    return min(left for left, _ in _memory())
 
 
 def capacity_bytes() -> int:
@@ -68,19 +67,28 @@ def capacity_bytes() -> int:
 
 
 def largest_arena_bytes(workers: int = 0) -> int:
-    """The part of it that an arena may take: the rest is for the daemon, the engines and the system.
+    """The part of it that an arena may take: of the host's, the rest is for the daemon, the engines and the system.
 
     Beside so many processes of the daemon that map the arena too; see `worker_bytes`.
     """
-    capacity = capacity_bytes()
-    reserve = min(max(capacity // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
-    left = max(capacity - reserve - workers * _WORKER_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + workers)
+    host = _meminfo_bytes("MemTotal:")
+    host -= min(max(host // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
+    most = min([host, *(limit - _CGROUP_RESERVE_BYTES for _, limit, _ in _cgroup_limits())])
+    left = max(most - workers * _WORKER_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + workers)
     return left // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 def worker_bytes(arena_bytes: int) -> int:
     """Memory of a worker process that maps the arena: its own, and page tables of 8 bytes for each page of 4 KiB."""
     return _WORKER_BYTES + arena_bytes // _PAGE_TABLE_SHARE
+
+
+def _memory() -> Iterator[tuple[int, int]]:
+    """For the host and each cgroup: bytes that can still be taken, and how many of them stay free."""
+    headroom = max(_meminfo_bytes("MemTotal:") // _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES)
+    yield _meminfo_bytes("MemAvailable:"), headroom
+    for folder, limit, used in _cgroup_limits():
+        yield limit - int((folder / used).read_text()) + _reclaimable_bytes(folder), _CGROUP_HEADROOM_BYTES
 
 
 def _meminfo_bytes(name: str) -> int:
@@ -124,7 +132,7 @@ def create_region(size_bytes: int, name: str = "tiercache") -> int:
 
     Blocks for about 15 ms per 256 MiB. Raises ArenaError when the memory is not there.
     """
-    available, headroom = available_bytes(), max(capacity_bytes() // _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES)
+    available, headroom = min(_memory(), key=lambda memory: memory[0] - memory[1])
     if available < size_bytes + headroom:
         raise ArenaError(
             f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(available)} "

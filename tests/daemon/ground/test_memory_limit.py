@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,41 @@ GIB = 1 << 30
     [(23 * GIB, 23 * GIB * 15 // 16), (GIB // 2, GIB * 3 // 8), (2048 * GIB, 2040 * GIB), (0, 0)],
 )
 def test_some_is_left_to_others(monkeypatch: pytest.MonkeyPatch, capacity: int, largest: int) -> None:
-    monkeypatch.setattr(arena, "capacity_bytes", lambda: capacity)
+    have(monkeypatch, capacity)
     assert arena.largest_arena_bytes() == largest // (2 << 20) * (2 << 20)
+
+
+def have(monkeypatch: pytest.MonkeyPatch, total: int, available: int = 0, cgroups: tuple[int, ...] = ()) -> None:
+    """The host has this memory, and each cgroup so much."""
+    monkeypatch.setattr(arena, "_meminfo_bytes", {"MemTotal:": total, "MemAvailable:": available}.__getitem__)
+    monkeypatch.setattr(arena, "_cgroup_limits", lambda: iter([(Path("/"), limit, "") for limit in cgroups]))
+
+
+@pytest.mark.parametrize("arena_gib", [1, 8, 32, 500])
+@pytest.mark.parametrize("workers", [0, 4])
+def test_the_sum_in_the_operators_guide_is_enough_for_a_container(
+    monkeypatch: pytest.MonkeyPatch, arena_gib: int, workers: int
+) -> None:
+    """The limit of a container holds for the daemon alone; the Helm chart gives 192 MiB more than this sum."""
+    arena_bytes = arena_gib * GIB
+    limit = arena_bytes + (64 << 20) + workers * arena.worker_bytes(arena_bytes)
+    have(monkeypatch, 1024 * GIB, 1024 * GIB, (limit, 900 * GIB))
+    check_fits(arena_bytes, workers)
+    with pytest.raises(ConfigError):
+        check_fits(arena_bytes + (4 << 20), workers)
+
+
+def test_the_last_region_of_a_container_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All but that region is taken, and 40 of the 64 MiB beside the arena."""
+    have(monkeypatch, 1024 * GIB, 900 * GIB)
+    region, limit = 2 << 20, 32 * GIB + (64 << 20)
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    monkeypatch.setattr(arena, "_cgroup_limits", lambda: iter([(tmp_path, limit, "used")]))
+    (tmp_path / "used").write_text(str(limit - region - (24 << 20)))
+    os.close(arena.create_region(region))
+    (tmp_path / "used").write_text(str(limit - region - (16 << 20) + 1))
+    with pytest.raises(ArenaError, match=r"16\.0 MiB of it kept free"):
+        arena.create_region(region)
 
 
 def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -> None:
@@ -42,7 +76,7 @@ def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -
 def test_worker_processes_count_with_their_page_tables(
     monkeypatch: pytest.MonkeyPatch, capacity: int, workers: int
 ) -> None:
-    monkeypatch.setattr(arena, "capacity_bytes", lambda: capacity)
+    have(monkeypatch, capacity)
     alone, largest = arena.largest_arena_bytes(), arena.largest_arena_bytes(workers)
     if capacity == GIB and workers == 40:
         assert largest == 0
@@ -78,7 +112,6 @@ def test_the_tightest_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_region_is_only_made_where_some_memory_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "capacity_bytes", lambda: 64 * GIB)
-    monkeypatch.setattr(arena, "available_bytes", lambda: GIB + (2 << 20) - 1)
+    have(monkeypatch, 64 * GIB, GIB + (2 << 20) - 1)
     with pytest.raises(ArenaError, match=r"1\.0 GiB of it kept free; make the arena smaller"):
         arena.create_region(2 << 20)

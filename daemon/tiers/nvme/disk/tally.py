@@ -89,7 +89,7 @@ class Tally:
             if not all(op.outcome is well for op in ops):
                 ops = [op for op in ops if self._has_run(op)]
             if kind is not TaskOp:
-                self._count_blocks(priority, kind is ReadOp, alike, cast("list[BlockOp]", ops))
+                self._count_blocks(priority, issubclass(kind, ReadOp), alike, cast("list[BlockOp]", ops))
 
     def _count_blocks(self, priority: int, reads: bool, runs: Sequence[DiskRun], ops: Sequence[BlockOp]) -> None:
         now_ns = time.monotonic_ns()

@@ -330,18 +330,21 @@ class Flights(ABC):
         The others come next in `_complete`.
         """
         number, shelf, epoch = run[0].namespace.number, run[0].shelf, run[0].epoch
-        while len(run) < most:
-            waiting = self._parked.pop((number, run[-1].key), None)
-            if waiting is None:
-                break
-            following = waiting[0]
-            if following[0].shelf is not shelf or following[0].epoch != epoch:
+        longest = self._leading(run, table, most)
+        while len(longest) < most and (waiting := self._parked.pop((number, longest[-1].key), None)):
+            first = waiting[0][0]
+            if first.shelf is not shelf or first.epoch != epoch or table.get(first.key) != NO_ENTRY:
                 self._complete.extend(waiting)
                 break
-            run = run + following
             self._complete.extend(waiting[1:])
-        end, keys = min(len(run), most), [op.key for op in run[:most]]
-        if len(table.missing(keys)) < len(keys):  # made visible by others meanwhile
+            longest = longest + self._leading(waiting[0], table, most - len(longest))
+        return longest
+
+    def _leading(self, run: Run, table: Table, most: int) -> Run:
+        """The blocks of a run, whose first is not here, up to one that others have made visible meanwhile."""
+        keys = [op.key for op in run[:most]]
+        end = len(keys)
+        if len(table.missing(keys)) < end:
             end = 1 + len(list(takewhile(lambda key: table.get(key) == NO_ENTRY, keys[1:])))
         if end < len(run):
             self._complete.append(run[end:])

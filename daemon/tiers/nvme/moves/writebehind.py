@@ -242,7 +242,8 @@ class WriteBehind(Flights):
         if shelf is None:
             self.skipped_without_parent += 1
             return _PASSED
-        if shelf.has(namespace, key) or name in self._flying:
+        above = self._above(namespace.number, parent)
+        if shelf.has(namespace, key) or name in self._flying or key == above:
             return _PASSED
         if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
             self.skipped_too_large += 1
@@ -259,7 +260,7 @@ class WriteBehind(Flights):
         if room is not Room.HERE:
             self.skipped_by_quota += room is Room.NONE
             return _Begun(shelf if room is Room.SOON else None, 0)
-        entries = [entry, *self._going_on(wanted, entry, shelf, others, lane)]
+        entries = [entry, *self._going_on(wanted, entry, shelf, others, lane, above)]
         slots = shelf.take_slots(namespace, parent, len(entries))
         if not slots:
             return _Begun(shelf, 0)
@@ -267,7 +268,13 @@ class WriteBehind(Flights):
         return _Begun(None, len(slots) - 1)
 
     def _going_on(
-        self, wanted: WantedWrite, entry: int, shelf: Shelf, others: Iterable[WantedWrite], lane: Shelf | None
+        self,
+        wanted: WantedWrite,
+        entry: int,
+        shelf: Shelf,
+        others: Iterable[WantedWrite],
+        lane: Shelf | None,
+        above: bytes,
     ) -> Iterator[int]:
         """The entries in DRAM of the leading `others` that hang below `wanted`, each below the one before it.
 
@@ -284,7 +291,7 @@ class WriteBehind(Flights):
         for count, other in enumerate(others, 1):
             key = other.key
             below = table.get(key) if other.namespace is namespace else NO_ENTRY
-            if count >= most or below == NO_ENTRY or parent[below] != entry:
+            if count >= most or below == NO_ENTRY or parent[below] != entry or key == above:
                 return
             name = number, key
             if name in flying or here.get(key) != NO_ENTRY or (lane is None and name in in_lane):
@@ -296,6 +303,13 @@ class WriteBehind(Flights):
                     return
             entry = below
             yield below
+
+    def _above(self, number: int, parent: bytes) -> bytes:
+        """The first block from `parent` up that is not being written. Keys that clients make up may be no chains: a
+        block that one being written waits for must not wait for that one."""
+        while parent and (write := self._flying.get((number, parent))) is not None:
+            parent = write.parent
+        return parent
 
     def _shelf_of(self, wanted: WantedWrite, parent: bytes) -> Shelf | None:
         """Where the parent is or is being written; a root's child goes where it is, or by its key. None: nowhere."""

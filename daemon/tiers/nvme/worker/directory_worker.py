@@ -53,7 +53,7 @@ the block does. The process's catalog waits for some milliseconds anyway."""
 PING_S = 1.0
 HUNG_S = 5.0
 """A process that does not answer a ping for so long is killed. It answers while its disk hangs: other threads wait."""
-MAX_FRUITLESS, FRUITLESS_S = 5, 5.0
+MAX_FRUITLESS, FRUITLESS_S = 8, 5.0
 """Processes in a row that end by themselves so soon after they were given the directory, and confirm none of the rows
 that they were sent. The next one would do the same, for instance because of a row that its catalog does not take."""
 LEFT_S = 0.5
@@ -258,11 +258,11 @@ class DirectoryWorker:
 
     def _use(self, life: _Life) -> None:
         life.begun, life.used, self._life = True, True, life
-        life.used_s, life.answered = time.monotonic(), self.catalog.answered
         self.directory.connect(life.files, life.opened.segments, life.its.pid)
         self.queue.io, self.queue.io_reason = life.opened.io, life.opened.io_reason
         self.queue.connect(life.blocks)
         self.catalog.connect(life.rows)
+        life.used_s, life.answered = time.monotonic(), self.catalog.answered  # those of the process before included
         self._loop.add_reader(life.blocks, self._read, life, life.blocks, self.queue.readable)
         self._loop.add_reader(life.rows, self._read, life, life.rows, self.catalog.readable)
 
