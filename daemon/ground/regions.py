@@ -26,7 +26,9 @@ def check_fits(arena_bytes: int, workers: int = 0) -> None:
     """
     largest = largest_arena_bytes(workers)
     if arena_bytes > largest:
-        text = f"this host, or the cgroup, has {format_bytes(capacity_bytes())}, and engines need some of it"
+        text = (
+            f"this host, or the cgroup, has {format_bytes(capacity_bytes())}, and others than the arena need some of it"
+        )
         if workers:
             text += f", {workers} worker processes {format_bytes(workers * worker_bytes(arena_bytes))}"
         raise ConfigError(f"arena = {toml_bytes(arena_bytes)}: {text}: write arena = {toml_bytes(largest)} or less")

@@ -193,19 +193,6 @@ class LinkedEntries:
         if self.moved is not None:
             self.moved[entry] = 1
 
-    def pin_used(self, entries: Iterable[int]) -> None:
-        """`touch` and `pin` each of them; all are of one table."""
-        table, pins, children, state, moved = self.table, self.pins, self.children, self.state, self.moved
-        policy: Policy | None = None
-        for entry in entries:
-            policy = policy or self.tables[table[entry]].policy
-            policy.touched(entry, MOVED)
-            if not (pins[entry] or children[entry]) and state[entry] == LIVE:
-                policy.remove(entry)
-            pins[entry] += 1
-            if moved is not None:
-                moved[entry] = 1
-
     def note_moved(self, entries: Iterable[int]) -> None:
         """The holders of these entries' pins change, even if their number does not."""
         if self.moved is not None:

@@ -50,10 +50,11 @@ _RESERVE_SHARE = 16
 _WORKER_BYTES = 32 << 20
 _PAGE_TABLE_SHARE = 512
 _LEAST_HEADROOM_BYTES = 128 << 20
-# A cgroup's limit holds for the daemon alone, as a container has it: this much for itself, and free at any time.
-_CGROUP_RESERVE_BYTES = 64 << 20
-_CGROUP_HEADROOM_BYTES = 16 << 20
 _HEADROOM_SHARE = 64
+# A cgroup's limit holds for the daemon alone, as a container has it: so much of it stays free.
+_CGROUP_HEADROOM_BYTES = 16 << 20
+DAEMON_BYTES = 64 << 20
+"""What the daemon may need beside its arena, in a container of its own; it takes about half of that."""
 
 
 def available_bytes() -> int:
@@ -73,7 +74,7 @@ def largest_arena_bytes(workers: int = 0) -> int:
     """
     host = _meminfo_bytes("MemTotal:")
     host -= min(max(host // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
-    most = min([host, *(limit - _CGROUP_RESERVE_BYTES for _, limit, _ in _cgroup_limits())])
+    most = min([host, *(limit - DAEMON_BYTES for _, limit, _ in _cgroup_limits())])
     left = max(most - workers * _WORKER_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + workers)
     return left // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 

@@ -17,7 +17,6 @@ from contextlib import suppress
 from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.entries import SHARDS
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
@@ -126,11 +125,11 @@ class Writes(StoreLeases[WriteLease]):
         Returns the frames of the lease.
         """
         table, number_of_keys, namespace_number = namespace.table, len(keys) // KEY_BYTES, namespace.number
-        windowed, shards, pending = table.windowed, table.shards, self.pending.by_key
+        windowed, get, pending = table.windowed, table.get, self.pending.by_key
         fresh: dict[bytes, int] = {}  # keys that need a frame, and their positions
         for number in range(len(states), number_of_keys):
             key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            found = shards[key[0] & (SHARDS - 1)].get(key, NO_ENTRY)
+            found = get(key)
             if found != NO_ENTRY:
                 if not windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is no chain.

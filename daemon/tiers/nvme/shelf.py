@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tiercache.daemon.events.events import Block, Events
 from tiercache.daemon.ground.slices import Steps, finish
@@ -29,6 +29,7 @@ from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.forms.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, RowFields
+from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
 from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
@@ -52,28 +53,8 @@ class StoredBlock(NamedTuple):
     kind: int = CHECKSUM_XXH3
 
 
-class Written(Protocol):
-    """A block that was written to a slot."""
-
-    @property
-    def slot(self) -> int:
-        """Where it is."""
-
-    @property
-    def stored_length(self) -> int:
-        """Bytes there, without padding."""
-
-    @property
-    def codec(self) -> int:
-        """How they are encoded."""
-
-    @property
-    def checksum(self) -> int:
-        """Of them."""
-
-    @property
-    def kind(self) -> int:
-        """Of that checksum."""
+Written = StoredBlock | WriteOp
+"""A block that was written to a slot: what says where it is, and in which form."""
 
 
 class Shelf:

@@ -13,15 +13,13 @@ from pathlib import Path
 
 from tiercache import __version__
 from tiercache.cli.doctor.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
-from tiercache.copies.arena import worker_bytes
+from tiercache.copies.arena import DAEMON_BYTES, worker_bytes
 from tiercache.ground.extras import DISTRIBUTION, install_packages
 from tiercache.ground.units import format_bytes, format_duration
 
 TOPIC = "host"
 REQUIRED = ("numpy", "pyzmq", "msgspec", "xxhash", "lz4", "typer", "rich")
 OPTIONAL = ("torch", "transformers", "triton", "vllm", "starlette", "uvicorn", "zstandard", "kvikio-cu13")
-DAEMON_BYTES = 64 << 20
-"""Memory of a daemon besides its arena, with some room for its index (200 bytes a block)."""
 CLOCK_READS, CLOCK_TRIES = 2_000, 10
 CLOCK_S = 0.1
 SLOW_CLOCK_NS = 500

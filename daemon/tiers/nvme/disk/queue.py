@@ -1,6 +1,6 @@
 """The I/O queue of one directory: bounded queues, a carrier that moves blocks, and the way back to the loop.
 
-    loop ─ submit ─► [LOAD] [PREFETCH] [WRITE] ─► carrier ─► completed ─► deliver on the loop ─► op.done(op)
+    loop ─ submit ─► [LOAD] [PREFETCH] [WRITE] ─► carrier ─► completed ─► deliver on the loop ─► done
                       backlog: bounded queues     runs       by the batch, one wake-up
 
 Every accepted operation is passed to its `done` exactly once, on the event loop. Until then the kernel may be accessing

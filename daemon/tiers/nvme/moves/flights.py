@@ -160,10 +160,8 @@ class Flights(ABC):
             name = number, key
             if above is None:
                 self._keep_parent(write)
-            elif above in below:
-                below[above][name] = None
             else:
-                below[above] = {name: None}
+                below.setdefault(above, {})[name] = None
             flying[name] = write
             above, parent = name, key
         self.coming_bytes += count * frame_bytes

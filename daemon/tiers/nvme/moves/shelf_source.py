@@ -120,7 +120,9 @@ class ShelfSource:
         """See `Source`."""
         shelf = self._shelf
         held = shelf.find_many(namespace, [keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] for number in numbers])
-        shelf.index.pin_used([stored.entry for stored in held])
+        for stored in held:
+            shelf.index.touch(stored.entry)
+            shelf.index.pin(stored.entry)
         shelf.allocator.hold_many([stored.slot for stored in held])
         return held
 

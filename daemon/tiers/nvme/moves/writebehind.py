@@ -197,8 +197,7 @@ class WriteBehind(Flights):
             if shelf is not None:
                 self._wait(shelf, following)
             for _ in range(more):
-                gone = self._queue.popleft()
-                self._queued.discard((gone.namespace.number, gone.key))
+                self._next()
             if limit.over:
                 done = AT_ONCE
         self._submit()

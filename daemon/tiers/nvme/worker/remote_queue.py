@@ -1,6 +1,6 @@
 """The queue of a directory whose I/O a worker process does: what may be sent waits here, by priority, for credit.
 
-    submit ─► [LOAD] [PREFETCH] [WRITE] ─► packets of 64 ─► the process ─► packets ─► op.done(op)
+    submit ─► [LOAD] [PREFETCH] [WRITE] ─► packets of 64 ─► the process ─► packets ─► done
                     bounded                  credit: so many blocks and bytes under way
 
 When the process has ended, what it had taken comes to nothing: reads are CANCELLED, which makes them misses; writes are

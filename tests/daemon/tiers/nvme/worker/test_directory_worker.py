@@ -194,6 +194,17 @@ async def test_a_process_that_ends_while_rows_load_is_followed_by_a_fresh_start(
 
 
 @played
+async def test_what_a_process_reads_counts_as_read(tmp_path: Path) -> None:
+    rig = await WorkerRig(tmp_path).open()
+    space, chain = rig.namespace(), chain_of("a", 1)
+    await rig.store_below([space], chain)
+    assert await rig.load(space, chain) == 1
+    stats = rig.queue().stats()
+    assert (stats["reads"], stats["writes"]) == (1, 1)
+    await rig.close()
+
+
+@played
 async def test_kills_at_any_time_lose_nothing_that_is_durable(tmp_path: Path) -> None:
     await kills(tmp_path, seed=1, rounds=12)
 
