@@ -254,8 +254,9 @@ async def test_reads_that_hang_in_the_kernel_after_their_directory_was_dropped_d
     [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()
     gate = rig.disks[directory].gate
     gate.clear()
-    lease = rig.match([space], CHAINS[0][: 4 * 16])  # four workers wait, and another one looks
+    lease = rig.match([space], CHAINS[0][: 4 * 16])
     assert lease is not None
+    await rig.until(lambda: shelf.queue.in_flight == 4 and not shelf.queue.queued())
     directory.rename(tmp_path / "elsewhere")
     # Long before the lease would expire.
     await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases, deadline_s=20)

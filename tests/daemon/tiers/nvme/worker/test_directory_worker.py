@@ -13,6 +13,7 @@ from chains import chain_of
 from played import played
 from worker_rig import WorkerRig
 
+from tiercache.daemon.tiers.nvme import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.worker import directory_worker
 from tiercache.protocol.messages import KEY_BYTES
 
@@ -177,7 +178,10 @@ async def test_a_directory_that_was_replaced_meanwhile_is_opened_anew(tmp_path: 
 
 
 @played
-async def test_a_process_that_ends_while_rows_load_is_followed_by_a_fresh_start(tmp_path: Path, soon: None) -> None:
+async def test_a_process_that_ends_while_rows_load_is_followed_by_a_fresh_start(
+    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf_module, "ROWS_AT_ONCE", 4)  # two batches wait at most, so it cannot have sent all rows
     rig = await WorkerRig(tmp_path).open()
     space, chain = rig.namespace(), chain_of("a", 40)
     await rig.store_below([space], chain)
