@@ -5,7 +5,7 @@
 #                   so many tests side by side instead of three, JOBS=0 one after another
 #   make test-slow  the long versions of some tests: histories of many lives, more kills, kernels in the interpreter
 #   make test-vllm  the connectors for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm): all tests on
-#                   0.32, some on 0.33; VLLM=0.33 runs all of them on that version only
+#                   0.32, some on 0.33; VLLM=0.33 runs all of them on that version only; VLLM_JOBS=0 one after another
 #   make test-sglang  the connector for SGLang on SGLang's own cache, without a GPU (Python 3.11, 3.3 GB, in
 #                   .venv-sglang)
 #   make demo       a small engine with and without the cache, side by side
@@ -18,6 +18,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VLLM ?=
+VLLM_JOBS ?= 2
 SGLANG_VENV ?= .venv-sglang
 MARKERS ?=
 JOBS ?= 3
@@ -82,7 +83,7 @@ $(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed tests/vllm/lay_over.py $(wild
 	touch $@
 
 VLLM_VENVS = $(foreach version,$(LAID_VLLM),$(VLLM_VENV)-$(basename $(version)))
-PYTEST_VLLM = -m pytest -W default -o timeout=300
+PYTEST_VLLM = -m pytest -n $(VLLM_JOBS) --dist worksteal -W default -o timeout=600
 ALL_OF_VLLM = tests/vllm tests/connectors
 SOME_OF_VLLM = $(foreach part,connector fits models scheduler stores tier worker,tests/vllm/test_vllm_$(part).py)
 

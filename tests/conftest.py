@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,21 @@ Half a second, the default, is what an engine waits before it computes; on a bus
 
 for connecting in (tiercache.connect, tiercache.Client.__init__, tiercache.Client.connect.__func__):  # type: ignore[attr-defined]
     connecting.__kwdefaults__["request_timeout_s"] = PATIENCE_S
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a caller whose own time is limited have the tests skipped that no time is left for."""
+    parser.addoption(
+        "--begin-by", type=float, metavar="SECONDS", help="skip tests that would begin later than this Unix time"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that comes after `--begin-by`, before any of its fixtures is made."""
+    begin_by: float | None = item.config.getoption("--begin-by", None)
+    if begin_by is not None and time.time() > begin_by:
+        pytest.skip(f"no time was left for tests of {item.path.name} (--begin-by)")
 
 
 @pytest.fixture

@@ -50,6 +50,14 @@ def test_every_link_leads_somewhere() -> None:
     assert [link for page in pages for link in broken(page)] == []
 
 
+def test_each_entry_of_the_log_is_in_its_table_once() -> None:
+    table, _, entries = (ROOT / "bench/LOG.md").read_text().partition("\n## ")
+    titles = re.findall(r"^## (.+)$", "## " + entries, re.MULTILINE)
+    rows = re.findall(r"^\| (\S+) \| \[(.+)\]\(#", table, re.MULTILINE)
+    assert len(titles) > 90
+    assert sorted(f"{date}: {question}" for date, question in rows) == sorted(titles)
+
+
 def test_each_page_is_found_once() -> None:
     pages = documents()
     assert {ROOT / "tiercache" / name / "README.md" for name in ("engine", "serve", "replay", "plan")} < set(pages)

@@ -16,7 +16,7 @@ import tiercache
 from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes, hash_seed
 from tiercache.http.affinity import Affinity, Query
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TOKENS = [0, 1, 23, 24, 255, 256, 65_535, 65_536, 151_935, 2**31 - 1, *range(90)]
 
 

@@ -16,7 +16,7 @@ import tiercache
 from tiercache.connectors.vllm.built import describe_built
 from tiercache.connectors.vllm.weights import models_of, unwrapped
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -9,7 +9,7 @@ from vllm_engines import BLOCK, Engine, flush, launch, prompt, save_model, save_
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 
 

@@ -17,7 +17,7 @@ from vllm_engines import Engine, flush, launch, prompt, statistics, stored_block
 import tiercache
 from tiercache.protocol.messages import Check
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 
 

@@ -24,7 +24,7 @@ from tiercache.connectors.vllm.events import CacheGroup, name_blocks, of_group
 from tiercache.http.affinity import Affinity, Query
 from tiercache.protocol.messages import unpack_indices
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 decode = msgspec.msgpack.Decoder(KVEventBatch).decode

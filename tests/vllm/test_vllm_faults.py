@@ -28,7 +28,7 @@ from vllm_engines import (
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 PROMPTS = [prompt(600, f"fault {number}") for number in range(8)]
 FOUND = 576

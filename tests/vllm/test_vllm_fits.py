@@ -21,7 +21,7 @@ from tiercache.connectors.vllm_v1 import TierCacheConnector
 from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import LayoutError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 NEWER = "import vllm; vllm.__version__ = '0.34.0'; "
 
 

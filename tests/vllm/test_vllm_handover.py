@@ -11,7 +11,7 @@ from vllm_engines import BLOCK, Engine, prompt
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LONG_WAITS = "import tiercache.connectors.vllm.scheduler as scheduler; scheduler.STORED_WAIT_S = 100"
 

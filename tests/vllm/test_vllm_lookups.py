@@ -18,7 +18,7 @@ from tiercache.connectors.vllm.tier_lookups import TierLookups
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SIZE = 4
 CHAIN = bytes(KEY_BYTES), bytes(2 * KEY_BYTES)
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=SIZE, block_bytes=64)

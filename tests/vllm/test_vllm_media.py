@@ -15,7 +15,7 @@ from vllm_media import IMAGE, IMAGE_TOKENS, save_image_model
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 LAYOUTS = [(40, 40), (40, 0), (29, 0), (30, 40), (31, 2), (32, 70), (0, 30)]
 """Tokens of text before an image, and after it: prompts that end with the image, within a block and at its end; an
 image whose embeddings fill two blocks; an image before, behind and at the first end of a block, and at the start."""

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from vllm_engines import BLOCK, COMMON, Engine, launch, prompt, save_model, statistics
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SINKS = {

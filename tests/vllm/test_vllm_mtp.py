@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from vllm_engines import BLOCK, COMMON, Engine, launch, prompt, statistics, wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 LONG = prompt(700, "mtp")
 PARTED = LONG[: 12 * BLOCK] + prompt(60, "another end")

@@ -11,7 +11,7 @@ import vllm
 from vllm_engines import BLOCK, Engine, launch, prompt, save_model, statistics, stored_blocks, wait_until
 from vllm_servers import complete, metric, server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LONG = prompt(700, "parallel")

@@ -20,7 +20,7 @@ from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.protocol.messages import Flush
 from tiercache.protocol.namespaces import NamespaceSpec
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 PROMPTS = [prompt(600, "ranks"), prompt(600, "ranks")[:330] + prompt(200, "other"), prompt(70, "short")]
 STORED = (600 + 15) // BLOCK + (530 + 15) // BLOCK - 330 // BLOCK + (70 + 15) // BLOCK

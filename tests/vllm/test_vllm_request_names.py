@@ -12,7 +12,7 @@ from tiercache.connectors.vllm.apart import MAX_THREADS
 from tiercache.connectors.vllm.orders import WorkerReport
 from tiercache.connectors.vllm.stores import EngineFacts
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("number", [None, 1])

@@ -11,7 +11,7 @@ from vllm_engines import BLOCK, COMMON, Engine, flush, launch, prompt, stored_bl
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 LONG = prompt(320, "adapted")
 

@@ -22,7 +22,7 @@ from tiercache.connectors.vllm.orders import WorkerReport
 from tiercache.connectors.vllm.scheduler import DECLINED
 from tiercache.protocol.messages import Priority, unpack_indices
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_a_lookup_that_comes_when_the_request_has_asked_again_is_given_back(rig: Rig) -> None:

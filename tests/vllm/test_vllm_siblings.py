@@ -25,7 +25,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=BLOCK, block_bytes=64)
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def multi_config(address: str, when: str, folder: Path, first: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vllm_engines import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
 PROMPTS = [prompt(600, f"tier {number}") for number in range(8)]
 """They need 8 x 18 chunks, and vLLM's own memory has room for 40."""

@@ -9,7 +9,7 @@ from vllm_engines import BLOCK, Engine, prompt, wait_until
 
 import tiercache
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_no_block_meets_weights_that_did_not_compute_it(

@@ -20,7 +20,7 @@ from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, Work
 from tiercache.connectors.vllm.weights import Look, Weights
 from tiercache.connectors.vllm.worker import RankWorker
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 BLOCKS = 8
 BLOCK_BYTES = 65536
 SPEC = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=16, block_bytes=BLOCK_BYTES)

@@ -16,7 +16,7 @@ from tiercache.connectors.vllm.compat import come_before_writes
 from tiercache.connectors.vllm.orders import Orders, RankForm
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 class Runner(GPUModelRunner):  # type: ignore[misc]
