@@ -27,7 +27,8 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
 )
 from tiercache.daemon.tiers.nvme.parts import DirectoryFiles, LoadingRows
 from tiercache.daemon.tiers.nvme.registry import Registry
-from tiercache.daemon.tiers.nvme.slots import PAGE_SHIFT, SLOT_MASK, Slots, slot_of
+from tiercache.daemon.tiers.nvme.slot_numbers import PAGE_SHIFT, SLOT_MASK, slot_of
+from tiercache.daemon.tiers.nvme.slots import Slots
 
 log = logging.getLogger("tiercache.daemon")
 

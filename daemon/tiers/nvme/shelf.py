@@ -34,7 +34,8 @@ from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
 from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
 from tiercache.daemon.tiers.nvme.registry import Registry
-from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots, place_of_slot
+from tiercache.daemon.tiers.nvme.slot_numbers import place_of_slot
+from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 
 log = logging.getLogger("tiercache.daemon")
@@ -317,7 +318,7 @@ class Shelf:
             return dropped
         before, entry = table.blocks, table.get(key)
         self.registry.flush_key(namespace, key, None if entry == NO_ENTRY else self.index.frame[entry], done)
-        with self.slots.deleted_together():
+        with self.slots.left.deleted_together():
             self.drop(namespace, key)
             self.index.unlink_slice(EVICT_AT_ONCE)
         return before - table.blocks
@@ -348,7 +349,7 @@ class Shelf:
         if self.catalog.full:
             return False  # what follows requests deletions of rows, which wait for the disk
         self._hints.expire(self.index, self.slots.tails)
-        with self.slots.deleted_together():
+        with self.slots.left.deleted_together():
             more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
         if self.recovery is not None and not self.recovery.over:
             return self.recovery.work() or more
@@ -387,7 +388,7 @@ class Shelf:
 
     def reasons(self) -> list[str]:
         """What is not well, for people."""
-        found = [self.directory.trouble, self.health.reason, self.slots.no_growth, self.catalog.error]
+        found = [self.directory.trouble, self.health.reason, self.slots.growth.trouble, self.catalog.error]
         if self.offline:
             found.append(f"an operation has been under way for {self.queue.oldest_age_s():.0f} s")
         elif self._catalog_hangs:
@@ -412,7 +413,7 @@ class Shelf:
             "loaded_rows": self.recovery.loaded_rows if self.recovery is not None else 0,
             "orphan_rows": self.recovery.orphan_rows if self.recovery is not None else 0,
             "other_key_rows": self.recovery.other_key_rows if self.recovery is not None else 0,
-            "lost_slots": self.slots.lost,
+            "lost_slots": self.slots.left.lost,
             "evicted_blocks": self.slots.evicted_blocks,
             "writing": self.health.reason or "on",
             "write_failures": self.health.failures,

@@ -1,25 +1,16 @@
 """Slots of one NVMe directory: segments, each divided into slots of one size, and the owners of the slots.
 
-A slot becomes free only when the deletion of its row is committed, so that a crash never finds an old row over new
-bytes:
-
-    leave the index ─► delete the row ─► (committed) ─► slot free ─► write new bytes ─► insert a row
-
-The row of a block is deleted before that of the block before it, so that a crash never leaves a row without the rows
-before it. A dropped block that is still read, or whose child is still being written, keeps its slot but not its row.
+    NewSegments   segments: made, while the directory grows
+    LeftSlots     slots that the index has left, until they are free
 
 Where slots run short, `take_many` notes that, and `work` evicts ahead for those that come next, a slice in each go.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator, SizeClass
@@ -29,15 +20,14 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
-from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, SLOT_BITS
-from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
+from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.left_slots import LeftSlots
+from tiercache.daemon.tiers.nvme.new_segments import NewSegments
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
+from tiercache.daemon.tiers.nvme.slot_numbers import slot_of
 from tiercache.daemon.tiers.quotas import UNLIMITED
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
-
-log = logging.getLogger("tiercache.daemon")
 
 EVICT_AT_ONCE = 64
 """Slots given up in one go of the event loop."""
@@ -46,26 +36,8 @@ FREE_AHEAD_BYTES = 64 << 20
 milliseconds later, and writes should not wait for that."""
 SCAN_AT_ONCE = 4096
 """Entries checked in one go while a segment is emptied."""
-DELETE_AT_ONCE = 512
-"""Rows whose deletion is requested again in one go."""
-DELETED_TOGETHER = 128
-"""Rows deleted by one change of the catalog: so many slots are freed in one go."""
-GROW_AGAIN_S = 30.0
-"""Retry interval after a segment could not be made."""
 ASIDE_S = 600.0
 """How long a slot that could not be written to is not used: another one may be good."""
-SLOT_MASK = MAX_SLOTS - 1
-PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
-
-
-def place_of_slot(slot: int) -> int:
-    """The catalog's number of a slot: segment, then page inside it."""
-    return (slot >> REGION_SHIFT) << SLOT_BITS | (slot & OFFSET_MASK) >> PAGE_SHIFT
-
-
-def slot_of(place: int) -> int:
-    """Inverse of `place_of_slot`."""
-    return (place >> SLOT_BITS) << REGION_SHIFT | (place & SLOT_MASK) << PAGE_SHIFT
 
 
 class Slots:
@@ -89,7 +61,6 @@ class Slots:
         self.allocator = Allocator()
         self.health = WriteHealth(str(directory.path))
         self.evicted_blocks = 0
-        self.no_growth = ""  # why no further segment could be made last time
         size_bytes = directory.segment_bytes
         self.slot_bytes = {number: size for number, size in state.segments.items() if 0 < size <= size_bytes}
         """By segment."""
@@ -99,26 +70,17 @@ class Slots:
             self.owned[segment] = bytearray(size_bytes // self.slot_bytes[segment])
         self._directory = directory
         self._catalog = catalog
-        self._queue = queue
         self._index = index
         self._make = partial(space.policies.hinted, below=True)
         self.tails = ChainEnds(index, space.prompts, space.policies.clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
-        self._row_gone = row_gone
         self._soon = soon
         self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them
-        self._together: list[int] | None = None  # slots whose rows are deleted by the batch, while one is made
-        self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
-        self._held: dict[int, bool] = {}  # slots of dropped blocks that pins keep, and whether their row is gone
-        index.on_held = self._hold
-        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: retried
+        self.left = LeftSlots(catalog, row_gone, self._free)
+        index.on_held = self.left.hold
         self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
-        self._grow_after_s = 0.0
         self._emptying: tuple[int, int] | None = None  # a segment being emptied, next entry to look at
-        self._segment_ids = set(state.segments) | set(directory.segments)
-        self._creating = False
-        if directory.max_segments == 0:
-            self.no_growth = "its part of nvme_size holds no segment: make that larger, or empty the directory"
+        self.growth = NewSegments(directory, queue, self.health, state.segments, self._grown)
 
     def policy(self, frame_bytes: int, account: str = UNLIMITED) -> Policy:
         """The eviction policy for that size and account."""
@@ -181,7 +143,7 @@ class Slots:
     def _give_up_keeping(self, frame_bytes: int, keep: int) -> None:
         """A chain longer than all slots of its size gets no more of them: stop protecting it."""
         free = self.allocator.size_class(frame_bytes).free
-        on_its_way = free or self._leaving or self._creating or self._emptying or self._may_grow
+        on_its_way = free or self.left or self._emptying or self.growth.under_way or self.growth.is_possible
         if not on_its_way and any(policy.victim() == keep for policy in self._of_size(frame_bytes)):
             self._index.evict(keep)
             self.evicted_blocks += 1
@@ -197,16 +159,18 @@ class Slots:
 
     def _make_room(self, size_class: SizeClass) -> None:
         """Have a segment made; where there can be no more, evict, or empty a segment of another size."""
-        if self._creating or self._may_grow:
-            self._create_segment()
+        if self.growth.under_way:
             return
-        most = self._ahead(size_class) - size_class.free - (len(self._leaving) - len(self._undeleted))
+        if self.growth.is_possible:
+            self.growth.begin()
+            return
+        most = self._ahead(size_class) - size_class.free - self.left.being_freed
         if most <= 0:
             return  # enough slots are being freed already
         accounts = self._of_size(size_class.frame_bytes)
         self.tails.lapse()
         self._consider_emptying(size_class, coldest_of(accounts))
-        with self.deleted_together():
+        with self.left.deleted_together():
             self._evict(accounts, min(most, EVICT_AT_ONCE))
 
     def _make_room_ahead(self) -> None:
@@ -223,7 +187,7 @@ class Slots:
         policies = [its[account] for its in self._policies.values() if account in its]
         self.tails.lapse()
         evicted_bytes = 0
-        with self.deleted_together():
+        with self.left.deleted_together():
             for _ in range(EVICT_AT_ONCE):
                 slot = NO_FRAME if evicted_bytes >= size_bytes else self._evict_one(policies)
                 if slot == NO_FRAME:
@@ -260,11 +224,6 @@ class Slots:
         self.evicted_blocks += 1
         return slot
 
-    @property
-    def _may_grow(self) -> bool:
-        room = len(self._directory.segments) < self._directory.max_segments
-        return room and time.monotonic() >= self._grow_after_s
-
     # A size without slots, or whose coldest block is much younger than another size's, gets a segment of that size. The
     # segment hands out no more slots, its blocks are dropped in slices, and once the last slot is back it can be
     # divided anew.
@@ -292,7 +251,7 @@ class Slots:
         """Drop blocks of the segment being emptied, round and round until the last slot is back."""
         if self._emptying is None:
             return
-        with self.deleted_together():
+        with self.left.deleted_together():
             self._empty_some(*self._emptying)
 
     def _empty_some(self, segment: int, first: int) -> None:
@@ -308,109 +267,20 @@ class Slots:
         self.tails.let_go_detached()
         self._emptying = segment, 0 if last == len(self._index.frame) else last
 
-    def _create_segment(self) -> None:
-        """Ask for one more segment, unless one is being made; its slots are there some milliseconds later."""
-        if self._creating:
-            return
-        segment = max(self._segment_ids, default=0) + 1
-        op = TaskOp(
-            done=lambda op: self._segment_created(segment, op), call=lambda: self._directory.create_segment(segment)
-        )
-        self._creating = self._queue.submit(op, DiskPriority.WRITE)
-
-    def _segment_created(self, segment: int, op: TaskOp) -> None:
-        self._creating = False
-        if op.outcome is DiskOutcome.OK:
-            self._segment_ids.add(segment)
-            self.no_growth = ""
-            self.allocator.add_region(segment, self._directory.segment_bytes)
-        elif op.outcome is DiskOutcome.IO_ERROR:
-            if op.errno == errno.EEXIST:
-                self._segment_ids.add(segment)  # a foreign file: try the next number
-            problem = f"no further segment could be made: {os.strerror(op.errno)}"
-            if not self._directory.segments:
-                self.health.failed(problem)
-                return
-            # In the existing segments blocks can still be replaced.
-            if not self.no_growth:
-                log.warning("%s: %s; blocks are replaced meanwhile", self._directory.path, problem)
-            self.no_growth = problem
-            self._grow_after_s = time.monotonic() + GROW_AGAIN_S
-
-    def write_worked(self) -> None:
-        """A write has worked: if the disk has just come back, segments can be made again too."""
-        if self.health.worked():
-            self.no_growth, self._grow_after_s = "", 0.0
+    def _grown(self, segment: int) -> None:
+        self.allocator.add_region(segment, self._directory.segment_bytes)
 
     # --- giving back -----------------------------------------------------------------------------
 
     def leave(self, slot: int) -> None:
         """The index no longer uses the slot: delete its row, then free the slot."""
-        held = self._held.pop(slot, None)
-        if held:
-            self._free(slot)
-            return
-        self._leaving.add(slot)
         self.own(slot, 1)
-        if held is None:
-            self._delete_row(slot)
+        self.left.leave(slot)
 
-    def _hold(self, slot: int) -> None:
-        """A dropped block keeps its slot: delete its row now, before those of the blocks before it."""
-        self._held[slot] = False
-        self._delete_row(slot)
-
-    @contextmanager
-    def deleted_together(self) -> Iterator[None]:
-        """Rows of slots that are left meanwhile are deleted by the batch, in the order in which they were left."""
-        if self._together is not None:
-            yield
-            return
-        self._together = []
-        try:
-            yield
-        finally:
-            slots, self._together = self._together, None
-            if slots:
-                self._post_deletions(slots)
-
-    def _delete_row(self, slot: int) -> None:
-        if self._undeleted:
-            self._undeleted.append(slot)  # after those, which may be of blocks behind it
-        elif self._together is None:
-            self._post_deletions([slot])
-        else:
-            self._together.append(slot)
-            if len(self._together) == DELETED_TOGETHER:
-                slots, self._together = self._together, []
-                self._post_deletions(slots)
-
-    def _post_deletions(self, slots: list[int]) -> None:
-        """Have their rows deleted, in this order; at most `DELETED_TOGETHER`."""
-        done = partial(self._rows_deleted, slots)
-        if len(slots) == 1:
-            self._catalog.delete(place_of_slot(slots[0]), done)
-        else:
-            self._catalog.delete_many([place_of_slot(slot) for slot in slots], done)
-
-    def _rows_deleted(self, slots: list[int], ok: bool) -> None:
-        if not ok:
-            self._undeleted.extend(slots)  # not reused: their old rows could come back over new bytes
-            return
-        free, held, row_gone = list[int](), self._held, self._row_gone
-        for slot in slots:
-            row_gone(slot)
-            if slot in held:
-                held[slot] = True
-            else:
-                free.append(slot)
-        self._leaving.difference_update(free)
-        for slot in free:
-            self._free(slot)
-
-    def _free(self, slot: int) -> None:
-        if not self.own(slot, 0):
-            self.allocator.give_back(slot)
+    def _free(self, slots: list[int]) -> None:
+        slots = [slot for slot in slots if not self.own(slot, 0)] if self.owned else slots
+        if slots:
+            self.allocator.give_back_many(slots)
             self._soon()
 
     def put_aside(self, slot: int) -> None:
@@ -423,10 +293,7 @@ class Slots:
         self._make_room_ahead()
         while self._aside and time.monotonic() >= self._aside[0][0]:
             self.allocator.give_back(self._aside.popleft()[1])
-        if not self._catalog.error:
-            again = [self._undeleted.popleft() for _ in range(min(len(self._undeleted), DELETE_AT_ONCE))]
-            for first in range(0, len(again), DELETED_TOGETHER):
-                self._post_deletions(again[first : first + DELETED_TOGETHER])
+        self.left.try_again()
 
     # --- segments of an earlier life -------------------------------------------------------------
 
@@ -462,13 +329,6 @@ class Slots:
             self.allocator.add_region(segment, size_bytes)
         return False
 
-    # --- what is not well ------------------------------------------------------------------------
-
-    @property
-    def lost(self) -> int:
-        """Slots whose row could not be deleted yet."""
-        return len(self._undeleted)
-
     def __contains__(self, slot: object) -> bool:
         """Whether a slot in use has no owner: its row is to be deleted, or it could not be written to."""
-        return slot in self._leaving or any(one == slot for _, one in self._aside)
+        return slot in self.left or any(one == slot for _, one in self._aside)

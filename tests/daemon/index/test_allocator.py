@@ -117,3 +117,53 @@ def test_many_are_taken_as_one_after_another_would_be(count: int) -> None:
     assert many.used_bytes == one.used_bytes
     owned = [4096, *together]
     assert check_frames(many, owned) == []
+
+
+@pytest.mark.parametrize("account", [0, 7])
+@pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
+@pytest.mark.parametrize("emptied", [False, True], ids=["in use", "emptied"])
+def test_many_are_given_back_as_one_after_another_would_be(account: int, held: bool, emptied: bool) -> None:
+    """Frames of full regions in mixed order, of which some stay in use."""
+    one, many = arena(4), arena(4)
+    back = [
+        frame_of(region, number) for region, number in [(0, 3), (2, 1), (2, 0), (0, 0), (1, 2), (3, 3), (3, 0), (1, 1)]
+    ]
+    back += [frame_of(2, number) for number in (3, 2)]  # all of a region
+    for allocator in (one, many):
+        size_class = allocator.size_class(4096)
+        taken = allocator.take_many(size_class, 16, account)
+        assert set(back) < set(taken)
+        for entry, frame in enumerate(taken):
+            allocator.set_entry(frame, entry)
+        if held:
+            allocator.hold(frame_of(2, 1))
+        if emptied:
+            allocator.empty_region(2)
+    for frame in back:
+        one.give_back(frame)
+    many.give_back_many(back)
+    assert state_of(many) == state_of(one)
+    if held:
+        one.unhold(frame_of(2, 1))
+        many.unhold(frame_of(2, 1))
+        assert state_of(many) == state_of(one)
+    assert (one.classes[4096].free, len(one.unassigned)) == ((6, 1) if emptied else (10, 0))
+    assert check_frames(many, sorted(set(taken) - set(back))) == []
+
+
+def frame_of(region: int, number: int) -> int:
+    return region << 48 | number * 4096
+
+
+def state_of(allocator: Allocator) -> object:
+    """All that decides what the allocator does next."""
+    regions = {
+        region.region_id: (region.owned, region.fresh, list(region.returned), region.counts, list(region.entries))
+        for size_class in allocator.classes.values()
+        for region in size_class.regions.values()
+    }
+    opened = [[region.region_id for region in size_class.open] for size_class in allocator.classes.values()]
+    free = [size_class.free for size_class in allocator.classes.values()]
+    unassigned = [region.region_id for region in allocator.unassigned]
+    counts = +allocator.account_bytes, +allocator.waiting_bytes, allocator.used_bytes
+    return regions, opened, free, unassigned, counts, sorted(allocator.waiting)

@@ -250,7 +250,7 @@ class Flights(ABC):
                 run = [op]
                 self._park(run)
         if run:
-            shelf.slots.write_worked()
+            shelf.slots.growth.write_worked()
         if self._complete:
             self._soon()
 

@@ -92,17 +92,17 @@ async def test_a_held_row_that_could_not_be_deleted_goes_before_its_parents(tmp_
     await hold_last(rig, chain, "write")
     order = list[int]()
     slot_of = {number: shelf.index.frame[shelf.table(space).get(key_of(chain, number))] for number in range(10)}
-    delete, refused = shelf.slots._post_deletions, list[int]()
+    delete, refused = shelf.slots.left._post_deletions, list[int]()
 
     def post(slots: list[int]) -> None:
         if not refused:
             refused.extend(slots)
-            shelf.slots._rows_deleted(slots, ok=False)
+            shelf.slots.left._rows_deleted(slots, ok=False)
             return
         order.extend(slots)
         delete(slots)
 
-    shelf.slots._post_deletions = post  # type: ignore[method-assign]
+    shelf.slots.left._post_deletions = post  # type: ignore[method-assign]
     shelf.drop(space, key_of(chain, 4))
     await rig.until(lambda: len(order) == 6)
     assert order == [slot_of[number] for number in range(9, 3, -1)]

@@ -20,7 +20,7 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
-from tiercache.daemon.tiers.nvme.slots import place_of_slot
+from tiercache.daemon.tiers.nvme.slot_numbers import place_of_slot
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 from tiercache.protocol.namespaces import NamespaceSpec
 

@@ -297,10 +297,10 @@ def test_nothing_more_is_unlinked_while_the_index_is_behind(tmp_path: Path, monk
         shelf.drop(space, key_of(chain_of("a", 20), 0))
         for _ in range(3):
             assert not shelf.work()
-        assert (len(shelf.slots._leaving), shelf.catalog.pending) == (0, 0)
+        assert (len(shelf.slots.left), shelf.catalog.pending) == (0, 0)
         monkeypatch.undo()
         shelf.work()
-        assert len(shelf.slots._leaving) == 20
+        assert len(shelf.slots.left) == 20
         await rig.committed()
         assert shelf.allocator.used_bytes == 0
         rig.check()

@@ -13,13 +13,13 @@ from played import play
 from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.nvme import slots
+from tiercache.daemon.tiers.nvme import new_segments, slots
 from tiercache.daemon.tiers.nvme.disk.segment_files import segment_name
 
 
 def test_no_room_for_a_segment_and_then_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(slots, "GROW_AGAIN_S", 0.05)
+        monkeypatch.setattr(new_segments, "GROW_AGAIN_S", 0.05)
         rig = await TierRig(tmp_path).open()
         disk, space = rig.disks[rig.dirs[0]], rig.namespace()
 
@@ -98,9 +98,9 @@ def test_nothing_is_evicted_for_a_catalog_that_cannot_write(tmp_path: Path) -> N
             await asyncio.sleep(0.001)
         assert rig.tier.stats()["blocks"] >= before - 64 - 40
         assert any("full" in reason for reason in rig.tier.reasons())
-        assert one.slots.lost > 0, "slots whose old row is still there are not used"
+        assert one.slots.left.lost > 0, "slots whose old row is still there are not used"
         one.catalog._writer._commit = commit  # type: ignore[method-assign]
-        await rig.until(lambda: not one.catalog.error and one.slots.lost == 0)
+        await rig.until(lambda: not one.catalog.error and one.slots.left.lost == 0)
         await rig.settled()
         rig.check()
         await rig.close()

@@ -147,7 +147,7 @@ async def test_a_process_that_ends_while_a_segment_is_made(tmp_path: Path) -> No
     pid = rig.signal(signal.SIGSTOP)
     chain = chain_of("a", 100)  # more than a segment
     rig.store(space, chain)
-    await rig.until(lambda: rig.shelf().slots._creating)
+    await rig.until(lambda: rig.shelf().slots.growth.under_way)
     os.kill(pid, signal.SIGKILL)
     await rig.settled()
     rig.forget_dram()
