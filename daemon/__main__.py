@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
     from tiercache.daemon.server import Server
-    from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
+    from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)
@@ -68,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = raise_limit()
 
         def checked(found: Resolved, *, quiet: bool) -> Resolved:
-            directories = len(found.config.nvme_dirs)
-            workers = directories if wants_workers(found.config.nvme_workers, directories) else 0
+            workers = worker_processes(found.config.nvme_workers, len(found.config.nvme_dirs))
             check_fits(found.config.arena_bytes, workers)
             return found._replace(config=fit(found.config, files, quiet=quiet))
 

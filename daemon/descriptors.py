@@ -14,7 +14,7 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.events.publisher import MAX_SUBSCRIBERS
 from tiercache.daemon.ground.connections import UNSEEN_EVENTS
 from tiercache.daemon.requests.sessions import MAX_GREETING
-from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
+from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 from tiercache.errors import ConfigError
 
 log = logging.getLogger("tiercache.daemon")
@@ -47,15 +47,15 @@ def needed(
     regions: int,
     directories: int = 0,
     segments: int = 0,
-    workers: bool = False,
+    has_workers: bool = False,
     remote: bool = False,
     event_sockets: int = 0,
 ) -> int:
-    """The most descriptors that a daemon has open; `workers`: beside worker processes, which get its regions."""
+    """The most descriptors that a daemon has open; `has_workers`: beside worker processes, which get its regions."""
     control_sockets = 1 + remote
     return (
         _OWN
-        + regions * (1 + workers)
+        + regions * (1 + has_workers)
         + directories * _PER_DIRECTORY
         + segments
         + MAX_GREETING
@@ -80,7 +80,7 @@ def fit(config: DaemonConfig, limit: int, *, quiet: bool = False) -> DaemonConfi
             regions=len(config.region_sizes()),
             directories=directories,
             segments=segments,
-            workers=wants_workers(config.nvme_workers, directories),
+            has_workers=worker_processes(config.nvme_workers, directories) > 0,
             remote=bool(config.listen),
             event_sockets=event_sockets,
         )

@@ -56,7 +56,7 @@ from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.runners import InDaemon, InWorkers, Runner
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
+from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.source import LowerTier
 from tiercache.protocol.messages import KEY_BYTES, BlockView
@@ -81,9 +81,9 @@ class NvmeTier(IndexedTier):
         soon: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        workers = wants_workers(config.nvme_workers, len(config.nvme_dirs))
-        self._arena = ArenaFiles() if workers else None
-        why_not_aio = why_threads(config.nvme_io, config.nvme_codec, beside_loop=not workers)
+        has_workers = worker_processes(config.nvme_workers, len(config.nvme_dirs)) > 0
+        self._arena = ArenaFiles() if has_workers else None
+        why_not_aio = why_threads(config.nvme_io, config.nvme_codec, beside_loop=not has_workers)
         self._runner: Runner = (
             InDaemon(disk_of, why_not_aio) if self._arena is None else InWorkers(self._arena, why_not_aio)
         )

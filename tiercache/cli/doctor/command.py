@@ -120,7 +120,7 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
 
 def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     from tiercache.daemon.descriptors import needed
-    from tiercache.daemon.tiers.nvme.worker_choice import wants_workers
+    from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 
     directories = config.nvme_paths
     if tree:
@@ -129,18 +129,18 @@ def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     segments = nvme_bytes // config.nvme_segment_bytes if directories else 0
     arena_bytes = int(at(tree, "arena.bytes")) or config.arena_bytes
     regions = -(-arena_bytes // config.region_bytes)
-    workers = wants_workers(config.nvme_workers, len(directories))
+    workers = worker_processes(config.nvme_workers, len(directories))
     fds = needed(
         config.max_sessions,
         regions=regions,
         directories=len(directories),
         segments=segments,
-        workers=workers,
+        has_workers=workers > 0,
         remote=bool(config.listen),
         event_sockets=bool(config.kv_events) + bool(config.kv_events_replay),
     )
     pid = int(at(tree, "daemon.pid"))
-    return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid, len(directories) if workers else 0)
+    return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid, workers)
 
 
 def _print(found: list[Finding]) -> None:
