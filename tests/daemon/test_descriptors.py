@@ -51,6 +51,7 @@ def test_each_thing_that_takes_descriptors_counts() -> None:
     assert more(**nvme, nvme_segment_bytes=1 << 30) - more(**nvme, nvme_segment_bytes=1 << 40) == 1023
     regions = len(CONFIG.region_sizes())
     assert more(**nvme, nvme_workers="on") - more(**nvme, nvme_workers="off") == regions, "which are sent to workers"
+    assert more(nvme_workers="on") == more(nvme_workers="off"), "without directories there are none"
 
 
 def test_fewer_clients_are_let_in_where_there_are_fewer_descriptors(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,7 @@ def test_every_run_has_the_same_tokens_and_finds_them_where_it_says() -> None:
 def test_an_interrupt_ends_vllm_too(ctrl_c: None) -> None:
     process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: process.poll() is not None or engines_of(process.pid), timeout_s=400)
+        wait_until(lambda: process.poll() is not None or engines_of(process.pid), timeout_s=380)
         engines = engines_of(process.pid)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=120)

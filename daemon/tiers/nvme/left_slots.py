@@ -28,7 +28,7 @@ DELETED_TOGETHER = 128
 class LeftSlots:
     """Event loop only; never blocks.
 
-    `row_gone(slot)` is called when the row of a slot is deleted; after it `free(slots)`, of all that may be used again.
+    `row_gone(slot)` is called when the row of a slot is deleted, `free(slots)` when slots may be used again.
     """
 
     def __init__(
@@ -38,9 +38,11 @@ class LeftSlots:
         self._row_gone = row_gone
         self._free = free
         self._together: list[int] | None = None  # slots whose rows are deleted by the batch, while one is made
-        self._leaving: set[int] = set()  # slots whose row is to be deleted, those of `_undeleted` too
+        self._leaving: set[int] = (
+            set()
+        )  # slots out of the index whose row is to be deleted, perhaps for the second time
         self._held: dict[int, bool] = {}  # slots of dropped blocks that pins keep, and whether their row is gone
-        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted: retried
+        self._undeleted: deque[int] = deque()  # slots whose row could not be deleted, also held ones: retried
 
     def __len__(self) -> int:
         return len(self._leaving)
@@ -55,8 +57,8 @@ class LeftSlots:
 
     @property
     def being_freed(self) -> int:
-        """Slots that will be free soon."""
-        return len(self._leaving) - len(self._undeleted)
+        """Slots that will be free soon, unless the deletion of their row fails."""
+        return len(self._leaving) - len(self._leaving.intersection(self._undeleted) if self._undeleted else ())
 
     def leave(self, slot: int) -> None:
         """The index no longer uses the slot: delete its row, then free the slot."""
@@ -126,4 +128,5 @@ class LeftSlots:
             else:
                 free.append(slot)
         self._leaving.difference_update(free)
-        self._free(free)
+        if free:
+            self._free(free)

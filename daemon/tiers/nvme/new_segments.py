@@ -52,7 +52,7 @@ class NewSegments:
         return room and time.monotonic() >= self._again_s
 
     def begin(self) -> None:
-        """Ask for one more segment; it is there some milliseconds later."""
+        """Ask for one more segment, while none is under way; it is there some milliseconds later."""
         segment = max(self._numbers, default=0) + 1
         op = TaskOp(done=lambda op: self._made(segment, op), call=lambda: self._directory.create_segment(segment))
         self.under_way = self._queue.submit(op, DiskPriority.WRITE)
