@@ -25,6 +25,12 @@ def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiercache, "connect", patient)
 
 
+@pytest.fixture
+def all_hits_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines never learn what computing costs: it takes a tiny model less than a load on a busy machine."""
+    monkeypatch.setattr("tiercache.engine.cost.CostModel.note_step", lambda *_, **__: None)
+
+
 @pytest.fixture(scope="session")
 def save_model(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
     """`save_model("LlamaConfig", option=...)` writes a model folder, once for equal options."""

@@ -12,7 +12,7 @@ import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
 from tiercache.http.affinity import Affinity, Query, UnknownModel
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
 PROMPT = prompt_of(120)
 

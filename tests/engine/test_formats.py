@@ -18,7 +18,7 @@ from tiercache.engine.tier_format import StagedCache
 from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.kernels.kv_formats import FORMATS, BlockFormat
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 NATIVE_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 

@@ -16,7 +16,7 @@ import tiercache
 from tiercache.engine import Engine, EngineSettings, connect_to
 from tiercache.engine.model import read_shape
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 WINDOW = 20
 SMALL: dict[str, Any] = {"block_size": 8, "chunk_size": 32, "pool_blocks": 300, "max_num_seqs": 4}
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}

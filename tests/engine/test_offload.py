@@ -15,7 +15,7 @@ from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded
 from tiercache.protocol.messages import Priority
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPT = prompt_of(120)  # chunks end at 32, 64, 96, 112, 120: 14 blocks of 8 that can be reused
 

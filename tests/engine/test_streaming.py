@@ -16,7 +16,7 @@ from tiercache.engine import Engine, EngineSettings, RequestOutput, describe_mod
 from tiercache.engine.streaming import Rotation
 from tiercache.errors import ConfigError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 WINDOW, SINKS = 20, 8
 SMALL: dict[str, Any] = {"block_size": 8, "chunk_size": 32, "pool_blocks": 24, "max_num_seqs": 4}
 STREAMING: dict[str, Any] = {**SMALL, "attention_window": WINDOW, "attention_sinks": SINKS}

@@ -19,7 +19,7 @@ from tiercache.engine.memory import fit_model_len
 from tiercache.engine.window import Window
 from tiercache.errors import ConfigError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 WINDOW = 24
 SMALL: dict[str, Any] = {"block_size": 8, "chunk_size": 32, "pool_blocks": 16, "max_num_seqs": 4}
 

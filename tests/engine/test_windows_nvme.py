@@ -15,7 +15,7 @@ import tiercache
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 SETTINGS = EngineSettings(block_size=8, chunk_size=32, pool_blocks=96)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPT = prompt_of(150)

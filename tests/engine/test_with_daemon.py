@@ -14,7 +14,7 @@ import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
 from tiercache.engine.loads import LoadOrder
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_hits_are_loaded")]
 SETTINGS = EngineSettings(block_size=8, chunk_size=32, pool_blocks=64)
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPT = prompt_of(120)
