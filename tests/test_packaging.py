@@ -254,26 +254,70 @@ def test_constraints_hold_what_setup_installs_by_name() -> None:
     assert wanted - pinned == set()
 
 
+class CiRun:
+    """The script of continuous integration with stand-ins for make and the other programs that it calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        (folder / ".ci").mkdir()
+        shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
+        self.stand_in("apt-get", "exit 0")
+        self.stand_in("date", "echo 1000")
+        self.stand_in("make", 'echo "$*" >> made')
+
+    def stand_in(self, name: str, does: str) -> None:
+        (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (self.folder / "bin" / name).chmod(0o700)
+
+    def run(self) -> tuple[str, list[str]]:
+        """What it prints, and what it makes."""
+        path = f"PATH={self.folder / 'bin'}:{os.environ['PATH']}"
+        said = run("env", path, str(self.folder / ".ci" / "run"), cwd=self.folder)
+        return said, (self.folder / "made").read_text().splitlines()
+
+
+IN_TIME = f"PYTEST_ARGS=--begin-by={1000 + 70 * 60}"
+
+
 @pytest.mark.parametrize(("minutes", "targets"), [(69, 4), (71, 1)])
 def test_ci_runs_all_tests_that_it_has_time_for(minutes: int, targets: int, tmp_path: Path) -> None:
-    """`make test` always; here by stand-ins for make and the other programs that the script calls."""
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    stand_ins = {
-        "make": f'echo "$*" >> {tmp_path}/made',
-        "date": f"[ -e {tmp_path}/made ] && echo {1000 + minutes * 60} || echo 1000",
-        "apt-get": "exit 0",
-    }
-    for name, does in stand_ins.items():
-        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
-        (programs / name).chmod(0o700)
-    said = run("env", f"PATH={programs}:{os.environ['PATH']}", "bash", str(script), cwd=ROOT)
-    in_time = f"PYTEST_ARGS=--begin-by={1000 + 70 * 60}"
-    all_of_them = ["test", *(f"{target} {in_time}" for target in ("test-sglang", "test-vllm", "test-slow"))]
-    assert (tmp_path / "made").read_text().splitlines() == all_of_them[:targets]
+    """`make test` always."""
+    ci = CiRun(tmp_path)
+    ci.stand_in("date", f"[ -e made ] && echo {1000 + minutes * 60} || echo 1000")
+    said, made = ci.run()
+    all_of_them = [
+        "test PYTEST_ARGS=",
+        *(f"{target} {IN_TIME}" for target in ("test-sglang", "test-vllm", "test-slow")),
+    ]
+    assert made == all_of_them[:targets]
     assert said.count("no time was left for it") == 4 - targets
+    assert "second time" not in said
+
+
+def test_ci_runs_what_has_failed_once_more_and_names_it(tmp_path: Path) -> None:
+    ci = CiRun(tmp_path)
+    cache = ".pytest_cache/v/cache"
+    fails_once = (
+        f'mkdir -p {cache}; case "$*" in *last-failed|test\\ *) ;; *) echo "no[$1]" > {cache}/lastfailed; exit 1;; esac'
+    )
+    ci.stand_in("make", f'echo "$*" >> made; {fails_once}')
+    said, made = ci.run()
+    assert made[1:3] == [f"test-sglang {IN_TIME}", f"test-sglang JOBS=0 VLLM_JOBS=0 {IN_TIME} --last-failed"]
+    assert len(made) == 7
+    assert said.endswith("These tests passed only the second time:\nno[test-sglang]no[test-vllm]no[test-slow]\n")
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["a test fails", "not even tests run"])
+def test_ci_fails_where_something_fails_twice(cache: bool, tmp_path: Path) -> None:
+    ci = CiRun(tmp_path)
+    if cache:
+        (tmp_path / ".pytest_cache/v/cache").mkdir(parents=True)
+        (tmp_path / ".pytest_cache/v/cache/lastfailed").touch()
+    ci.stand_in("make", 'echo "$*" >> made; exit 2')
+    with pytest.raises(AssertionError):
+        ci.run()
+    assert len((tmp_path / "made").read_text().splitlines()) == 1 + cache
 
 
 def test_make_test_runs_pytest() -> None:
