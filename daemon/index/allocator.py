@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, groupby, takewhile
+from collections.abc import Iterable, Iterator
+from itertools import compress, takewhile
 
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -200,26 +200,6 @@ class Allocator:
         if region.owned == region.frames - 1:
             size_class.open.insert(0, region)
         size_class.free += 1
-
-    def give_back_many(self, frames: Sequence[int]) -> None:
-        """`give_back` each of them, those of a region together."""
-        holders = self._holders
-        for region_id, group in groupby(frames, lambda frame: frame >> REGION_SHIFT):
-            size_class = self._class_of[region_id]
-            region, frame_bytes = size_class.regions[region_id], size_class.frame_bytes
-            if holders or region.emptying or region.accounts is not None or region.seen is not None:
-                for frame in group:
-                    self.give_back(frame)
-                continue
-            numbers, entries = [(frame & OFFSET_MASK) // frame_bytes for frame in group], region.entries
-            for number in numbers:
-                entries[number] = 0
-            if region.owned == region.frames:
-                size_class.open.insert(0, region)
-            region.returned.extend(numbers)
-            region.owned -= len(numbers)
-            size_class.free += len(numbers)
-            self.used_bytes -= len(numbers) * frame_bytes
 
     def hold(self, frame: int) -> None:
         """Something that cannot be recalled starts to read or write the frame."""

@@ -278,10 +278,10 @@ class Slots:
         self.left.leave(slot)
 
     def _free(self, slots: list[int]) -> None:
-        slots = [slot for slot in slots if not self.own(slot, 0)] if self.owned else slots
-        if slots:
-            self.allocator.give_back_many(slots)
-            self._soon()
+        for slot in slots:
+            if not self.own(slot, 0):
+                self.allocator.give_back(slot)
+        self._soon()
 
     def put_aside(self, slot: int) -> None:
         """Set aside a slot that could not be written to: it is used again, but not soon."""
