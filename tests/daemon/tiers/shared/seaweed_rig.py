@@ -83,19 +83,23 @@ class SeaweedServer:
             )
 
     def _serves(self) -> bool:
-        """Once its bucket is made: a folder of the filer."""
-        wait_until(lambda: self.process.poll() is not None or self._has_bucket(), "SeaweedFS")
+        """Once it has a bucket, which is a folder of the filer, and the bucket has volumes: puts would fail before."""
+        wait_until(lambda: self.process.poll() is not None or (self._has_bucket() and self._takes_bytes()), "SeaweedFS")
         return self.process.poll() is None
+
+    def _takes_bytes(self) -> bool:
+        probe = f"http://127.0.0.1:{self._filer}/buckets/{BUCKET}/probe"
+        return _status("PUT", probe, b"bytes") == 201 and _status("DELETE", probe) == 204
 
     def _has_bucket(self) -> bool:
         bucket = f"http://127.0.0.1:{self._filer}/buckets/{BUCKET}/"
         return _status("POST", bucket) in (201, 409) and _status("GET", f"http://127.0.0.1:{self.port}/") == 403
 
 
-def _status(method: str, url: str) -> int:
+def _status(method: str, url: str, body: bytes | None = None) -> int:
     """0 while no server answers."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, method=method), timeout=5) as answer:
             status: int = answer.status
             return status
     except urllib.error.HTTPError as error:
