@@ -277,7 +277,8 @@ class CiRun:
         return said, (self.folder / "made").read_text().splitlines()
 
 
-IN_TIME = f"PYTEST_ARGS=--begin-by={1000 + 70 * 60}"
+IN_TIME = f"--begin-by={1000 + 70 * 60}"
+LONG = "test-sglang", "test-vllm", "test-slow"
 
 
 @pytest.mark.parametrize(("minutes", "targets"), [(69, 4), (71, 1)])
@@ -286,11 +287,7 @@ def test_ci_runs_all_tests_that_it_has_time_for(minutes: int, targets: int, tmp_
     ci = CiRun(tmp_path)
     ci.stand_in("date", f"[ -e made ] && echo {1000 + minutes * 60} || echo 1000")
     said, made = ci.run()
-    all_of_them = [
-        "test PYTEST_ARGS=",
-        *(f"{target} {IN_TIME}" for target in ("test-sglang", "test-vllm", "test-slow")),
-    ]
-    assert made == all_of_them[:targets]
+    assert made == ["test", *(f"{target} PYTEST_ARGS={IN_TIME}" for target in LONG)][:targets]
     assert said.count("no time was left for it") == 4 - targets
     assert "second time" not in said
 
@@ -298,14 +295,16 @@ def test_ci_runs_all_tests_that_it_has_time_for(minutes: int, targets: int, tmp_
 def test_ci_runs_what_has_failed_once_more_and_names_it(tmp_path: Path) -> None:
     ci = CiRun(tmp_path)
     cache = ".pytest_cache/v/cache"
-    fails_once = (
-        f'mkdir -p {cache}; case "$*" in *last-failed|test\\ *) ;; *) echo "no[$1]" > {cache}/lastfailed; exit 1;; esac'
-    )
-    ci.stand_in("make", f'echo "$*" >> made; {fails_once}')
+    fails = f'mkdir -p {cache}; echo "no[$1]" > {cache}/lastfailed; exit 1'
+    ci.stand_in("make", f'echo "$*" >> made; case "$*" in *--last-failed*) ;; *) {fails};; esac')
     said, made = ci.run()
-    assert made[1:3] == [f"test-sglang {IN_TIME}", f"test-sglang JOBS=0 VLLM_JOBS=0 {IN_TIME} --last-failed"]
-    assert len(made) == 7
-    assert said.endswith("These tests passed only the second time:\nno[test-sglang]no[test-vllm]no[test-slow]\n")
+    once_more = "JOBS=0 VLLM_JOBS=0 PYTEST_ARGS=--last-failed"
+    expected = ["test", f"test {once_more} "]
+    for target in LONG:
+        expected += [f"{target} PYTEST_ARGS={IN_TIME}", f"{target} {once_more} {IN_TIME}"]
+    assert made == expected
+    named = "".join(f"no[{target}]" for target in ("test", *LONG))
+    assert said.endswith(f"These tests passed only the second time:\n{named}\n")
 
 
 @pytest.mark.parametrize("cache", [True, False], ids=["a test fails", "not even tests run"])

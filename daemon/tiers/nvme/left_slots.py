@@ -38,9 +38,7 @@ class LeftSlots:
         self._row_gone = row_gone
         self._free = free
         self._together: list[int] | None = None  # slots whose rows are deleted by the batch, while one is made
-        self._leaving: set[int] = (
-            set()
-        )  # slots out of the index whose row is to be deleted, perhaps for the second time
+        self._leaving: set[int] = set()  # slots out of the index whose row is to be deleted, the lost ones too
         self._held: dict[int, bool] = {}  # slots of dropped blocks that pins keep, and whether their row is gone
         self._undeleted: deque[int] = deque()  # slots whose row could not be deleted, also held ones: retried
 
