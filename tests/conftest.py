@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,15 @@ with contextlib.suppress(ImportError):  # not in every environment that runs tes
     settings.register_profile("tiercache", deadline=None)
     settings.load_profile("tiercache")
 
-PATIENCE_S = 10.0
+TESTS = Path(__file__).parent
+HELPERS = (path.parent for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest")))
+sys.path[:0] = sorted({str(folder) for folder in HELPERS if folder.name != "fakes"})
+"""Test files of two folders may have one name; the modules that help them are imported by theirs, from any folder.
+
+What is in a folder `fakes` stands in for a package, and only processes that are started for it see it.
+"""
+
+PATIENCE_S = 60.0
 """Deadline of a client's request where a test sets none.
 
 Half a second, the default, is what an engine waits before it computes; on a busy machine a good daemon takes longer.
@@ -28,21 +37,6 @@ Half a second, the default, is what an engine waits before it computes; on a bus
 
 for connecting in (tiercache.connect, tiercache.Client.__init__, tiercache.Client.connect.__func__):  # type: ignore[attr-defined]
     connecting.__kwdefaults__["request_timeout_s"] = PATIENCE_S
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a caller whose own time is limited have the tests skipped that no time is left for."""
-    parser.addoption(
-        "--begin-by", type=float, metavar="SECONDS", help="skip tests that would begin later than this Unix time"
-    )
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that comes after `--begin-by`, before any of its fixtures is made."""
-    begin_by: float | None = item.config.getoption("--begin-by", None)
-    if begin_by is not None and time.time() > begin_by:
-        pytest.skip(f"no time was left for tests of {item.path.name} (--begin-by)")
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ def test_a_signal_while_a_child_starts_leaves_none_behind(monkeypatch: pytest.Mo
         pipe.close()
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ctrl_c")  # the demo inherits what this process does at SIGINT
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_an_interrupt_ends_all_processes(hosts: str, stage: str) -> None:
     wait_until(lambda: not [pid for pid in children if is_alive(pid)], "all have ended", DEADLINE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_the_whole_demo() -> None:
     done = subprocess.run(
@@ -315,7 +315,7 @@ def test_the_whole_demo() -> None:
     assert figures["served"]["tier_tokens"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("has_valkey")
 def test_the_whole_demo_of_two_hosts() -> None:

@@ -19,8 +19,6 @@ from waiting import hurried, state_of, wait_until
 import tiercache
 from tiercache.errors import DaemonUnavailable
 
-pytestmark = pytest.mark.faults
-
 
 @pytest.fixture
 def own_daemon() -> Iterator[tiercache.LaunchedDaemon]:

@@ -306,7 +306,6 @@ def test_without_a_daemon_it_is_plain_generate(tmp_path: Path) -> None:
         PrefixCache(model, tmp_path / "absent", required=True, connect_timeout_s=0.1)
 
 
-@pytest.mark.faults
 def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)

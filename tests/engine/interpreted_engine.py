@@ -107,9 +107,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "auto", False),
         ("gemma2-window-softcap", "auto", True),
         ("small-llama", "int4", True),
-        pytest.param("gpt-oss-window-sinks", "auto", True, marks=pytest.mark.slow),
-        pytest.param("small-llama", "fp8", True, marks=pytest.mark.slow),
-        pytest.param("small-llama", "int8", False, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-window-sinks", "auto", True, marks=pytest.mark.stress),
+        pytest.param("small-llama", "fp8", True, marks=pytest.mark.stress),
+        pytest.param("small-llama", "int8", False, marks=pytest.mark.stress),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -127,7 +127,7 @@ def test_tokens_are_those_of_the_torch_path(
     assert tokens == torch_tokens(folder, settings, PROMPTS, monkeypatch)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.stress)])
 @pytest.mark.usefixtures("unchecked")
 def test_blocks_that_have_left_the_window_are_not_read(
     kv_cache_dtype: str, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
@@ -164,10 +164,10 @@ class Replayed(DecodeGraphs):
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype"),
     [
-        pytest.param("small-llama", "auto", marks=pytest.mark.slow),
+        pytest.param("small-llama", "auto", marks=pytest.mark.stress),
         ("small-llama", "int8"),
         ("gemma2-window-softcap", "auto"),
-        pytest.param("gemma2-window-softcap", "int8", marks=pytest.mark.slow),
+        pytest.param("gemma2-window-softcap", "int8", marks=pytest.mark.stress),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

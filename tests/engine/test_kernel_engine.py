@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("marks", "count"), [("not slow", 13), pytest.param("slow", 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("marks", "count"), [("not slow", 13), pytest.param("slow", 6, marks=pytest.mark.stress)])
 def test_the_engine_in_the_interpreter(marks: str, count: int) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

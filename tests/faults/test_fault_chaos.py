@@ -85,7 +85,7 @@ def test_clients_at_random_while_the_daemon_dies_again_and_again(
     check(daemon)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [30])
 def test_clients_at_random_while_the_daemon_and_its_worker_processes_die(
@@ -117,7 +117,7 @@ def test_clients_at_random_while_the_daemon_and_its_worker_processes_die(
     check(daemon)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_clients_at_random_for_longer(
@@ -154,7 +154,7 @@ def test_clients_that_die_at_random_leave_nothing_behind(
     check(daemon)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(20, 24))
 def test_eviction_never_reuses_what_is_read(

@@ -285,7 +285,7 @@ def test_8_a_grant_that_comes_too_late_is_given_back(
     assert daemon.stats()["arena"]["used_bytes"] == 4 * SPEC.block_bytes
 
 
-LOST = [m.Match, m.Resolve, m.Release, m.Commit, m.Abort, m.Renew, pytest.param(m.Reserve, marks=pytest.mark.slow)]
+LOST = [m.Match, m.Resolve, m.Release, m.Commit, m.Abort, m.Renew, pytest.param(m.Reserve, marks=pytest.mark.stress)]
 """A reservation whose answer was lost blocks its keys until it expires, which takes 10 s."""
 
 

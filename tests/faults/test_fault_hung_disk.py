@@ -160,12 +160,12 @@ def nvme_workers(request: pytest.FixtureRequest) -> str:
 
 each = pytest.mark.parametrize(
     ("nvme_io", "nvme_workers"),
-    [("aio", "off"), ("threads", "off"), pytest.param("aio", "on", marks=pytest.mark.slow)],
+    [("aio", "off"), ("threads", "off"), pytest.param("aio", "on", marks=pytest.mark.stress)],
     indirect=True,
     ids=["aio", "threads", "workers"],
 )
 in_workers_too = pytest.mark.parametrize(
-    "nvme_workers", ["off", pytest.param("on", marks=pytest.mark.slow)], indirect=True, ids=["in daemon", "workers"]
+    "nvme_workers", ["off", pytest.param("on", marks=pytest.mark.stress)], indirect=True, ids=["in daemon", "workers"]
 )
 
 
@@ -311,7 +311,7 @@ def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disk
 
 @pytest.mark.parametrize(
     ("only_database", "nvme_workers"),
-    [(False, "off"), (True, "off"), pytest.param(False, "on", marks=pytest.mark.slow)],
+    [(False, "off"), (True, "off"), pytest.param(False, "on", marks=pytest.mark.stress)],
     indirect=["nvme_workers"],
     ids=["all", "database", "workers"],
 )

@@ -108,7 +108,7 @@ def test_each_client_with_the_other_daemon(earlier: str, tmp_path: Path, old_dae
 
 @pytest.mark.timeout(240)  # eight processes are started, one after another
 @pytest.mark.parametrize(
-    "workers", ["off", pytest.param("on", marks=pytest.mark.slow)], ids=["in daemon", "worker process"]
+    "workers", ["off", pytest.param("on", marks=pytest.mark.stress)], ids=["in daemon", "worker process"]
 )
 def test_a_directory_through_an_upgrade_and_back(earlier: str, tmp_path: Path, workers: str) -> None:
     """`workers`: of this release; the earlier one has none."""

@@ -21,8 +21,6 @@ from tiercache.errors import ConfigError, RequestRefused
 from tiercache.protocol import messages
 from tiercache.protocol.checksums import CHECKSUM_LANES
 
-pytestmark = pytest.mark.faults
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:

@@ -18,8 +18,6 @@ import tiercache
 from tiercache.connector.direct.backend import Fault
 from tiercache.copies.pool import CopyLost
 
-pytestmark = pytest.mark.faults
-
 Make = Callable[..., DirectCluster]
 
 

@@ -24,8 +24,6 @@ from tiercache.copies.pool import CopyLost
 from tiercache.errors import ConfigError
 from tiercache.protocol.messages import CommitExtents
 
-pytestmark = pytest.mark.faults
-
 Make = Callable[..., DirectCluster]
 BLOCKS = 12
 BACKWARDS = list(range(BLOCKS))[::-1]

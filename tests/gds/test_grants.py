@@ -20,8 +20,6 @@ from tiercache.protocol import messages
 from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.protocol.messages import CommitState, Extent
 
-pytestmark = pytest.mark.faults
-
 OTHER_PROCESS = """
 import sys
 from types import SimpleNamespace

@@ -409,7 +409,6 @@ def test_a_keyboard_is_enough(browser: Browser, told: tuple[str, Told]) -> None:
 # --- when the port is silent -------------------------------------------------------------------
 
 
-@pytest.mark.faults
 def test_a_daemon_that_is_killed_and_comes_back(browser: Browser, tmp_path: Path) -> None:
     """Then the same of the port itself."""
     run_dir, log = tmp_path / "run", tmp_path / "log"

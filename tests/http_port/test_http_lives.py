@@ -20,7 +20,6 @@ import tiercache
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.errors import ConfigError, DaemonUnavailable
 
-pytestmark = pytest.mark.faults
 Launch = Callable[..., tiercache.LaunchedDaemon]
 
 

@@ -37,7 +37,7 @@ def _each(cases: Sequence[AttentionCase]) -> list[ParameterSet]:
         "int8, grouped heads",
     }
     assert seldom <= {case.name for case in cases}
-    return [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in seldom else ()) for case in cases]
+    return [pytest.param(case, id=case.name, marks=pytest.mark.stress if case.name in seldom else ()) for case in cases]
 
 
 @pytest.mark.parametrize("case", _each(CASES))
@@ -54,7 +54,7 @@ def test_writes_equal_the_twin(case: WriteCase) -> None:
     check_write(case, "cpu")
 
 
-@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 2.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.stress), 2.0])
 @pytest.mark.parametrize("name", FORMATS)
 def test_records_equal_the_twin(name: str, spread: float) -> None:
     check_encoding(name, "cpu", spread, seed=1)

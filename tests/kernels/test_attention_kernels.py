@@ -31,7 +31,7 @@ BLOCK, KV_HEADS, LAYERS, GROUP = 16, 8, 32, 4
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("marks", "count"), [("not slow", 22), pytest.param("slow", 18, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("marks", "count"), [("not slow", 22), pytest.param("slow", 18, marks=pytest.mark.stress)])
 def test_every_case_in_the_interpreter(marks: str, count: int) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks]

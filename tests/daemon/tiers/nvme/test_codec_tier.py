@@ -20,7 +20,6 @@ from waiting import wait_until
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, unpack_row
 
-pytestmark = pytest.mark.faults
 BLOCKS = 60
 NAMES = ["lz4", *(["zstd"] if importlib.util.find_spec("zstandard") else [])]
 

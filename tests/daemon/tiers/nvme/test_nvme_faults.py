@@ -24,8 +24,6 @@ import tiercache
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.disk.superblock import FORMAT_VERSION, Superblock
 
-pytestmark = pytest.mark.faults
-
 END_S = 30.0
 
 
@@ -326,7 +324,7 @@ def test_kills_under_load_of_several_clients(tmp_path: Path) -> None:
     _killed_under_load(tmp_path, rounds=3, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("carrier")
 @pytest.mark.parametrize("seed", range(2))

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import pytest
 from catalog_bench import fill
 from chains import chain_of, key_of
 from cluster import Cluster
 from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.rows import unpack_row
-
-pytestmark = pytest.mark.faults
 
 
 def used_bytes(cluster: Cluster) -> int:

@@ -30,7 +30,7 @@ async def test_lives_with_windows_that_end_anyhow(tmp_path: Path) -> None:
     assert sum(back) > 0, "no block ever came back: the test has checked nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(6))
 @played

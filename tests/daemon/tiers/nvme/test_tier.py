@@ -16,8 +16,6 @@ from waiting import wait_until
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.catalog.rows import pack_row
 
-pytestmark = pytest.mark.faults
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -168,7 +166,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     _kill_rounds(tmp_path, rounds=8, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(10))
 def test_many_kills_at_random_moments(tmp_path: Path, seed: int) -> None:

@@ -15,7 +15,6 @@ from waiting import wait_until
 
 import tiercache
 
-pytestmark = pytest.mark.faults
 WINDOW = 4
 
 

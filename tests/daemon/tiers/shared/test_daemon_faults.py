@@ -18,7 +18,6 @@ from waiting import wait_until
 
 import tiercache
 
-pytestmark = pytest.mark.faults
 BRIEF = "brief_daemon.py"
 
 

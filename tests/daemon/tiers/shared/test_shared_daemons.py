@@ -55,7 +55,6 @@ def make(tmp_path: Path, valkey: ValkeyServer, key_file: str) -> Iterator[Make]:
         host.close()
 
 
-@pytest.mark.faults
 def test_a_prompt_of_one_host_is_a_hit_on_the_other(make: Make, valkey: ValkeyServer) -> None:
     a, b = make(), make()
     a.store("one")
@@ -82,7 +81,6 @@ def test_a_prompt_of_one_host_is_a_hit_on_the_other(make: Make, valkey: ValkeySe
     wait_until(lambda: b.load("three") == BLOCKS)
 
 
-@pytest.mark.faults
 def test_a_store_that_stops_answering_stops_no_host(make: Make, valkey: ValkeyServer) -> None:
     a, b = make(), make()
     a.store("one")
@@ -99,7 +97,6 @@ def test_a_store_that_stops_answering_stops_no_host(make: Make, valkey: ValkeySe
     wait_until(lambda: b.load("one") == BLOCKS)
 
 
-@pytest.mark.faults
 def test_a_store_that_is_away_at_the_start(make: Make, valkey: ValkeyServer) -> None:
     valkey.kill()
     a = make()
@@ -132,7 +129,6 @@ def test_a_mistake_is_told_before_the_daemon_serves(tmp_path: Path, settings: li
     assert "secret-word" not in ended.stderr
 
 
-@pytest.mark.faults
 def test_nvme_has_the_beginning_and_the_store_the_rest(make: Make, tmp_path: Path, key_file: str) -> None:
     half = BLOCKS // 2
     a = make()
@@ -194,14 +190,13 @@ def mooncake(tmp_path: Path) -> Iterator[str]:
             master.kill()
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
         ("bucket", BLOCKS // 16 * 16),
         ("folder", BLOCKS),
-        pytest.param("seaweed", BLOCKS // 16 * 16, marks=pytest.mark.slow),
-        pytest.param("mooncake", BLOCKS, marks=pytest.mark.slow),
+        pytest.param("seaweed", BLOCKS // 16 * 16, marks=pytest.mark.stress),
+        pytest.param("mooncake", BLOCKS, marks=pytest.mark.stress),
     ],
 )
 def test_hosts_share_other_kinds_of_stores(
@@ -225,7 +220,6 @@ def test_hosts_share_other_kinds_of_stores(
             one.close()
 
 
-@pytest.mark.faults
 def test_a_file_system_that_hangs_stops_neither_service_nor_end(folder: str, tmp_path: Path, key_file: str) -> None:
     """The helper process stands for it: what it does not answer is a miss, and the daemon ends without it."""
     host = Host(tmp_path / "a", folder, shared_key=key_file)

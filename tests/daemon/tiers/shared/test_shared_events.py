@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import pytest
 import zmq
 from daemon_rig import BLOCKS, Host, keys, started_by
 from valkey_rig import ValkeyServer
@@ -50,7 +49,6 @@ def names() -> EventRun:
     return name_blocks(keys("one"), 0, range(4 * BLOCKS))
 
 
-@pytest.mark.faults
 def test_blocks_of_another_host_are_in_the_events_of_the_one_that_has_loaded_them(
     full_valkey: ValkeyServer, tmp_path: Path
 ) -> None:

@@ -165,14 +165,12 @@ def child_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(CHILD.parent))
 
 
-@pytest.mark.faults
 @pytest.mark.usefixtures("child_path")
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert kill_rounds(tmp_path, rounds=20, seed=1) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.faults
+@pytest.mark.stress
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("child_path")
 def test_killed_at_any_moment_for_long(tmp_path: Path) -> None:

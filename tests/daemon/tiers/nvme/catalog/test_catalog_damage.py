@@ -153,7 +153,7 @@ def survives(bench: Bench, written: dict[int, Row]) -> tuple[CatalogState, dict[
 
 
 @pytest.mark.parametrize(
-    "every_bit", [lambda bits: range(0, bits, 7), pytest.param(range, marks=pytest.mark.slow)], ids=["some", "all"]
+    "every_bit", [lambda bits: range(0, bits, 7), pytest.param(range, marks=pytest.mark.stress)], ids=["some", "all"]
 )
 def test_every_bit_of_the_header(bench: Bench, every_bit: Callable[[int], range]) -> None:
     rows = {number: row(number) for number in range(50)}

@@ -22,8 +22,6 @@ from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot, unpack_ro
 from tiercache.errors import RequestRefused, TierCacheError
 from tiercache.protocol.messages import Check, CheckReply
 
-pytestmark = pytest.mark.faults
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:

@@ -23,8 +23,6 @@ from tiercache.daemon.tiers.nvme.disk.lock import take_lock
 from tiercache.errors import ConfigError
 from tiercache.protocol.namespaces import NamespaceSpec
 
-pytestmark = pytest.mark.faults
-
 CHAIN = chain_of("checked", 12)
 OTHER = chain_of("other", 3)
 SLOT = BLOCK_BYTES // 4096

@@ -28,7 +28,6 @@ from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.errors import ConfigError
 
 pytestmark = [
-    pytest.mark.faults,
     pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="cryptography is not installed"),
 ]
 BLOCKS = 40

@@ -17,8 +17,6 @@ from tiercache.daemon.tiers.nvme import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.worker import directory_worker
 from tiercache.protocol.messages import KEY_BYTES
 
-pytestmark = pytest.mark.faults
-
 
 def is_gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
@@ -213,7 +211,7 @@ async def test_kills_at_any_time_lose_nothing_that_is_durable(tmp_path: Path) ->
     await kills(tmp_path, seed=1, rounds=12)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(2, 4))
 @played

@@ -24,7 +24,6 @@ from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
 from tiercache.protocol.messages import KEY_BYTES
 
-pytestmark = pytest.mark.faults
 LIMITS_OF_TESTS = replace(directory_worker.LIMITS, first_pause_s=0.01, longest_pause_s=0.02)
 
 
@@ -248,7 +247,7 @@ async def test_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeyp
     await many_ends(tmp_path, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @played
 async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_worker, "LIMITS", LIMITS_OF_TESTS)

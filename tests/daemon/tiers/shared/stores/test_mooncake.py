@@ -23,7 +23,7 @@ from tiercache.daemon.tiers.shared.stores.helper.connection import HelperConnect
 from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, StoreError, StoreProblem
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = pytest.mark.stress
 
 AWAY = (StoreProblem.UNREACHABLE, StoreProblem.BUSY, StoreProblem.TIMEOUT)
 NO_ROOM_YET = StoreProblem.FULL

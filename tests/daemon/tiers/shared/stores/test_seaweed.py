@@ -15,7 +15,7 @@ from waiting import wait_until
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, StoreError, StoreProblem
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stress
 pytest.importorskip("obstore", reason="needs Python 3.11 or later")
 
 Connect = Callable[[str], Connection]
