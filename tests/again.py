@@ -1,8 +1,8 @@
 """Run a command again and again, every second time on a machine that is kept busy: `make test-again N=20`.
 
 A busy run has four loops beside it that compute, one that writes to the disk and waits for it, and pauses of 20 to
-400 ms in random threads of every Python process (tests/pauses). All runs have to pass. One line for each run; the output
-of a run that fails is kept in a file.
+400 ms in random threads of every Python process (tests/pauses). All runs have to pass. One line for each run. The
+output of a run that fails is kept in a file.
 """
 
 from __future__ import annotations
