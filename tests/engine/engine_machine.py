@@ -130,6 +130,16 @@ class EngineMachine(RuleBasedStateMachine):
         params = SamplingParams(n=n, max_tokens=count, temperature=1.0, seed=seed, ignore_eos=True)
         self.add([*root, *tail], params, priority)
 
+    @rule(
+        roots=st.lists(st.sampled_from(ROOTS), min_size=2, max_size=4),
+        tail=TAILS,
+        counts=st.lists(st.integers(6, LONGEST_OUTPUT), min_size=4, max_size=4),
+    )
+    def ask_for_more_than_the_pool_holds(self, roots: list[list[int]], tail: list[int], counts: list[int]) -> None:
+        for seed, (root, count) in enumerate(zip(roots, counts, strict=False)):
+            params = SamplingParams(max_tokens=count, temperature=1.0, seed=seed, ignore_eos=True)
+            self.add([*root, *tail[:seed]], params, priority=seed % 2)
+
     @precondition(lambda self: self.ended)
     @rule(which=st.integers(0, 5), count=st.integers(1, 5), tail=TAILS)
     def go_on_with_an_answer(self, which: int, count: int, tail: list[int]) -> None:

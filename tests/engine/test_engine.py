@@ -15,7 +15,7 @@ from tiercache.errors import ConfigError, DeadlineExceeded
 
 pytestmark = pytest.mark.engine
 
-TestEngine = in_first_ring(EngineMachine, examples=60)
+TestEngine = in_first_ring(EngineMachine, examples=80, steps=50)
 TestEngineForLong = in_stress(EngineMachine, examples=300)
 
 
