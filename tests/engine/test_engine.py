@@ -48,7 +48,7 @@ def test_requests_that_cannot_be_served_are_refused_with_all_beside_them(
 def test_a_shorter_limit_than_the_pools_is_said_by_its_name() -> None:
     with (
         plain_engine(max_context=20, max_model_len=20) as engine,
-        pytest.raises(ConfigError, match="the 20 .* or raise max_model_len"),
+        pytest.raises(ConfigError, match=r"the 20 .* or raise max_model_len"),
     ):
         engine.add_request([5] * 15, greedy(6))
     with (
