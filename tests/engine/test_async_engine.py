@@ -57,11 +57,11 @@ def prompt(seed: int, length: int = 12) -> list[int]:
     return [random.Random(f"{seed}/{place}").randrange(256) for place in range(length)]
 
 
-def test_a_thousand_queued_requests_are_all_answered(engine: Engine, model_dir: Path) -> None:
+def test_many_queued_requests_are_all_answered(engine: Engine, model_dir: Path) -> None:
     params = SamplingParams(max_tokens=3)
 
     async def use(served: AsyncEngine) -> None:
-        streams = [served.submit([prompt(number % 10)], params) for number in range(1000)]
+        streams = [served.submit([prompt(number % 10)], params) for number in range(200)]
         texts = await asyncio.gather(*map(collect, streams))
         assert all(text == texts[number % 10] for number, text in enumerate(texts))
         assert len({text for [text] in texts}) > 5
@@ -108,17 +108,6 @@ def test_streams_may_be_closed_at_any_time(engine: Engine, model_dir: Path) -> N
         await asyncio.gather(*readers)
 
     assert run(engine, model_dir, use) == []
-
-
-def test_closing_wakes_all_waiting_readers(engine: Engine, model_dir: Path) -> None:
-    async def use(served: AsyncEngine) -> None:
-        stream = served.submit([prompt(1, 500)], SamplingParams(max_tokens=400))
-        waiting = asyncio.create_task(collect(stream))
-        await asyncio.sleep(0)
-        stream.close()
-        await waiting
-
-    run(engine, model_dir, use)
 
 
 def test_an_unread_stream_ends_and_frees_its_blocks(

@@ -75,7 +75,7 @@ def test_a_seed_makes_it_repeatable_in_any_company() -> None:
     assert tokens(None) != tokens(None)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 40]),
@@ -115,10 +115,6 @@ def test_penalties_are_those_of_their_definitions() -> None:
     # The prompt counts for the repetition penalty, and a negative logit is made smaller too.
     assert sequence(logits, 2, prompt=(0, 3), repetition_penalty=2.0) == [1, 0]
     assert sequence(torch.tensor([-1.0, -1.5]), 2, prompt=(0, 0), repetition_penalty=2.0) == [1, 0]
-
-
-def test_a_repetition_counts_once_however_often_it_was_seen() -> None:
-    assert sequence(torch.tensor([2.0, 0.9]), 4, prompt=(0, 0, 0), repetition_penalty=2.0) == [0, 0, 0, 0]
 
 
 def test_no_end_before_min_tokens() -> None:

@@ -58,7 +58,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return made
 
 
-@pytest.mark.parametrize("name", ["raw", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize(
+    "name", ["raw", *(pytest.param(name, marks=pytest.mark.stress) for name in ("fp8_e4m3", "int8", "int4"))]
+)
 def test_writes_and_attention_reach_the_launch(name: str, launches: Launches) -> None:
     shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block": 16}
     case = AttentionCase("decode", ((30, 33), (0, 1)), format=name, **shape, splits=2)
