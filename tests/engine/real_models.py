@@ -105,9 +105,11 @@ def blocks_by_key(engine: Engine) -> dict[bytes, torch.Tensor]:
     return {key: engine.pool.blocks[block_id].clone() for key, block_id in engine._blocks._cached[0].items()}
 
 
-def decode_graphs(engine: Engine) -> Any:
-    """The graphs in which decoding is recorded, or None."""
-    return engine._model._graphs
+def has_graph(engine: Engine, rows: int) -> bool:
+    """True if decoding of so many rows is recorded as a graph."""
+    graphs = engine._model._graphs
+    assert graphs is not None
+    return graphs._recordings[rows].graph is not None
 
 
 def without_graphs(engine: Engine) -> None:

@@ -129,6 +129,7 @@ def test_an_unread_stream_ends_and_frees_its_blocks(
     assert run(engine, model_dir, use) == []
 
 
+@pytest.mark.stress
 def test_no_request_waits_for_blocks_that_never_come(
     engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,13 +236,13 @@ def test_a_waiting_load_does_not_block_others_and_is_shared() -> None:
 
 def test_a_load_that_is_late_is_computed_and_keeps_its_blocks_until_it_ends() -> None:
     cache, clock = filled(), FakeClock()
-    with plain_engine(cache.connect, clock=clock, pool_blocks=64, load_timeout_s=5.0) as engine:
+    with plain_engine(cache.connect, clock=clock, pool_blocks=64, load_timeout_s=50.0) as engine:
         cache.hold_transfers = True
         request_id = engine.add_request(PROMPT, greedy(3))
         engine.step()
         [late] = cache.pending
         lent = sequence_of(engine, request_id).tables[0].ids[:20]
-        clock.time_s += 4.9
+        clock.time_s += 49.9
         engine.step()
         assert engine.stats()["loading"] == 1
         clock.time_s += 0.1

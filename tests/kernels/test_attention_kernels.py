@@ -228,7 +228,7 @@ def test_writes_compile_for_gpus_and_use_vectors(capability: int, name: str, tmp
 
 def test_a_kernel_finds_every_field_of_a_format() -> None:
     """There a format is a `constexpr`, and Triton 3.6 takes an attribute of that first: `value` was one."""
-    assert not set(TileFormat._fields) & set(dir(triton.language.constexpr(0)))
+    assert not set(TileFormat._fields) & set(dir(triton.language.constexpr(0)))  # rule: of a NamedTuple
 
 
 def test_what_does_not_fit_is_refused() -> None:
