@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from real_models import SaveModel, prompt_of
 from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.engine.attention import Batch
 from tiercache.engine.cuda_attention import KernelPass
-from tiercache.engine.decode_graphs import DecodeGraphs, buckets
+from tiercache.engine.decode_graphs import DecodeGraphs
 from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import BatchSegment
 from tiercache.engine.torch_attention import TorchPass
@@ -240,8 +239,3 @@ def test_a_capture_that_fails_leaves_the_thread_on_its_stream(monkeypatch: pytes
     assert not graphs._record(recording)  # type: ignore[arg-type]
     assert streams == ["the engine's", "the capture's", "the engine's"]
     assert isinstance(graphs._failed, Graph)
-
-
-@pytest.mark.parametrize(("largest", "sizes"), [(1, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (17, [1, 2, 4, 8, 16, 24])])
-def test_buckets_hold_every_batch(largest: int, sizes: Sequence[int]) -> None:
-    assert buckets(largest) == sizes

@@ -15,7 +15,6 @@ from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.engine.async_engine import AsyncEngine, EngineDied, QueueFull, Stalled, Stream, StreamUnread
 from tiercache.engine.prompts import load_tokenizer
 from tiercache.engine.text_engine import TextEngine
-from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 TIMEOUT_S = 60.0
@@ -152,14 +151,6 @@ def test_no_request_waits_for_blocks_that_never_come(
         assert len(text) == 3
 
     assert run(engine, model_dir, use, stall_timeout_s=1.5) == []
-
-
-def test_wrong_requests_are_refused_at_once(engine: Engine, model_dir: Path) -> None:
-    async def use(served: AsyncEngine) -> None:
-        with pytest.raises(ConfigError, match="the prompt is empty"):
-            served.submit([prompt(1), []], SamplingParams())
-
-    run(engine, model_dir, use)
 
 
 def test_when_the_engine_fails_all_streams_learn_it(

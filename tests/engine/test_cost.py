@@ -80,18 +80,6 @@ def test_everything_is_loaded_until_computing_has_been_measured() -> None:
     assert cost.loads_avoided == 0
 
 
-def test_a_load_that_is_given_up_counts_for_more_than_it_was_waited_for() -> None:
-    cost = model_of()
-    tried = 0
-    for _ in range(100):
-        choice = choose_all(cost, 64)
-        if choice.end:
-            tried += 1
-            cost.note_given_up(choice, choice.saved_s * 1.01)
-    assert 2 <= tried <= 20
-    assert cost.loads_regretted == tried
-
-
 def test_a_load_that_came_short_is_no_proof_of_speed() -> None:
     cost = model_of()
     before = cost.load_s(64, 0)

@@ -93,29 +93,6 @@ def test_a_block_that_one_group_has_lost_makes_the_hit_shorter(
     assert not cache.leases
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_with_sinks_a_window_with_a_hole_is_a_miss_and_an_older_one_is_found(number: int) -> None:
-    cache = filled({"window": 6, "sinks": 2})
-    with plain_engine(cache.connect, window=6, sinks=2) as engine:
-        lost = engine._groups.windows[0].needed(20)[number]
-        del cache.blocks[chain_of(engine, PROMPT).key(lost)]
-        output = Watch(engine).serve(PROMPT, 4)
-    # Without its sink no cut is good; else the last edge before which nothing is missing.
-    assert output.external_hit_tokens == (0 if lost == 0 else lost // 2 * 4)
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_what_one_group_still_has_in_the_pool_is_not_loaded(group: int) -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, windows=(0, 7), pool_blocks=80) as engine:
-        engine.generate([PROMPT], greedy(1))
-        for block_id in list(engine._blocks._cached[group].values()):
-            engine._blocks._forget(block_id)
-        output = Watch(engine).serve(PROMPT, 5)
-        assert engine.stats()["loaded"] == (20, 3)[group]
-        assert (output.pool_hit_tokens, output.external_hit_tokens) == (0, 40)
-
-
 # --- what it costs
 
 
@@ -297,18 +274,6 @@ def test_a_failing_cache_fails_no_request_and_is_logged_once(caplog: pytest.LogC
         after = Watch(engine).serve(PROMPT, 3)
     assert (during.external_hit_tokens, after.external_hit_tokens) == (0, 40)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_a_load_that_came_short_does_not_compute_into_what_others_hold() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, windows=(0, 100), pool_blocks=80) as engine:  # nothing leaves this window
-        engine.generate([PROMPT], greedy(1))
-        for block_id in list(engine._blocks._cached[0].values()):
-            engine._blocks._forget(block_id)
-        cache.good_blocks = 12  # of the first group; the other one has all in the pool
-        output = Watch(engine).serve(PROMPT, 4)
-        assert (output.pool_hit_tokens, output.external_hit_tokens) == (0, 0)
-        assert output.tokens == said(engine, PROMPT, 4)
 
 
 def test_a_cache_that_fails_between_two_groups_costs_the_load_and_no_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.engine import distribution
-from tiercache.engine.sampling import Choice, Sampler, SamplingParams, choose
+from tiercache.engine.sampling import Sampler, SamplingParams, choose
 from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -31,17 +31,6 @@ def sequence(logits: torch.Tensor, count: int, prompt: tuple[int, ...] = (), **p
     """What one sequence chooses step by step."""
     sampler = Sampler(SamplingParams(max_tokens=1000, **params), prompt)
     return [choose(logits[None], [sampler], end_tokens=[END])[0].token for _ in range(count)]
-
-
-def test_greedy_and_sampled_rows_mix() -> None:
-    logits = torch.stack([LOGITS, LOGITS, -LOGITS, LOGITS])
-    samplers = [
-        Sampler(SamplingParams()),
-        Sampler(SamplingParams(temperature=1.0, top_k=1)),
-        Sampler(SamplingParams()),
-        Sampler(SamplingParams(logit_bias={2: 5.0})),
-    ]
-    assert choose(logits, samplers) == [Choice(token, None) for token in (1, 1, 0, 2)]
 
 
 def test_draws_follow_the_probabilities() -> None:

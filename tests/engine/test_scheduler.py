@@ -95,29 +95,6 @@ def test_a_prompt_waits_for_the_same_blocks_that_another_one_computes() -> None:
     assert outputs[second][0].tokens == continuation(other, 2)
 
 
-def test_system_prompt_examples_and_conversations_share_blocks_at_every_level() -> None:
-    """A radix tree without a tree: keys are chained, so equal beginnings are equal blocks."""
-    system, examples = plain_prompt(8), plain_prompt(8, 1)
-    turns = [plain_prompt(8, seed) for seed in (2, 3, 4)]
-    prompts = {
-        "other task": [*system, *turns[2], 1],
-        "chat one": [*system, *examples, *turns[0], 1],
-        "chat two": [*system, *examples, *turns[1], 1],
-        "chat one goes on": [*system, *examples, *turns[0], *turns[1], 1],
-    }
-    with plain_engine(pool_blocks=64, max_num_seqs=4) as engine:
-        ids = {name: engine.add_request(prompt, greedy(30)) for name, prompt in prompts.items()}
-        while any(sequence_of(engine, one).prefilling or not sequence_of(engine, one).output for one in ids.values()):
-            Watch(engine).step()
-        tables = {name: sequence_of(engine, request_id).tables[0].ids for name, request_id in ids.items()}
-        root, shot = tables["other task"][:4], tables["chat one"][4:8]
-        assert all(table[:4] == root for table in tables.values())
-        assert tables["chat two"][4:8] == tables["chat one goes on"][4:8] == shot
-        assert set(shot).isdisjoint(tables["other task"])
-        assert tables["chat one goes on"][8:12] == tables["chat one"][8:12]
-        assert set(tables["chat two"][8:]).isdisjoint(tables["chat one goes on"])
-
-
 @pytest.mark.parametrize("spare", [1, 2])
 def test_admission_leaves_a_block_for_each_table_of_running_sequences(spare: int) -> None:
     with plain_engine(windows=(0, 100), pool_blocks=2 * 4 + 2 * 11 + spare, max_context=200) as engine:
@@ -183,15 +160,6 @@ def test_forks_leave_the_prompt_behind_each_for_itself(model: dict[str, Any]) ->
         most = sum(3 * (one.blocks + 2) if one.size else 4 + 3 * 21 for one in engine._groups.windows)
         assert watch.most_in_use <= most
         assert engine.stats()["idle_blocks"] == 130
-
-
-def test_a_request_takes_the_seats_of_all_its_forks() -> None:
-    with plain_engine(max_num_seqs=3) as engine:
-        engine.add_request(plain_prompt(5), greedy(4, n=2))
-        pair = engine.add_request(plain_prompt(5, 1), greedy(4, n=2))
-        engine.step()
-        assert sequence_of(engine, pair).tables[0].ids == []
-        assert len(Watch(engine).run()) == 2
 
 
 # --- preemption
