@@ -1,32 +1,31 @@
 """The engine over the Triton kernels, in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
-`test_kernel_engine.py` runs this file in processes of its own.
+`tests/kernels/test_interpreter.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from random_models import SaveModel, prompt_of
+from real_models import SaveModel, prompt_of
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.engine.attention import Batch
 from tiercache.engine.cuda_attention import KernelPass
-from tiercache.engine.decode_graphs import DecodeGraphs, buckets
+from tiercache.engine.decode_graphs import DecodeGraphs
 from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import BatchSegment
 from tiercache.engine.torch_attention import TorchPass
 
 pytestmark = [pytest.mark.engine, pytest.mark.kernels]
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernel_engine.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/kernels/test_interpreter.py, with TRITON_INTERPRET=1"
 
 # All is small, for the interpreter takes milliseconds for a program: of 29 tokens the last chunk begins in block 3,
 # and decoding fills it up. The third prompt is the beginning of the first.
@@ -104,8 +103,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype", "exact"),
     [
-        ("llama", "auto", False),
-        ("gemma2-window-softcap", "auto", True),
+        pytest.param("llama", "auto", False, marks=pytest.mark.stress),
+        pytest.param("gemma2-window-softcap", "auto", True, marks=pytest.mark.stress),
         ("small-llama", "int4", True),
         pytest.param("gpt-oss-window-sinks", "auto", True, marks=pytest.mark.stress),
         pytest.param("small-llama", "fp8", True, marks=pytest.mark.stress),
@@ -166,7 +165,7 @@ class Replayed(DecodeGraphs):
     [
         pytest.param("small-llama", "auto", marks=pytest.mark.stress),
         ("small-llama", "int8"),
-        ("gemma2-window-softcap", "auto"),
+        pytest.param("gemma2-window-softcap", "auto", marks=pytest.mark.stress),
         pytest.param("gemma2-window-softcap", "int8", marks=pytest.mark.stress),
     ],
 )
@@ -188,7 +187,7 @@ def test_tables_that_stay_in_place_serve_every_step(
     assert graph.replays >= 3
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.stress)])
 @pytest.mark.usefixtures("unchecked")
 def test_a_pass_for_compiling_computes_the_same(kv_cache_dtype: str, save_model: SaveModel) -> None:
     folder = save_model(MODELS["small-llama"][0], **MODELS["small-llama"][1])
@@ -240,8 +239,3 @@ def test_a_capture_that_fails_leaves_the_thread_on_its_stream(monkeypatch: pytes
     assert not graphs._record(recording)  # type: ignore[arg-type]
     assert streams == ["the engine's", "the capture's", "the engine's"]
     assert isinstance(graphs._failed, Graph)
-
-
-@pytest.mark.parametrize(("largest", "sizes"), [(1, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (17, [1, 2, 4, 8, 16, 24])])
-def test_buckets_hold_every_batch(largest: int, sizes: Sequence[int]) -> None:
-    assert buckets(largest) == sizes

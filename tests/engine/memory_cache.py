@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import itertools
 import operator
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from tiercache.connector.stores import StoreResult
 from tiercache.copies.pool import Pool
+from tiercache.engine.clock import Clock
 from tiercache.errors import DaemonUnavailable
 from tiercache.protocol.hints import Hint
-from tiercache.protocol.messages import EventRun, ModelCard
+from tiercache.protocol.messages import KEY_BYTES, EventRun, ModelCard
 from tiercache.protocol.namespaces import NamespaceSpec
 
-
-class StoreResult(NamedTuple):
-    stored: int
-    present: int
-    dropped: int
-    parent_missing: bool
+NO_LIMIT = 1 << 30
 
 
 class MemoryMatch(NamedTuple):
     keys: tuple[bytes, ...]
     number: int
-
     below_blocks: int
     shared_blocks: int
 
@@ -39,17 +34,18 @@ class MemoryMatch(NamedTuple):
 class MemoryTransfer:
     """The copy happens when it is finished, cancelled or not: a block reused too early is a wrong byte then."""
 
-    def __init__(self, copy: Any, miss: Any, seconds: float) -> None:
+    def __init__(self, copy: Any, miss: Any, seconds: float, clock: Clock) -> None:
         self._copy, self._result = copy, miss
         self._done = self._cancelled = False
         self.began_s = self.ended_s = 0.0
         self._seconds = seconds
+        self._clock = clock
 
     def finish(self) -> None:
         if not self._done:
             copied = self._copy()
             self._result = self._result if self._cancelled else copied
-            self.began_s = time.monotonic()
+            self.began_s = self._clock.now_s()
             self.ended_s = self.began_s + self._seconds
         self._done = True
 
@@ -73,23 +69,25 @@ class MemoryCache:
         blocks: what is stored.
         hold_transfers: while true, transfers wait in `pending` for `finish_all`.
         good_blocks: loads report at most this many blocks as good, and spoil the rest.
+        boast_blocks: loads report this many more than they were asked for.
         capacity: blocks that fit; more are dropped.
-        refuse: every call raises, as a connector must not.
+        refuse: every call raises, as a connector must not; `refuse_loads` is for loads alone.
         below_from, shared_from: blocks of a match from this one on are said to come from below DRAM, or from a store
             that hosts share.
         dram_block_s, below_block_s, shared_block_s: what a load says that it took for each block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.blocks: dict[bytes, torch.Tensor] = {}
+        self.clock = clock or Clock()
         self.pool: torch.Tensor | None = None
         self.namespace: NamespaceSpec | None = None
         self.available = True
         self.wants_events = False
         self.hold_transfers = False
-        self.refuse = False
-        self.good_blocks = 1 << 30
-        self.capacity = 1 << 30
+        self.refuse = self.refuse_loads = False
+        self.good_blocks = self.capacity = NO_LIMIT
+        self.boast_blocks = 0
         self.pending: list[MemoryTransfer] = []
         self.leases: set[int] = set()
         self.store_calls: list[tuple[int, int]] = []
@@ -97,7 +95,7 @@ class MemoryCache:
         self.load_calls: list[tuple[int, int]] = []
         self.prefetches: list[int] = []
         self.announced: list[ModelCard] = []
-        self.below_from = self.shared_from = 1 << 30
+        self.below_from = self.shared_from = NO_LIMIT
         self.dram_block_s = self.below_block_s = self.shared_block_s = 0.0
         self.closed = False
         self.groups = [self]
@@ -111,24 +109,24 @@ class MemoryCache:
     def sibling(self, namespace: NamespaceSpec, pool: Pool) -> MemoryCache:
         """For another group of layers; what it had before it still has. All behave as the first one is told to."""
         known = [one for one in self.groups[1:] if one.namespace == namespace]
-        other = known[0] if known else MemoryCache()
+        other = known[0] if known else MemoryCache(self.clock)
         if not known:
             self.groups.append(other)
         other._root = self
-        return other.connect(namespace, pool._arrays[0])
+        return other.connect(namespace, pool.arrays[0])
 
     def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> MemoryMatch:
-        self._root._check()
-        chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
+        root = self._root
+        root._check()
+        chain = split(keys)
         asked = [self] if namespaces is None else [one for one in self.groups if one.namespace in namespaces]
         assert len(asked) == len(namespaces or [None])
         ends = (cut for cut in range(len(chain), 0, -1) if all(one._has_all(chain[:cut]) for one in asked))
         found = chain[: next(ends, 0)]
-        root = self._root
         below, shared = (max(0, len(found) - first) for first in (root.below_from, root.shared_from))
         match = MemoryMatch(tuple(found), next(root._lease_numbers), max(below, shared), shared)
         if found:
-            self._root.leases.add(match.number)
+            root.leases.add(match.number)
         return match
 
     def _has_all(self, chain: list[bytes]) -> bool:
@@ -138,7 +136,7 @@ class MemoryCache:
 
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
         self._root._check()
-        self._root.prefetches.append(len(keys) // 16)
+        self._root.prefetches.append(len(keys) // KEY_BYTES)
         return 0
 
     def announce(self, models: Sequence[ModelCard]) -> None:
@@ -150,28 +148,31 @@ class MemoryCache:
     def load_async(
         self, match: MemoryMatch, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
     ) -> MemoryTransfer:
-        self._root._check()
+        root = self._root
+        root._check()
+        if root.refuse_loads:
+            raise DaemonUnavailable("no loads today")
         keys = match.keys[first : first + len(block_ids)]
         assert len(keys) == len(block_ids), "a load asks for what was matched"
         window = self.namespace.window_blocks if self.namespace is not None else 0
         assert not window or first >= match.blocks - window, "only the window is under the lease"
-        self._root.load_calls.append((first, len(block_ids)))
-        self._root.leases.discard(match.number)
+        root.load_calls.append((first, len(block_ids)))
+        root.leases.discard(match.number)
 
         def copy() -> int:
             assert self.pool is not None
-            there = [key in self.blocks for key in keys]
-            good = min(there.index(False) if False in there else len(keys), self._root.good_blocks)
+            present = [key in self.blocks for key in keys]
+            good = min(present.index(False) if False in present else len(keys), root.good_blocks)
             for number, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
                 spoilt = float("nan") if self.pool.is_floating_point() else 255
                 self.pool[block_id] = self.blocks[key] if number < good else spoilt
-            return good
+            return good + root.boast_blocks
 
         below, shared = (
             max(0, first + len(keys) - max(first, match.blocks - farther))
             for farther in (match.below_blocks, match.shared_blocks)
         )
-        each_s = self._root.dram_block_s, self._root.below_block_s, self._root.shared_block_s
+        each_s = root.dram_block_s, root.below_block_s, root.shared_block_s
         seconds = sum(map(operator.mul, (len(keys) - below, below - shared, shared), each_s))
         return self._begin(copy, 0, seconds)
 
@@ -184,41 +185,51 @@ class MemoryCache:
         events: EventRun | None = None,
         hint: Hint | None = None,
     ) -> MemoryTransfer:
-        self._root._check()
-        chain = [keys[start : start + 16] for start in range(0, len(keys), 16)]
+        root = self._root
+        root._check()
+        chain = split(keys)
         assert len(chain) >= first + len(block_ids)
-        self._root.store_calls.append((first, len(block_ids)))
-        self._root.hints.append(hint)
+        root.store_calls.append((first, len(block_ids)))
+        root.hints.append(hint)
 
         def copy() -> StoreResult:
             assert self.pool is not None
             orphans = self.namespace is not None and self.namespace.window_blocks
             if not orphans and not all(key in self.blocks for key in chain[:first]):
-                return StoreResult(0, 0, len(block_ids), True)
+                return StoreResult(dropped=len(block_ids), parent_missing=True)
             stored = present = 0
             for key, block_id in zip(chain[first:], block_ids, strict=False):
                 if key in self.blocks:
                     present += 1
-                elif len(self.blocks) < self._root.capacity:
+                elif len(self.blocks) < root.capacity:
                     self.blocks[key] = self.pool[block_id].clone()
                     stored += 1
                 else:
                     break
-            return StoreResult(stored, present, len(block_ids) - stored - present, False)
+            return StoreResult(stored, present, len(block_ids) - stored - present)
 
-        return self._begin(copy, StoreResult(0, 0, len(block_ids), False))
+        return self._begin(copy, StoreResult(dropped=len(block_ids)))
 
     def _begin(self, copy: Any, miss: Any, seconds: float = 0.0) -> MemoryTransfer:
-        transfer = MemoryTransfer(copy, miss, seconds)
+        transfer = MemoryTransfer(copy, miss, seconds, self.clock)
         self._root.pending.append(transfer)
         if not self._root.hold_transfers:
             self.finish_all()
         return transfer
 
     def finish_all(self) -> None:
+        """End the held transfers, oldest first. Further ones are held as before."""
         for transfer in self._root.pending:
             transfer.finish()
         self._root.pending.clear()
+
+    def behave(self) -> None:
+        """From here on everything works, at once."""
+        self.refuse = self.refuse_loads = self.hold_transfers = False
+        self.good_blocks = self.capacity = NO_LIMIT
+        self.boast_blocks = 0
+        self.available = True
+        self.finish_all()
 
     def _check(self) -> None:
         if self._root.refuse:
@@ -226,3 +237,8 @@ class MemoryCache:
 
     def close(self) -> None:
         self.closed = True
+
+
+def split(keys: bytes) -> list[bytes]:
+    """Packed keys, one by one."""
+    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]

@@ -14,14 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from tiercache.engine import Engine, EngineSettings
+from tiercache.engine import Engine, EngineSettings, RequestOutput, SamplingParams
+from tiercache.engine.clock import Clock
 from tiercache.engine.kv_pool import KVPool
 from tiercache.engine.layer_groups import LayerGroups
 from tiercache.engine.model import ModelShape
-from tiercache.protocol.keys import content_id
+from tiercache.engine.sequence import Sequence as EngineSequence
+from tiercache.protocol.keys import KeyChain, content_id
 from tiercache.protocol.namespaces import NamespaceSpec
 
 VOCABULARY = 50
+MOST_STEPS = 5000
+
+
+class FakeClock(Clock):
+    """Time that passes when somebody sleeps, or says so."""
+
+    def __init__(self) -> None:
+        self.time_s = 1.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def sleep(self, seconds: float) -> None:
+        self.time_s += seconds
 
 
 def choices(context: Sequence[int]) -> tuple[int, int]:
@@ -41,13 +57,8 @@ def context_of(tokens: Sequence[int] | range, sees: Sequence[tuple[int, int]]) -
     return [token for window, sinks in sees for token in seen(tokens, window, sinks)]
 
 
-def continuation(prompt: Sequence[int], count: int, window: int = 0, sinks: int = 0) -> list[int]:
-    """The continuation of `prompt` by a model that forgets only tokens outside its window."""
-    return mixed_continuation(prompt, count, [(window, sinks)])
-
-
-def mixed_continuation(prompt: Sequence[int], count: int, sees: Sequence[tuple[int, int]]) -> list[int]:
-    """The same of a model whose groups of layers have different windows."""
+def continuation(prompt: Sequence[int], count: int, sees: Sequence[tuple[int, int]] = ((0, 0),)) -> list[int]:
+    """The greedy continuation of `prompt` by a model whose groups of layers have these windows and sinks."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(choices(context_of(tokens, sees))[0])
@@ -55,12 +66,20 @@ def mixed_continuation(prompt: Sequence[int], count: int, sees: Sequence[tuple[i
 
 
 class PlainModel:
-    """Stands in for `HostedModel`. Every group of layers has the tokens, in its first layer."""
+    """Stands in for `HostedModel`. Every group of layers has the tokens, in its first layer.
+
+    Attributes:
+        passes: the chunks `[start, end)` of each forward pass.
+        token_s: what computing a token takes on `clock`.
+    """
 
     def __init__(self, _: Any, shape: ModelShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
         self.passes: list[list[tuple[int, int]]] = []
         self.sees: list[tuple[int, int]] = []
+        self.token_s = 0.0
+        self.clock = FakeClock()
+        self.check_write: Any = lambda block_id: None
 
     def new_pool(self, num_blocks: int, block_size: int, *rest: Any) -> KVPool:
         groups: LayerGroups = rest[-1]
@@ -72,6 +91,7 @@ class PlainModel:
 
     def forward(self, batch: Any, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         self.passes.append([(segment.start, segment.end) for segment in batch.segments])
+        self.clock.sleep(self.token_s * len(tokens))
         slots = batch.pool.blocks[:, 0, 0, :, 0, 0]
         size = slots.shape[1]
         logits = torch.full((len(rows), VOCABULARY), -1e9)
@@ -82,6 +102,7 @@ class PlainModel:
                 table = group[number].block_table
                 assert group[number][:3] == segment[:3]
                 for position in range(segment.start, segment.end):
+                    self.check_write(table[position // size])
                     slots[table[position // size], position % size] = tokens[segment.row + position - segment.start]
                 places = seen(range(segment.start + 1), *sees) + seen(range(segment.end), *sees)
                 assert all(table[place // size] >= 0 for place in places), "a block that is needed has gone"
@@ -95,8 +116,10 @@ class PlainModel:
 @contextmanager
 def plain_engine(
     connect: Any = None,
+    *,
+    clock: FakeClock | None = None,
+    token_s: float = 0.0,
     max_context: int = 512,
-    always_load: bool = True,
     window: int = 0,
     sinks: int = 0,
     windows: Sequence[int] = (),
@@ -105,13 +128,13 @@ def plain_engine(
     """An engine that serves a `PlainModel`, on blocks of 2 tokens and chunks of 4 unless told otherwise.
 
     Unless it is 0, `window` is the model's sliding window, or with `sinks` its `attention_window`; `windows` are those
-    of its layers, where they are not one. Computing takes it microseconds; unless it is to `always_load`, it soon finds
-    loads to be too slow.
+    of its layers, where they are not one. Time is that of `clock`, on which a token takes `token_s` to compute. All
+    hits are loaded unless the settings say otherwise.
     """
     small = {"block_size": 2, "chunk_size": 4, "pool_blocks": 16, "max_num_seqs": 4, "device": "cpu"}
     if sinks:
         small |= {"attention_window": window, "attention_sinks": sinks}
-    chosen = EngineSettings(**{**small, **settings})
+    chosen = EngineSettings(**{"always_load": True, **small, **settings})
     size = chosen.block_size
     layers = tuple(windows) or (0 if sinks else window,)
     shape = ModelShape(len(layers), 1, 1, torch.float32, VOCABULARY, max_context, layers, frozenset())
@@ -127,6 +150,7 @@ def plain_engine(
         )
         for group in shape.groups(chosen).groups
     ]
+    clock = clock or FakeClock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.engine.engine.read_shape", lambda *_: shape)
         patch.setattr("tiercache.engine.engine.identify_model", lambda *_: (namespaces, content_id("plain")))
@@ -134,9 +158,76 @@ def plain_engine(
         patch.setattr("tiercache.engine.engine.HostedModel", PlainModel)
         patch.setattr("tiercache.engine.engine.check_model", lambda *_: None)
         patch.setattr("tiercache.engine.engine.find_streaming", lambda *_: None)
-        patch.setattr("tiercache.engine.engine._IDLE_WAIT_S", 0.0)
-        if always_load:
-            patch.setattr("tiercache.engine.cost.CostModel.note_prefill", lambda *_: None)
-        with Engine("plain", chosen, connect) as engine:
-            engine._model.sees = [(one.size, one.sinks) for one in engine._groups.windows]
-            yield engine
+        engine = Engine("plain", chosen, connect, clock)
+    model: Any = engine._model
+    model.clock, model.token_s = clock, token_s
+    model.sees = [(one.size, one.sinks) for one in engine._groups.windows]
+    model.check_write = lambda block_id: check_write(engine, block_id)
+    with engine:
+        yield engine
+
+
+def check_write(engine: Engine, block_id: int) -> None:
+    """Whoever computes into a block owns it alone, and nobody finds it by a key."""
+    assert engine._blocks.references(block_id) == 1, f"block {block_id} is computed into and has other owners"
+    assert engine._blocks._keys[block_id] is None, f"block {block_id} is computed into and has a key"
+
+
+def plain_prompt(length: int, seed: int = 0) -> list[int]:
+    """Tokens for a `PlainModel`."""
+    return [1 + (seed * 17 + position * position) % 48 for position in range(length)]
+
+
+def greedy(count: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(max_tokens=count, n=n, ignore_eos=True)
+
+
+def said(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    """The tokens that the model of a `plain_engine` generates without an engine."""
+    return continuation(prompt, count, engine._model.sees)  # type: ignore[attr-defined]
+
+
+def sequence_of(engine: Engine, request_id: int, index: int = 0) -> EngineSequence:
+    return next(one for one in engine._sequences[request_id] if one.index == index)
+
+
+def chain_of(engine: Engine, prompt: list[int]) -> KeyChain:
+    """The keys of a prompt."""
+    request_id = engine.add_request(prompt, greedy(1))
+    chain = sequence_of(engine, request_id).chain
+    engine.abort(request_id)
+    return chain
+
+
+class Watch:
+    """Runs an engine with its books checked after every step, and notes the most blocks in use."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.most_in_use = 0
+        self.most_in_group = [0] * len(engine._groups.groups)
+
+    def run(self) -> dict[int, list[RequestOutput]]:
+        """All requests to their end; their outputs in the order in which they ended."""
+        outputs: dict[int, list[RequestOutput]] = {}
+        for _ in range(MOST_STEPS):
+            if not self.engine.unfinished:
+                return outputs
+            for output in self.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        raise AssertionError("the engine does not come to an end")
+
+    def step(self) -> list[RequestOutput]:
+        """One step; what has ended in it."""
+        outputs = [step.output for step in self.engine.step() if step.output is not None]
+        self.engine.check_integrity()  # that no sequence holds more than it may, among others
+        in_use = self.engine.stats()["pool_blocks"] - self.engine.stats()["idle_blocks"]
+        self.most_in_use = max(self.most_in_use, int(in_use))
+        for sequence in self.engine._alive:
+            held = [len(table.held) for table in sequence.tables]
+            self.most_in_group = [max(pair) for pair in zip(self.most_in_group, held, strict=True)]
+        return outputs
+
+    def serve(self, prompt: list[int], count: int) -> RequestOutput:
+        request_id = self.engine.add_request(prompt, greedy(count))
+        return self.run()[request_id][0]

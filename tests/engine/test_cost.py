@@ -46,14 +46,6 @@ def test_a_line_is_what_it_was_given_until_there_are_samples_and_keeps_its_slope
     assert line.at(104.0) == pytest.approx(61.0)
 
 
-def test_the_past_fades() -> None:
-    line = FittedLine(0.0, 0.0, spread=1.0)
-    line.add(1.0, 100.0)
-    for _ in range(30):
-        line.add(1.0, 2.0)
-    assert line.at(1.0) == pytest.approx(2.0, rel=0.1)
-
-
 def test_a_line_never_predicts_less_than_nothing() -> None:
     line = FittedLine(0.0, 0.0, spread=1.0)
     line.add(10.0, 1.0)
@@ -88,56 +80,6 @@ def test_everything_is_loaded_until_computing_has_been_measured() -> None:
     assert cost.loads_avoided == 0
 
 
-def test_a_slow_tier_is_avoided_and_found_again_when_it_is_fast() -> None:
-    cost = model_of()
-    slow_block_s, fast_block_s = 1.0, 1e-5  # computing takes 0.016 s for a block
-    tried = 0
-    for _ in range(100):
-        choice = choose_all(cost, 64)
-        if choice.end:
-            tried += 1
-            note(cost, choice, 64 * slow_block_s)
-    assert 1 <= tried <= 20
-    assert cost.loads_avoided == 100 - tried
-    assert cost.loads_regretted == tried
-    avoided = 0
-    for _ in range(40):
-        choice = choose_all(cost, 64)
-        if choice.end:
-            note(cost, choice, 64 * fast_block_s)
-        else:
-            avoided += 1
-    assert avoided < 35
-    assert choose_all(cost, 64).end == 64
-    assert cost.loads_regretted == tried
-
-
-def test_a_hopeless_tier_is_tried_more_rarely_than_one_that_is_a_little_too_slow() -> None:
-    tries = []
-    for block_s in (0.024, 0.5):
-        cost = model_of()
-        count = 0
-        for _ in range(200):
-            choice = choose_all(cost, 64)
-            if choice.end:
-                count += 1
-                note(cost, choice, 64 * block_s)
-        tries.append(count)
-    assert tries[1] < tries[0] < 150
-
-
-def test_a_load_that_is_given_up_counts_for_more_than_it_was_waited_for() -> None:
-    cost = model_of()
-    tried = 0
-    for _ in range(100):
-        choice = choose_all(cost, 64)
-        if choice.end:
-            tried += 1
-            cost.note_given_up(choice, choice.saved_s * 1.01)
-    assert 2 <= tried <= 20
-    assert cost.loads_regretted == tried
-
-
 def test_a_load_that_came_short_is_no_proof_of_speed() -> None:
     cost = model_of()
     before = cost.load_s(64, 0)
@@ -154,32 +96,6 @@ def test_one_stall_does_not_turn_a_fast_tier_off() -> None:
     note(cost, LoadChoice(32, 32), 60.0)
     for blocks in (32, 64, 512):
         assert choose_all(cost, blocks).end == blocks
-
-
-def test_a_fast_load_is_never_left_out_or_cut() -> None:
-    cost = model_of()
-    for number in range(300):
-        blocks = 32 + 32 * (number % 16)
-        choice = choose_all(cost, blocks)
-        assert (choice.blocks, choice.end) == (blocks, blocks)
-        note(cost, choice, 0.0005 + blocks * 2e-5)
-    assert cost.loads_avoided == 0
-
-
-def test_what_lies_in_dram_is_loaded_and_what_lies_on_a_slow_disk_computed() -> None:
-    cost = model_of()
-    for _ in range(10):
-        note(cost, LoadChoice(64, 32, nvme_blocks=32), 32 * 1e-5 + 32 * 1.0)
-        note(cost, LoadChoice(64, 64), 64 * 1e-5)
-    choice = choose_all(cost, 64, nvme=32)
-    assert (choice.dram_blocks, choice.end, choice.nvme_blocks) == (32, 32, 0)
-    assert cost.loads_avoided == 1
-    assert choose_all(cost, 64).end == 64
-    for _ in range(400):
-        choice = choose_all(cost, 64, nvme=32)
-        if choice.end == 64:
-            note(cost, choice, 64 * 1e-5)
-    assert choose_all(cost, 64, nvme=32).end == 64  # the disk is fast again
 
 
 def test_the_network_has_a_price_of_its_own() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.engine import distribution
-from tiercache.engine.sampling import Choice, Sampler, SamplingParams, choose
+from tiercache.engine.sampling import Sampler, SamplingParams, choose
 from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -31,17 +31,6 @@ def sequence(logits: torch.Tensor, count: int, prompt: tuple[int, ...] = (), **p
     """What one sequence chooses step by step."""
     sampler = Sampler(SamplingParams(max_tokens=1000, **params), prompt)
     return [choose(logits[None], [sampler], end_tokens=[END])[0].token for _ in range(count)]
-
-
-def test_greedy_and_sampled_rows_mix() -> None:
-    logits = torch.stack([LOGITS, LOGITS, -LOGITS, LOGITS])
-    samplers = [
-        Sampler(SamplingParams()),
-        Sampler(SamplingParams(temperature=1.0, top_k=1)),
-        Sampler(SamplingParams()),
-        Sampler(SamplingParams(logit_bias={2: 5.0})),
-    ]
-    assert choose(logits, samplers) == [Choice(token, None) for token in (1, 1, 0, 2)]
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -75,7 +64,7 @@ def test_a_seed_makes_it_repeatable_in_any_company() -> None:
     assert tokens(None) != tokens(None)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 40]),
@@ -115,10 +104,6 @@ def test_penalties_are_those_of_their_definitions() -> None:
     # The prompt counts for the repetition penalty, and a negative logit is made smaller too.
     assert sequence(logits, 2, prompt=(0, 3), repetition_penalty=2.0) == [1, 0]
     assert sequence(torch.tensor([-1.0, -1.5]), 2, prompt=(0, 0), repetition_penalty=2.0) == [1, 0]
-
-
-def test_a_repetition_counts_once_however_often_it_was_seen() -> None:
-    assert sequence(torch.tensor([2.0, 0.9]), 4, prompt=(0, 0, 0), repetition_penalty=2.0) == [0, 0, 0, 0]
 
 
 def test_no_end_before_min_tokens() -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 LONG = ((8191, 8192), (3000, 3001), (0, 1), (511, 512))
 CHUNKS = ((0, 700), (2048, 2560), (5000, 5001), (96, 129))
 LARGE = [
-    case._replace(
+    case._replace(  # rule: of a NamedTuple
         name=f"{case.name}, {name}",
         format=name,
         heads=32,

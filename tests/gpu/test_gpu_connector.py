@@ -15,10 +15,12 @@ pytest.importorskip("zmq")
 pytest.importorskip("xxhash")
 
 import torch
-from connector_cases import ARENA, REGION, Client, await_that, check_store_and_load, keys
+from connector_cases import ARENA, REGION, Client, check_store_and_load, keys
 from copier_cases import GUARD, POOLS, WAIT_S
+from waiting import wait_until
 
 import tiercache
+from tiercache.copies.cuda import CudaCopier
 from tiercache.copies.host_memory import process_memory
 from tiercache.errors import LayoutError
 
@@ -38,7 +40,14 @@ def daemon() -> Iterator[tiercache.LaunchedDaemon]:
 @pytest.mark.parametrize("form", POOLS)
 def test_blocks_go_from_pool_to_pool(form: str, map_arena: bool, device: str, daemon: tiercache.LaunchedDaemon) -> None:
     check_store_and_load(daemon.address, form, device, map_arena=map_arena)
-    await_that(lambda: not len(process_memory.registered.starts))
+    wait_until(lambda: not len(process_memory.registered.starts))
+
+
+def copier_of(connector: tiercache.Connector) -> CudaCopier:
+    """What knows whether copies are under way."""
+    copier = connector._own_mover().copier._copier  # rule: nothing public tells a submitted copy from a queued one
+    assert isinstance(copier, CudaCopier)
+    return copier
 
 
 def keep_busy(device: str) -> None:
@@ -98,12 +107,12 @@ def test_a_cancelled_load_keeps_its_blocks_until_its_copies_have_ended(
             end = torch.cuda.Event()
             end.record(busy)
             transfer = connector.load_async(connector.match(chain), ALL)
-        copier = connector._own_mover().copier
-        await_that(lambda: not copier._copier.idle() or transfer.done())  # submitted, behind the work
+        copier = copier_of(connector)
+        wait_until(lambda: not copier.idle() or transfer.done())  # submitted, behind the work
         transfer.cancel()
-        await_that(transfer.done)
+        wait_until(transfer.done)
         assert end.query()  # the copies could not begin before, and they are over
-        assert copier._copier.idle()
+        assert copier.idle()
 
 
 def test_a_daemon_that_dies_takes_no_copy_along(device: str, daemon: tiercache.LaunchedDaemon) -> None:
@@ -113,15 +122,15 @@ def test_a_daemon_that_dies_takes_no_copy_along(device: str, daemon: tiercache.L
         client.await_registration()
         keep_busy(device)
         transfer = connector.store_async(keys("death", 24), ALL)
-        copier = connector._own_mover().copier
-        await_that(lambda: not copier._copier.idle() or transfer.done())
+        copier = copier_of(connector)
+        wait_until(lambda: not copier.idle() or transfer.done())
         os.kill(daemon.pid, signal.SIGKILL)
         result = transfer.result(WAIT_S)
         assert result.stored + result.dropped == 24
-        assert copier._copier.idle()
-        await_that(lambda: not connector.available)
+        assert copier.idle()
+        wait_until(lambda: not connector.available)
         assert connector.load(connector.match(keys("death", 24)), ALL) == 0
-        await_that(lambda: not len(process_memory.registered.starts))
+        wait_until(lambda: not len(process_memory.registered.starts))
     assert float(torch.ones(8, device=device).sum()) == 8.0
 
 

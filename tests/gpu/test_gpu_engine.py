@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,58 +18,41 @@ pytest.importorskip("zmq")
 pytest.importorskip("xxhash")
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from real_models import (
+    SaveModel,
+    generated,
+    has_graph,
+    model_saver,
+    module_of,
+    prompt_of,
+    record_logits,
+    without_graphs,
+)
 
 import tiercache
 from tiercache.engine import Engine, EngineSettings, SamplingParams, connect_to
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-VOCABULARY = 128
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Token ids that depend on nothing but the arguments, without the special ones."""
-    return [random.Random(f"{seed}/{position}").randrange(3, VOCABULARY) for position in range(length)]
-
-
 PROMPT = prompt_of(120)  # chunks end at 32, 64, 96, 112, 120: 14 blocks of 8 can be reused
 
 
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+@pytest.fixture(scope="module")
+def save_model(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
+    return model_saver(tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small Llama of random weights, large enough that greedy text varies."""
-    torch.manual_seed(5)
-    folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(num_hidden_layers=3, head_dim=16, **COMMON)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, safe_serialization=True)
-    return folder
+def llama(save_model: SaveModel) -> Path:
+    return save_model("LlamaConfig")
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a Qwen whose last two layers have a window: two groups of layers."""
-    torch.manual_seed(5)
-    folder = tmp_path_factory.mktemp("mixed")
+def mixed(save_model: SaveModel) -> Path:
+    """A Qwen whose last two layers have a window: two groups of layers."""
     windows = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 20}
-    config = Qwen2Config(num_hidden_layers=4, **windows, **COMMON)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, safe_serialization=True)
-    return folder
+    return save_model("Qwen2Config", num_hidden_layers=4, **windows)
 
 
 @pytest.fixture
@@ -81,21 +63,7 @@ def daemon() -> Iterator[tiercache.LaunchedDaemon]:
 
 def settings_for(device: str, **others: Any) -> EngineSettings:
     fields = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64, "device": device.partition(":")[0]}
-    return EngineSettings(**{**fields, **others})
-
-
-def record_logits(engine: Engine) -> list[torch.Tensor]:
-    """Logits of every pass from here on."""
-    recorded: list[torch.Tensor] = []
-    forward = engine._model.forward
-
-    def record(*arguments: Any) -> torch.Tensor:
-        logits = forward(*arguments)
-        recorded.append(logits.float().cpu())
-        return logits
-
-    engine._model.forward = record  # type: ignore[method-assign]
-    return recorded
+    return EngineSettings(**{**fields, "always_load": True, "load_timeout_s": 60.0, **others})
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed"])
@@ -105,13 +73,7 @@ def test_greedy_text_is_that_of_generate(name: str, device: str, request: pytest
     with Engine(folder, settings_for(device, pool_blocks=128)) as engine:
         assert engine.pool.blocks.device == torch.device(device)
         outputs = engine.generate(prompts, GREEDY)
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
-    model.generation_config.eos_token_id = None
-    for prompt, output in zip(prompts, outputs, strict=True):
-        inputs = torch.tensor([prompt], device=device)
-        mask = torch.ones_like(inputs)
-        expected = model.generate(inputs, attention_mask=mask, max_new_tokens=12, do_sample=False)
-        assert output.tokens == expected[0, len(prompt) :].tolist()
+    assert [output.tokens for output in outputs] == [generated(folder, prompt, 12, device) for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed"])
@@ -120,11 +82,9 @@ def test_steps_of_decoding_are_replayed_as_graphs(
 ) -> None:
     prompts = [prompt_of(length, seed=length) for length in (120, 45, 7, 60, 31)]
     with Engine(request.getfixturevalue(name), settings_for(device, pool_blocks=128)) as engine:
-        graphs = engine._model._graphs
-        assert graphs is not None
         recorded = [output.tokens for output in engine.generate(prompts, GREEDY)]
-        assert graphs._recordings[8].graph is not None
-        engine._model._graphs = None
+        assert has_graph(engine, 8)
+        without_graphs(engine)
         engine.reset_pool()
         assert [output.tokens for output in engine.generate(prompts, GREEDY)] == recorded
     assert not caplog.records
@@ -137,7 +97,7 @@ def test_what_cannot_be_captured_runs_kernel_by_kernel(
         [expected] = engine.generate([PROMPT], GREEDY)
     with Engine(llama, settings_for(device)) as engine:
         # A model that looks at its numbers on the host cannot be recorded.
-        engine._model.module.register_forward_hook(lambda module, inputs, output: output.logits.sum().item() and None)
+        module_of(engine).register_forward_hook(lambda module, inputs, output: output.logits.sum().item() and None)
         stream = torch.cuda.current_stream()
         [found] = engine.generate([PROMPT], GREEDY)
         [again] = engine.generate([PROMPT], GREEDY)

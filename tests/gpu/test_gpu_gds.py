@@ -66,8 +66,8 @@ def test_kernels_do_not_disturb_a_capture(device: str) -> None:
 def backend_without_kvikio(device: str) -> KvikioBackend:
     """The part of the backend that verifies, which needs no disk."""
     backend = KvikioBackend.__new__(KvikioBackend)
-    backend._torch, backend._device, backend._sums = torch, device, lane_sums
-    backend._stream = torch.cuda.Stream(device)
+    backend._torch, backend._device, backend._sums = torch, device, lane_sums  # rule: its constructor needs a disk
+    backend._stream = torch.cuda.Stream(device)  # rule: as above
     return backend
 
 

@@ -60,7 +60,7 @@ CASES = [
     AttentionCase("bfloat16", dtype=torch.bfloat16),
     AttentionCase("as the engine cuts it up", shape=None),
     *(
-        case._replace(name=f"{name}, {case.name}", format=name)
+        case._replace(name=f"{name}, {case.name}", format=name)  # rule: of a NamedTuple
         for name in FORMATS
         for case in (
             AttentionCase("grouped heads"),

@@ -1,7 +1,7 @@
 """The attention and KV write kernels in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
-`test_attention_kernels.py` runs this file in a process of its own.
+`test_interpreter.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,18 +26,26 @@ from tiercache.kernels.kv_formats import FORMATS
 
 pytestmark = pytest.mark.kernels
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_attention_kernels.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py, with TRITON_INTERPRET=1"
+
+
+OFTEN = {
+    "decode, split",
+    "window, split",
+    "all options, split",
+    "one KV head, odd group",
+    "no groups, block of 5",
+    "bfloat16",
+    "int8, grouped heads",
+    "int4, odd sizes",
+    "fp8_e5m2, decode, window, split",
+}
+"""Of what is alike, one case in the first ring."""
 
 
 def _each(cases: Sequence[AttentionCase]) -> list[ParameterSet]:
-    """Of the formats, and of what is alike, one case in every run; the others, which take half a minute, are slow."""
-    seldom = {"float16", "softcap", "sinks", "window of one", "prefill, split", "window", "decode", "grouped heads"}
-    seldom |= {f"{name}, {what}" for name in FORMATS for what in ("grouped heads", "odd sizes")} - {
-        "int4, odd sizes",
-        "int8, grouped heads",
-    }
-    assert seldom <= {case.name for case in cases}
-    return [pytest.param(case, id=case.name, marks=pytest.mark.stress if case.name in seldom else ()) for case in cases]
+    assert {case.name for case in cases} >= OFTEN
+    return [pytest.param(case, id=case.name, marks=() if case.name in OFTEN else pytest.mark.stress) for case in cases]
 
 
 @pytest.mark.parametrize("case", _each(CASES))

@@ -1,7 +1,7 @@
 """The kernels' cases in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
-`test_block_copy.py` runs this file in a process of its own.
+`test_interpreter.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.kernels
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_block_copy.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py, with TRITON_INTERPRET=1"
 
 
 @pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
@@ -54,7 +54,7 @@ def test_a_gather_may_repeat_a_block() -> None:
     check_repeated_sources("cpu")
 
 
-@settings(max_examples=40, deadline=None, database=None)
+@settings(max_examples=15, deadline=None, database=None)
 @given(
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
     layers=st.integers(1, 3),

@@ -1,12 +1,8 @@
-"""Block copy: the interpreter's run, what is refused, the twin, and what the compiler makes of it."""
+"""Block copy: what is refused, the twin, and what the compiler makes of it."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,29 +17,8 @@ from tiercache.kernels import block_copy  # noqa: E402
 
 pytestmark = pytest.mark.kernels
 
-HERE = Path(__file__).parent
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}
 """What one program may use, by compute capability."""
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("file", "tests"), [("interpreted_block_copy.py", 35), ("interpreted_copier.py", 40)])
-def test_every_case_in_the_interpreter(file: str, tests: int) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    ran = subprocess.run(
-        [*command, str(HERE / file)],
-        env=environment,
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None
-    assert int(passed[1]) == tests, ran.stdout
 
 
 def compiled(capability: int, align: int, gather: bool) -> Any:

@@ -58,11 +58,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return made
 
 
-@pytest.mark.parametrize("name", ["raw", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize(
+    "name", ["raw", *(pytest.param(name, marks=pytest.mark.stress) for name in ("fp8_e4m3", "int8", "int4"))]
+)
 def test_writes_and_attention_reach_the_launch(name: str, launches: Launches) -> None:
     shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block": 16}
     case = AttentionCase("decode", ((30, 33), (0, 1)), format=name, **shape, splits=2)
-    batch = batch_of(case._replace(dtype=torch.bfloat16), "cpu")
+    batch = batch_of(case._replace(dtype=torch.bfloat16), "cpu")  # rule: of a NamedTuple
     write(batch)
     assert {kernel for kernel, _ in launches.seen} >= {"_write_tokens" if name == "raw" else "_write_blocks"}
     tiles = torch.tensor([(0, 0), (1, 0)], dtype=torch.int32)

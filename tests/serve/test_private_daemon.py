@@ -18,6 +18,7 @@ from tiercache.serve.private_daemon import PrivateDaemon
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.stress
 def test_a_daemon_that_lives_briefly_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -37,21 +38,6 @@ def test_a_daemon_that_lives_briefly_is_given_up(
         wait_until(gave_up, "the server gives the daemon up")
         assert len(killed) == 3
     assert not Path(daemon.address).exists()
-
-
-def test_a_daemon_that_hangs_is_ended_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (("_PING_S", 0.5), ("_MOST_MISSED", 3), ("_FIRST_PAUSE_S", 0.01)):
-        monkeypatch.setattr(private_daemon, name, value)
-    caplog.set_level("INFO")
-    with PrivateDaemon("16MiB") as daemon:
-        lock = Path(daemon.address) / "lock"
-        hung = int(lock.read_text())
-        os.kill(hung, signal.SIGSTOP)
-        wait_until(lambda: "the private daemon is back" in caplog.text, "the daemon is started again", 60)
-        assert "has not answered" in caplog.text
-        assert int(lock.read_text()) != hung
 
 
 class _Lives:

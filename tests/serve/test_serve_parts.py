@@ -21,7 +21,7 @@ from tiercache.serve.bodies import Bodies
 from tiercache.serve.connections import Sweeper, cut_unsent
 from tiercache.serve.failures import ApiError, api_error
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def keyed(**changed: Any) -> ModelService:

@@ -125,15 +125,6 @@ def test_several_prompts_and_choices_are_told_apart(client: OpenAI) -> None:
     assert complete(client, tokens).choices[0].text == complete(client, [tokens]).choices[0].text
 
 
-def test_a_seed_repeats_and_its_sequences_differ(client: OpenAI) -> None:
-    def texts(seed: int) -> list[str]:
-        return [choice.text for choice in complete(client, n=3, seed=seed, temperature=1).choices]
-
-    first = texts(7)
-    assert first == texts(7) != texts(8)
-    assert len(set(first)) == 3
-
-
 def test_stop_strings_are_left_out_of_whole_and_streamed_texts(client: OpenAI) -> None:
     text = complete(client).choices[0].text
     stop = text[8:11]
@@ -288,6 +279,7 @@ def test_an_answer_fits_into_memory() -> None:
 # --- clients that come in crowds, and that go
 
 
+@pytest.mark.stress
 def test_two_hundred_at_once(server: ServerProcess) -> None:
     prompts = [f"{number} {PROMPT}" for number in range(5)]
     expected = [complete(server.client, prompt).choices[0].text for prompt in prompts]
@@ -307,6 +299,7 @@ def test_two_hundred_at_once(server: ServerProcess) -> None:
     server.wait_until_idle()
 
 
+@pytest.mark.stress
 def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: OpenAI) -> None:
     before = server.metric("generation_tokens_total")
     stream = complete(client, max_tokens=980, stream=True, n=4)
@@ -327,6 +320,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: 
     assert server.metric("generation_tokens_total") - between < 980
 
 
+@pytest.mark.stress
 def test_a_client_that_hangs_up_in_its_own_body(server: ServerProcess, client: OpenAI) -> None:
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:

@@ -1,11 +1,9 @@
-"""A server in trouble: a step that hangs, a crowd, half a request, a daemon that hangs or dies, kill -9."""
+"""A server in trouble: a step that hangs, a crowd, half a request, connections that stand still."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from openai import InternalServerError
 from server_process import TIMEOUT_S, ServerProcess
 from waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.stress]
 # A pool for one sequence of the longest kind and a little more, so that other requests' blocks do not stay.
 FLAGS = ("--pool-blocks", "144", "--block-size", "8", "--chunk-size", "32")
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -43,20 +41,6 @@ def bind_small(*arguments):
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     return listener
 listening.bind = bind_small
-"""
-
-# The next load stops the process that the file names before it copies.
-STOPS_DAEMON = """
-import os, signal
-from tiercache.connector.mover import Mover
-fetch = Mover.fetch
-def stopping(*arguments):
-    if os.path.exists({file!r}):
-        with open({file!r}) as pid:
-            os.kill(int(pid.read()), signal.SIGSTOP)
-        os.unlink({file!r})
-    return fetch(*arguments)
-Mover.fetch = stopping
 """
 
 
@@ -193,70 +177,3 @@ def _check_crowd(server: ServerProcess) -> None:
     server.wait_until_idle()
     assert server.metric("request_success_total{abort}") > 0
     assert server.rss_bytes() - before_bytes < 128 << 20
-
-
-def test_a_private_daemon_may_die_and_hang_and_ends_with_its_server(model_dir: Path, tmp_path: Path) -> None:
-    stopping = tmp_path / "stopping"
-    flags = (*FLAGS, "--arena", "64MiB", "--load-timeout-s", "2")
-    patch = STOPS_DAEMON.format(file=str(stopping))
-    with ServerProcess(model_dir, tmp_path / "log", *flags, patch=patch) as server:
-        expected = _ask(server)
-        first_pid = server.daemon_pid()
-        stream = iter(server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=100, stream=True))
-        text = next(stream).choices[0].text
-        os.kill(first_pid, signal.SIGKILL)
-        assert text + "".join(part.choices[0].text for part in stream) == expected
-        _await_log(server, "the private daemon is back")
-        second_pid = server.daemon_pid()
-        assert second_pid != first_pid
-        _await_hits(server, expected)
-        stopping.write_text(str(second_pid))
-
-        def is_stopped() -> bool:
-            _fill_pool(server)
-            assert _ask(server) == expected
-            return not stopping.exists()
-
-        wait_until(is_stopped, "a load has met a daemon that hangs")
-        os.kill(second_pid, signal.SIGCONT)
-        _await_hits(server, expected)
-        server.wait_until_idle()
-        assert "Traceback" not in server.log.read_text()
-        daemon_dir = server.daemon_dir
-        server.process.kill()
-        wait_until(lambda: not daemon_dir.exists(), "the directory of the daemon is removed")
-        wait_until(lambda: not _runs(second_pid), "the daemon has ended")
-
-
-def _ask(server: ServerProcess) -> str:
-    answer = server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=100)
-    return answer.choices[0].text
-
-
-def _fill_pool(server: ServerProcess) -> None:
-    """Fill the pool with other blocks, so that the next request must load its own."""
-    server.client.completions.create(**GREEDY, prompt=[letter * 500 for letter in "abc"], max_tokens=1)
-
-
-def _await_hits(server: ServerProcess, expected: str) -> None:
-    """The daemon's blocks are found again."""
-
-    def found() -> bool:
-        _fill_pool(server)
-        before = server.metric("external_prefix_cache_hits_total")
-        assert _ask(server) == expected
-        return server.metric("external_prefix_cache_hits_total") > before
-
-    wait_until(found, "the prompt is loaded")
-
-
-def _await_log(server: ServerProcess, words: str) -> None:
-    wait_until(lambda: words in server.log.read_text(), words)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

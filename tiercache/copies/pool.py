@@ -62,6 +62,7 @@ class Pool:
         num_blocks, block_bytes: how many blocks, and the length of each as stored.
         device: `cpu`, or as torch writes it, e.g. `cuda:0`.
         writable: False for read-only arrays, which can be stored from but not loaded into.
+        arrays: what the pool was made from.
     """
 
     def __init__(self, segments: Sequence[Segment], num_blocks: int, device: str, writable: bool, arrays: Any) -> None:
@@ -70,7 +71,7 @@ class Pool:
         self.block_bytes = sum(segment.bytes for segment in self.segments)
         self.device = device
         self.writable = writable
-        self._arrays = arrays
+        self.arrays = arrays
         assert self.segments
         assert num_blocks > 0
 

@@ -22,6 +22,7 @@ import torch
 
 from tiercache.engine.attention import Batch
 from tiercache.engine.blocks import BlockManager
+from tiercache.engine.clock import Clock
 from tiercache.engine.connect import Connect, connect_groups
 from tiercache.engine.cost import CostModel
 from tiercache.engine.grouped_cache import GroupedCache
@@ -59,14 +60,20 @@ class Engine:
         model_dir: a Hugging Face decoder folder with safetensors.
         settings: see `EngineSettings`.
         connect: makes the cache's connector, e.g. `connect_to(address)`. None: no cache.
+        clock: what deadlines and costs are measured by.
 
     Loading reads and hashes the weights and tests the model on ~100 tokens. Raises ModelRefused and
     ConfigError, each with one line that says what to do.
     """
 
     def __init__(
-        self, model_dir: str | Path, settings: EngineSettings | None = None, connect: Connect | None = None
+        self,
+        model_dir: str | Path,
+        settings: EngineSettings | None = None,
+        connect: Connect | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock = clock or Clock()
         self.settings = settings = settings or EngineSettings()
         self.shape = read_shape(model_dir, settings)
         files = file_states(model_dir)
@@ -92,8 +99,8 @@ class Engine:
         self._cache = self._connect(connect) if connect is not None else None
         self.announce([Path(model_dir).resolve().name, str(Path(model_dir).resolve())])
         self._cost = CostModel(settings.block_size, self.namespaces[0].block_bytes)
-        self._offload = Offload(self._blocks, self._cache, self._cost, settings)
-        self._scheduler = Scheduler(self._blocks, self._offload, settings)
+        self._offload = Offload(self._blocks, self._cache, self._cost, settings, clock)
+        self._scheduler = Scheduler(self._blocks, self._offload, settings, clock)
         self._sequences: dict[int, list[Sequence]] = {}
         self._next_request_id = 0
         self._prompt_tokens = self._generation_tokens = 0
@@ -191,11 +198,12 @@ class Engine:
         for order in plan.loads:
             if not self._offload.loads.start(order):
                 self._scheduler.settle_load(LoadResult.nothing(order, ended=True))
-        began_s = time.perf_counter()
+        began_s = self._clock.now_s()
         outputs = [output for chunks in plan.passes for output in self._settle(chunks, self._run(chunks))]
         waited = bool(outputs) or self.device.type == "cpu"
         spans = [(start, end) for chunks in plan.passes for _, start, end in chunks]
-        self._cost.note_step(spans, time.perf_counter() - began_s, waited)
+        if not self.settings.always_load:
+            self._cost.note_step(spans, self._clock.now_s() - began_s, waited)
         self._offload.stores.clean()
         if not plan.passes:
             self._offload.wait(_IDLE_WAIT_S)
@@ -306,14 +314,14 @@ class Engine:
     def _serve(self, ids: list[int], counts: list[int], stall_timeout_s: float) -> list[RequestOutput]:
         wanted = [(request_id, index) for request_id, n in zip(ids, counts, strict=True) for index in range(n)]
         outputs: dict[tuple[int, int], RequestOutput] = {}
-        last_progress = (self.progress, time.monotonic())
+        last_progress = (self.progress, self._clock.now_s())
         while len(outputs) < len(wanted):
             for step in self.step():
                 if step.output is not None and step.request_id in ids:
                     outputs[step.request_id, step.index] = step.output
             if self.progress != last_progress[0]:
-                last_progress = (self.progress, time.monotonic())
-            elif time.monotonic() - last_progress[1] > stall_timeout_s:
+                last_progress = (self.progress, self._clock.now_s())
+            elif self._clock.now_s() - last_progress[1] > stall_timeout_s:
                 raise DeadlineExceeded(f"nothing advanced for {stall_timeout_s} s: transfers hold the pool")
         return [outputs[sequence] for sequence in wanted]
 
@@ -332,13 +340,13 @@ class Engine:
 
         With write-back that is every idle block; blocks of running requests stay.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._clock.now_s() + timeout_s
         while True:
             self._settle_loads()
             self._offload.stores.clean(all_blocks=True)
             if not self._offload.busy:
                 return True
-            if time.monotonic() >= deadline_s:
+            if self._clock.now_s() >= deadline_s:
                 return False
             self._offload.wait(_IDLE_WAIT_S)
 

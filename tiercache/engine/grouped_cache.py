@@ -112,8 +112,12 @@ class GroupedCache:
         self, cache: GroupLike, keys: bytes, first: int, block_ids: list[int], timeout_s: float
     ) -> TransferLike | None:
         match = cache.match(keys)
-        if match.blocks * KEY_BYTES == len(keys):
-            return cache.load_async(match, block_ids, first=first, timeout_s=timeout_s)
+        try:
+            if match.blocks * KEY_BYTES == len(keys):
+                return cache.load_async(match, block_ids, first=first, timeout_s=timeout_s)
+        except TierCacheError:
+            cache.release(match)
+            raise
         cache.release(match)  # flushed since the match
         return None
 

@@ -6,13 +6,13 @@ ends or is preempted meanwhile. A load that failed, was late or fell short is a 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cache import GuardedCache, MatchLike, Part, TransferLike
+from tiercache.engine.clock import Clock
 from tiercache.engine.cost import CostModel, LoadChoice, Reach
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
@@ -82,11 +82,14 @@ class _Load:
 class Loads:
     """See the module's docstring."""
 
-    def __init__(self, blocks: BlockManager, cache: GuardedCache, cost: CostModel, settings: EngineSettings) -> None:
+    def __init__(
+        self, blocks: BlockManager, cache: GuardedCache, cost: CostModel, settings: EngineSettings, clock: Clock
+    ) -> None:
         self._blocks = blocks
         self._cache = cache
         self._cost = cost
         self._settings = settings
+        self._clock = clock
         self._loads: list[_Load] = []
 
     # --- finding
@@ -234,7 +237,7 @@ class Loads:
             return False
         block_ids = [block_id for part in parts for block_id in part.block_ids]
         self._blocks.hold(block_ids)
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         self._loads.append(_Load(order, transfer, block_ids, now_s, now_s + patience_s))
         return True
 
@@ -248,7 +251,7 @@ class Loads:
     def poll(self) -> list[LoadResult]:
         """Handle loads that have ended or are too late. Never blocks."""
         results: list[LoadResult] = []
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         for load in list(self._loads):
             if load.transfer.done():
                 self._loads.remove(load)

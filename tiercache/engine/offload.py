@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import asdict
 
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cache import GroupsLike, GuardedCache
+from tiercache.engine.clock import Clock
 from tiercache.engine.cost import CostModel
 from tiercache.engine.loads import LoadResult, Loads
 from tiercache.engine.settings import EngineSettings
@@ -20,12 +20,13 @@ class Offload:
     """Loads and stores of one engine. Without a `cache` everything is a miss and nothing is stored."""
 
     def __init__(
-        self, blocks: BlockManager, cache: GroupsLike | None, cost: CostModel, settings: EngineSettings
+        self, blocks: BlockManager, cache: GroupsLike | None, cost: CostModel, settings: EngineSettings, clock: Clock
     ) -> None:
         self._blocks = blocks
         self._cache = GuardedCache(cache)
+        self._clock = clock
         self.cost = cost
-        self.loads = Loads(blocks, self._cache, cost, settings)
+        self.loads = Loads(blocks, self._cache, cost, settings, clock)
         self.stores = Stores(blocks, self._cache, settings)
 
     @property
@@ -55,12 +56,12 @@ class Offload:
 
     def wait(self, timeout_s: float) -> None:
         """Block until a transfer has ended, for `timeout_s` at most."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._clock.now_s() + timeout_s
         transfers = self.loads.transfers + self.stores.transfers
-        while transfers and time.monotonic() < deadline_s:
+        while transfers and self._clock.now_s() < deadline_s:
             if any(transfer.done() for transfer in transfers):
                 return
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start."""

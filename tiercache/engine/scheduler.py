@@ -8,12 +8,12 @@ back: they are stored, and found again when its turn comes. Only the sequence th
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from dataclasses import dataclass
 
 from tiercache.engine.block_table import BlockTable
 from tiercache.engine.blocks import BlockManager
+from tiercache.engine.clock import Clock
 from tiercache.engine.cost import LoadChoice
 from tiercache.engine.loads import LoadOrder, LoadResult
 from tiercache.engine.offload import Offload
@@ -49,7 +49,7 @@ def _rank(sequence: Sequence) -> Rank:
 class Scheduler:
     """Queues of sequences and the policy for them."""
 
-    def __init__(self, blocks: BlockManager, offload: Offload, settings: EngineSettings) -> None:
+    def __init__(self, blocks: BlockManager, offload: Offload, settings: EngineSettings, clock: Clock) -> None:
         self.waiting: list[Sequence] = []  # by rank
         self.loading: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -58,6 +58,7 @@ class Scheduler:
         self._placement = Placement(blocks, settings)
         self._offload = offload
         self._settings = settings
+        self._clock = clock
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence, or one that has given its blocks back."""
@@ -123,7 +124,7 @@ class Scheduler:
 
     def _waits_for_room(self, sequence: Sequence, count: int) -> bool:
         """Whether transfers are about to free blocks, of which `count` are wanted. Limited in time: a copy may hang."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if sequence.short_since_s is None:
             sequence.short_since_s = now_s
         return self._offload.makes_room(count) and now_s < sequence.short_since_s + _ROOM_TIMEOUT_S

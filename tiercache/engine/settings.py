@@ -68,6 +68,8 @@ class EngineSettings:
         clean_blocks: with `write="back"`, blocks kept ready for immediate use.
         load_timeout_s: a load that takes longer is given up and its tokens are computed; most are given
             up before, when computing would have been done (see `tiercache.engine.cost`).
+        always_load: every hit is loaded, even where computing it would be faster: for measurements, which then depend
+            on nothing that was measured before.
         max_stores: store transfers in flight; more wait in the pool until one is done.
         salt: a tenant's secret. Engines with different salts share nothing.
     """
@@ -93,6 +95,7 @@ class EngineSettings:
     write: str = "through"
     clean_blocks: int = 32
     load_timeout_s: float = 5.0
+    always_load: bool = False
     max_stores: int = 64
     salt: str = ""
 

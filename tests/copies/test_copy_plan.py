@@ -30,10 +30,6 @@ def by_cpu(runs: CopyRuns) -> None:
         ctypes.memmove(target, source, length)
 
 
-def test_neighbours_at_both_ends_become_one_run() -> None:
-    assert list(merge_runs([100, 110, 120], [500, 510, 520], 10)) == [(100, 500, 30)]
-
-
 def test_neighbours_at_one_end_only_stay_apart() -> None:
     assert list(merge_runs([100, 110, 130], [500, 520, 530], 10)) == [
         (100, 500, 10),
@@ -44,18 +40,6 @@ def test_neighbours_at_one_end_only_stay_apart() -> None:
 
 def test_the_order_of_the_blocks_does_not_hide_neighbours() -> None:
     assert list(merge_runs([120, 100, 110], [520, 500, 510], 10)) == [(100, 500, 30)]
-
-
-def test_lengths_may_differ() -> None:
-    assert list(merge_runs([0, 4, 6], [50, 54, 99], np.array([4, 2, 1]))) == [(0, 50, 6), (6, 99, 1)]
-
-
-def test_a_source_that_is_copied_twice_is_copied_twice() -> None:
-    assert list(merge_runs([0, 0], [50, 54], 4)) == [(0, 50, 4), (0, 54, 4)]
-
-
-def test_no_blocks_are_no_runs() -> None:
-    assert list(merge_runs([], [], 10)) == []
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 8), st.integers(1, 5))
@@ -170,7 +154,3 @@ def test_block_ids_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=text):
         check_block_ids(np.array(ids), np.array(frames), blocks, unique)
-
-
-def test_a_store_may_name_a_block_twice() -> None:
-    check_block_ids(np.array([1, 1]), np.array([0, 1]), 2, unique=False)

@@ -1,4 +1,4 @@
-"""Real model code: the engine's greedy text is that of transformers, or the model is refused."""
+"""Real model code: the engine says what transformers says, however it is computed, or the model is refused."""
 
 from __future__ import annotations
 
@@ -10,62 +10,160 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import SaveModel, prompt_of
+from memory_cache import MemoryCache
+from plain_model import Watch, greedy
+from real_models import SaveModel, blocks_by_key, generated, prompt_of, record_logits, small_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model, engine
+from tiercache.engine import Engine, EngineSettings, describe_model, engine
 from tiercache.engine.model import HostedModel
 from tiercache.engine.packed_linear import can_pack, pack_linears
 from tiercache.errors import ConfigError, ModelRefused
 
 pytestmark = pytest.mark.engine
-SMALL = {"block_size": 8, "chunk_size": 32, "pool_blocks": 64}
+SETTINGS = EngineSettings(block_size=8, chunk_size=32, pool_blocks=64)
+PROMPT = prompt_of(100, seed=1)  # chunks end at 32, 64, 96, 100: 12 blocks of 8 that can be reused
+PROMPTS = [PROMPT, prompt_of(31, seed=2), PROMPT[:67], prompt_of(9, seed=4)]
+COUNT = 20
+FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 0}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+SLIDING = {"sliding_window": 20, "query_pre_attn_scalar": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, **PLAIN_ROPE}
 
-SERVED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral-window": ("MistralConfig", {"sliding_window": 24}),
+SERVED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    # name: class, options, layers of each group
+    "llama": ("LlamaConfig", {}, [3]),
+    "qwen3": ("Qwen3Config", {}, [3]),
+    "mistral-window": ("MistralConfig", {"sliding_window": 24}, [3]),
     "gemma2-window-softcap": (
         "Gemma2Config",
-        {"sliding_window": 20, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+        {**SLIDING, "num_hidden_layers": 4, "attn_logit_softcapping": 5.0},
+        [2, 2],
     ),
-    "gemma3-window": ("Gemma3TextConfig", {"sliding_window": 20, "query_pre_attn_scalar": 16}),
-    "gpt-neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
-    "gpt2": ("GPT2Config", {"n_inner": 96, "num_key_value_heads": 4}),
-    "gpt-oss-sinks": (
-        "GptOssConfig",
+    "gemma3-window": (
+        "Gemma3TextConfig",
+        {**SLIDING, "num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+        [1] * 6,
+    ),
+    "gpt-neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}, [3]),
+    "gpt2": ("GPT2Config", {"n_inner": 96, "num_key_value_heads": 4}, [3]),
+    "gpt-oss-window-sinks": ("GptOssConfig", {**EXPERTS, "num_hidden_layers": 4, "sliding_window": 20}, [2, 2]),
+    "qwen2-few-windows": (
+        "Qwen2Config",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 3, "sliding_window": 20},
+        [1] * 4,
+    ),
+    "places-without-a-layer": (
+        "Qwen2Config",
         {
-            "sliding_window": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
         },
+        [2, 2, 1],
     ),
 }
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", SERVED)
-def test_greedy_text_is_that_of_generate(name: str, exact: bool, save_model: SaveModel) -> None:
-    config_class, options = SERVED[name]
-    folder = save_model(config_class, **options)
-    prompts = [prompt_of(75, seed=1), prompt_of(31, seed=2), prompt_of(75, seed=1)[:50]]
-    # Room for the whole history of windowed layers too: each group of layers has blocks of its own.
-    with Engine(folder, EngineSettings(**{**SMALL, "pool_blocks": 128}, exact=exact)) as engine:
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-        again = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    model.generation_config.eos_token_id = None
-    for prompt, output, warm in zip(prompts, outputs, again, strict=True):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=20,
-            do_sample=False,
-        )
-        assert output.tokens == expected[0, len(prompt) :].tolist()
-        assert warm.tokens == output.tokens
-        assert warm.pool_hit_tokens == (len(prompt) - 1) // 8 * 8
+OFTEN = {"llama", "gemma2-window-softcap", "places-without-a-layer"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.stress) for name in SERVED]
+)
+def test_greedy_text_is_that_of_generate(name: str, save_model: SaveModel) -> None:
+    config_class, options, groups = SERVED[name]
+    folder, cache = save_model(config_class, **options), MemoryCache()
+    expected = [generated(folder, prompt, COUNT) for prompt in PROMPTS]
+    with small_engine(folder, exact=False, enable_chunked_prefill=False, pool_blocks=300) as engine:
+        assert [len(group.layers) for group in engine._groups.groups] == groups
+        assert [Watch(engine).serve(prompt, COUNT).tokens for prompt in PROMPTS] == expected
+    with small_engine(folder, cache.connect, pool_blocks=300) as engine:
+        cold = Watch(engine).serve(PROMPT, COUNT)
+        warm = Watch(engine).serve(PROMPT, COUNT)
+        engine.reset_pool()
+        engine.pool.blocks.fill_(float("nan"))  # what is in places that were not written must not matter
+        ids = [engine.add_request(prompt, greedy(COUNT)) for prompt in PROMPTS]
+        outputs = Watch(engine).run()
+        together = [outputs[one][0] for one in ids]
+        # A pool that holds the longest request alone, and little more.
+        most = engine._groups.most_blocks(len(PROMPT) + COUNT, engine.settings)
+    assert cold.tokens == warm.tokens == expected[0]
+    assert [one.tokens for one in together] == expected
+    assert (cold.pool_hit_tokens, warm.pool_hit_tokens, together[0].external_hit_tokens) == (0, 96, 96)
+    with small_engine(folder, cache.connect, pool_blocks=most + 2, **FEW) as tight:
+        ids = [tight.add_request(prompt, greedy(COUNT)) for prompt in [*PROMPTS[::-1], prompt_of(90, seed=9)]]
+        outputs = Watch(tight).run()
+        assert [outputs[one][0].tokens for one in ids[:4]] == expected[::-1]
+    assert not cache.leases
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype"),
+    [("auto", "float32"), ("auto", "bfloat16"), ("fp8", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")],
+)
+def test_warm_is_cold_bit_for_bit(kv_cache_dtype: str, dtype: str, llama: Path) -> None:
+    """From the pool, and from the cache in another engine."""
+    cache = MemoryCache()
+    with small_engine(llama, cache.connect, dtype=dtype, kv_cache_dtype=kv_cache_dtype) as engine:
+        logits = record_logits(engine)
+        cold = Watch(engine).serve(PROMPT, 6)
+        warm = Watch(engine).serve(PROMPT, 6)
+        assert len(logits) == 4 - 1 + 6 + 6  # the last of the prompt's chunks gives the first token
+    with small_engine(llama, cache.connect, dtype=dtype, kv_cache_dtype=kv_cache_dtype) as engine:
+        loaded_logits = record_logits(engine)
+        loaded = Watch(engine).serve(PROMPT, 6)
+        assert engine.stats()["loaded"] == 12
+    assert (warm.pool_hit_tokens, loaded.external_hit_tokens) == (96, 96)
+    assert cold.tokens == warm.tokens == loaded.tokens
+    assert torch.equal(torch.stack(logits[3:9]), torch.stack(logits[9:]))
+    assert torch.equal(torch.stack(logits[3:9]), torch.stack(loaded_logits))
+
+
+def test_equal_keys_have_equal_bytes_whatever_else_runs(llama: Path) -> None:
+    shared = prompt_of(90)
+    prompts = [shared, shared[:40], shared[:70] + prompt_of(30, seed=1), shared[:33], shared + prompt_of(50, seed=2)]
+    alone: dict[bytes, torch.Tensor] = {}
+    for prompt in prompts:
+        with small_engine(llama) as engine:
+            engine.generate([prompt], greedy(3))
+            for key, block in blocks_by_key(engine).items():
+                assert torch.equal(alone.setdefault(key, block), block)
+    for order in (prompts, prompts[::-1]):
+        with small_engine(llama) as engine:
+            engine.generate(order, greedy(3))
+            together = blocks_by_key(engine)
+        assert together.keys() == alone.keys()
+        assert all(torch.equal(block, alone[key]) for key, block in together.items())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_victims_are_swapped_by_their_windows(kv_cache_dtype: str, save_model: SaveModel) -> None:
+    folder, cache = save_model("MistralConfig", sliding_window=24), MemoryCache()
+    prompts, counts = [prompt_of(6 + number, seed=number) for number in range(4)], (90, 40, 40, 40)
+    with small_engine(folder, kv_cache_dtype=kv_cache_dtype) as engine:
+        expected = [Watch(engine).serve(*asked).tokens for asked in zip(prompts, counts, strict=True)]
+    with small_engine(folder, cache.connect, kv_cache_dtype=kv_cache_dtype, pool_blocks=10, **FEW) as engine:
+        ids = [engine.add_request(prompts[0], greedy(90), priority=1)]
+        while len(engine._sequences[ids[0]][0].output) < 40:
+            engine.step()
+        ids += [engine.add_request(prompt, greedy(40)) for prompt in prompts[1:]]
+        outputs = Watch(engine).run()
+        assert engine.stats()["preemptions"] > 0
+        assert engine.stats()["loaded"] > 0
+    assert [outputs[one][0].tokens for one in ids] == expected
+
+
+def test_usage_shows_what_windows_save(save_model: SaveModel, llama: Path) -> None:
+    usage = []
+    for folder in (llama, save_model("MistralConfig", sliding_window=24)):
+        with small_engine(folder, pool_blocks=40) as engine:
+            request_id = engine.add_request(prompt_of(200), greedy(30))
+            while len(engine._sequences[request_id][0].output) < 20:
+                engine.step()
+            usage.append(engine.stats()["kv_cache_usage"])
+    assert usage == pytest.approx([28 / 40, 4 / 40])
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -133,21 +231,21 @@ def test_models_that_would_be_wrong_are_refused(name: str, save_model: SaveModel
     config_class, options, text = REFUSED[name]
     folder = save_model(config_class, **options)
     with pytest.raises(ModelRefused, match=text) as refusal:
-        Engine(folder, EngineSettings(**SMALL))
+        Engine(folder, SETTINGS)
     assert "\n" not in str(refusal.value)
 
 
 def test_chunked_attention_layers_are_refused(llama: Path, tmp_path: Path) -> None:
     folder = copy_with(llama, tmp_path, layer_types=["chunked_attention"] * 3)
     with pytest.raises(ModelRefused, match="chunked_attention layers"):
-        Engine(folder, EngineSettings(**SMALL))
+        Engine(folder, SETTINGS)
 
 
 def test_a_window_that_only_the_config_knows_is_refused(llama: Path, tmp_path: Path) -> None:
     # Longer than what is tried at load: only the comparison with the config can tell.
     folder = copy_with(llama, tmp_path, sliding_window=1024)
     with pytest.raises(ModelRefused, match="window of 1024 in layer 0 by its config and of 0 by its code"):
-        Engine(folder, EngineSettings(**SMALL))
+        Engine(folder, SETTINGS)
 
 
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
@@ -174,7 +272,7 @@ def test_weights_that_do_not_load_are_refused(llama: Path, tmp_path: Path) -> No
     folder = copy_with(llama, tmp_path)
     (folder / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ModelRefused, match="transformers cannot host"):
-        Engine(folder, EngineSettings(**SMALL))
+        Engine(folder, SETTINGS)
 
 
 def test_rope_that_grows_with_the_text_limits_the_context(llama: Path, tmp_path: Path) -> None:
@@ -197,7 +295,7 @@ def test_files_that_change_between_their_hash_and_their_use_are_refused(
 
     monkeypatch.setattr(engine, "HostedModel", overwrite)
     with pytest.raises(ModelRefused, match="changed while they were read: start again"):
-        Engine(folder, EngineSettings(**SMALL))
+        Engine(folder, SETTINGS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -209,15 +307,15 @@ def test_weights_that_are_overwritten_in_their_files_change_nothing_in_an_engine
     AutoModelForCausalLM.from_pretrained(llama, dtype=dtype).save_pretrained(folder)
     others = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
     others.save_pretrained(tmp_path / "others")
-    settings, params = EngineSettings(**SMALL), SamplingParams(max_tokens=12, ignore_eos=True)
+    params = greedy(12)
     prompts = [prompt_of(41, seed=number) for number in range(3)]
-    with Engine(folder, settings) as engine:
+    with Engine(folder, SETTINGS) as engine:
         before = [output.tokens for output in engine.generate(prompts, params)]
-    with Engine(folder, settings) as engine:
+    with Engine(folder, SETTINGS) as engine:
         with (folder / "model.safetensors").open("r+b") as file:  # in place, as some programs copy
             file.write((tmp_path / "others" / "model.safetensors").read_bytes())
         assert [output.tokens for output in engine.generate(prompts, params)] == before
-    with Engine(folder, settings) as engine:
+    with Engine(folder, SETTINGS) as engine:
         assert [output.tokens for output in engine.generate(prompts, params)] != before
 
 

@@ -91,14 +91,14 @@ def copy_with(event: Event, error: str = "") -> CudaCopy:
 def test_a_copy_is_done_when_its_event_is() -> None:
     copy = copy_with(Event(2))
     assert [copy.done() for _ in range(4)] == [False, False, True, True]
-    assert copy_with(Event(5)).wait(10.0)
+    assert copy_with(Event(5)).wait(60.0)
     assert CudaCopy(None).done()
 
 
 def test_a_copy_that_is_not_done_in_time_is_said_to_be_in_use() -> None:
     copy = copy_with(Event(1 << 60))
     with pytest.raises(ArenaError, match="still in use"):
-        copy.wait(0.01)
+        copy.wait(0.0)
     assert not copy.done()
 
 
@@ -106,21 +106,16 @@ def test_a_copy_that_failed_is_done_only_when_its_rest_is_over() -> None:
     copy = copy_with(Event(1), "CUDA_ERROR_INVALID_VALUE in a copy of 7 bytes")
     assert not copy.done()
     with pytest.raises(ArenaError, match="INVALID_VALUE"):
-        copy.wait(10.0)
+        copy.wait(60.0)
     assert copy.done()
 
 
 def test_a_copy_on_a_broken_device_is_never_done() -> None:
     copy = copy_with(Event(1, breaks=True))
     with pytest.raises(ArenaError, match="unspecified launch failure"):
-        copy.wait(10.0)
+        copy.wait(60.0)
     assert not copy.done()
     assert "GPU failed" in copy.error
-
-
-def test_segments_that_overlap_are_refused() -> None:
-    with pytest.raises(LayoutError, match="at most their stride"):
-        CudaCopier(0, [(0, 8, 16)], 4)
 
 
 def test_without_cuda_a_copier_says_what_to_do() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from copier_cases import GUARD, POOLS, WAIT_S, layers_of
+from waiting import wait_until
 
 import tiercache
 from tiercache.kernels.block_copy import gather_blocks_reference
@@ -49,15 +48,7 @@ class Client:
         """Wait until every region is registered with CUDA."""
         arena = self.connector.client.session().arena
         assert arena is not None
-        await_that(lambda: arena.registration == "cuda" and not arena._populating)
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    """Poll until a condition holds."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+        wait_until(lambda: arena.registration == "cuda" and not arena._populating)  # rule: no public name says it
 
 
 def keys(name: str, blocks: int) -> bytes:

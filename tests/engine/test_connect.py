@@ -1,0 +1,232 @@
+"""The engine over a real daemon: real shared memory, a real process, and its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from plain_model import Watch, greedy
+from real_models import SaveModel, blocks_by_key, generated, prompt_of, small_engine
+from waiting import wait_until
+
+import tiercache
+from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
+from tiercache.engine import connect_to
+from tiercache.engine.loads import LoadOrder
+from tiercache.http.affinity import Affinity, Query, UnknownModel
+
+pytestmark = pytest.mark.engine
+SIZE = 8
+PROMPT = prompt_of(120)  # chunks end at 32, 64, 96, 112, 120: 14 blocks of 8 that can be reused
+GEMMA2 = {"sliding_window": 20, "num_hidden_layers": 4, "query_pre_attn_scalar": 16}
+"""Two groups of layers."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[tiercache.LaunchedDaemon]:
+    with tiercache.launch(arena="64MiB") as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "settings", "hit_tokens"),
+    [
+        ("LlamaConfig", {}, {"write": "back"}, 112),
+        ("LlamaConfig", {}, {"kv_cache_dtype": "int4"}, 112),
+        ("LlamaConfig", {}, {"tier_dtype": "int8"}, 112),
+        ("Gemma2Config", GEMMA2, {}, 112),
+    ],
+    ids=["write-back", "int4", "int8 in the tiers", "two groups"],
+)
+def test_a_new_engine_finds_what_the_first_one_computed(
+    config: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    hit_tokens: int,
+    daemon: tiercache.LaunchedDaemon,
+    save_model: SaveModel,
+) -> None:
+    folder, connect = save_model(config, **options), connect_to(daemon.address, required=True)
+    with small_engine(folder, connect, pool_blocks=128, **settings) as engine:
+        cold = Watch(engine).serve(PROMPT, 6)
+        assert engine.drain()
+        computed = blocks_by_key(engine)
+        engine.reset_pool()
+        reset = Watch(engine).serve(PROMPT, 6)
+    with small_engine(folder, connect, pool_blocks=128, **settings) as engine:
+        warm = Watch(engine).serve(PROMPT, 6)
+        loaded = blocks_by_key(engine)
+        assert engine.stats()["loaded"] >= sum(len(window.needed(14)) for window in engine._groups.windows)
+    assert [one.external_hit_tokens for one in (cold, reset, warm)] == [0, hit_tokens, hit_tokens]
+    assert loaded.keys() <= computed.keys()
+    if "tier_dtype" in settings:
+        assert all((loaded[key] - computed[key]).norm() < 0.01 * computed[key].norm() for key in loaded)
+    else:
+        assert all(torch.equal(loaded[key], computed[key]) for key in loaded)
+        assert cold.tokens == reset.tokens == warm.tokens
+
+
+def test_an_engine_starts_without_its_daemon(llama: Path, tmp_path: Path) -> None:
+    with small_engine(llama, connect_to(tmp_path / "absent")) as engine:
+        assert Watch(engine).serve(PROMPT, 6).tokens == generated(llama, PROMPT, 6)
+
+
+def test_the_affinity_query_knows_the_engine_by_its_folder_and_says_what_it_then_loads(llama: Path) -> None:
+    settings: dict[str, Any] = {"salt": "s3cret", "tier_dtype": "int8", "exact": False}
+    with (
+        tiercache.launch(arena="64MiB") as daemon,
+        tiercache.Client.connect(daemon.address, map_arena=False) as client,
+        small_engine(llama, connect_to(daemon.address, required=True), **settings) as engine,
+    ):
+        affinity = Affinity(client)
+
+        def matched(tokens: list[int], model: str = llama.name, salt: str = "s3cret") -> int:
+            return int(affinity.ask(Query(model=model, tokens=tokens, salt=salt))["matched"])
+
+        def is_known() -> bool:
+            try:
+                return matched(PROMPT) == 0
+            except UnknownModel:
+                return False
+
+        wait_until(is_known, "the engine announces its model")
+        engine.generate([PROMPT], greedy(2))
+        assert engine.drain()
+        stored = engine.stats()["stored"] * SIZE
+        assert stored >= 96
+        assert [matched(PROMPT), matched(PROMPT, str(llama)), matched(PROMPT, salt="")] == [stored, stored, 0]
+        other = PROMPT[:50] + prompt_of(70, seed=1)
+        expected = matched(other)
+        engine.reset_pool()
+        assert engine.generate([other], greedy(2))[0].external_hit_tokens == expected == 48
+
+
+# --- KV events
+
+
+def stored_events(dealer: zmq.Socket[bytes]) -> dict[int, tuple[Any, ...]]:
+    """All that was said so far of each block in DRAM: its tokens and those before it, and what else its key is of."""
+    said: dict[int, tuple[Any, ...]] = {}
+    dealer.send_multipart([b"", bytes(8)])
+    while True:
+        assert dealer.poll(60_000), "events do not stop coming"
+        *_, number, payload = dealer.recv_multipart()
+        if number == b"\xff" * 8:
+            return said
+        for event in msgspec.msgpack.decode(payload)[1]:
+            parent = event.get("parent_block_hash")
+            for place, name in enumerate(event.get("block_hashes", ())):
+                before = said[parent][0] if parent is not None else ()
+                tokens = tuple(event["token_ids"][place * SIZE : (place + 1) * SIZE])
+                extra = (event.get("extra_keys") or [None] * 99)[place]
+                said[name] = (*before, *tokens), extra, event.get("group_idx")
+                parent = name
+
+
+@pytest.mark.parametrize("settings", [{}, {"write": "back"}, {"tier_dtype": "int8"}], ids=["through", "back", "int8"])
+def test_events_have_the_tokens_of_what_is_stored(settings: dict[str, Any], tmp_path: Path, llama: Path) -> None:
+    places = {"kv_events": f"ipc://{tmp_path}/events", "kv_events_replay": f"ipc://{tmp_path}/replay"}
+    with (
+        tiercache.launch("16MiB", region="16MiB", **places) as daemon,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        dealer.linger = 0
+        dealer.connect(places["kv_events_replay"])
+        with small_engine(llama, connect_to(daemon.address), **settings) as engine:
+            engine.generate([PROMPT], greedy(6))
+        wait_until(lambda: len(stored_events(dealer)) >= 14, "all blocks are told of")
+        said = list(stored_events(dealer).values())
+    assert [tokens for tokens, *_ in said] == [tuple(PROMPT[: SIZE * (block + 1)]) for block in range(14)]
+    # Blocks 12 and 13 are of a chunk that ends where no other would.
+    assert [extra is None for _, extra, _ in said] == [True] * 12 + [False] * 2
+    assert {group for *_, group in said} == {None}
+
+
+# --- violence
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_daemon_that_dies_or_hangs_costs_a_deadline_and_no_token(number: int, llama: Path) -> None:
+    with (
+        tiercache.launch(arena="64MiB") as daemon,
+        small_engine(llama, connect_to(daemon.address, required=True), load_timeout_s=2.0) as engine,
+    ):
+        cold = Watch(engine).serve(PROMPT, 6)
+        assert engine.drain()
+        engine.reset_pool()
+        request_id = engine.add_request(PROMPT, greedy(6))
+        start = engine._offload.loads.start
+
+        def strike(order: LoadOrder) -> bool:
+            os.kill(daemon.pid, number)
+            return start(order)
+
+        engine._offload.loads.start = strike  # type: ignore[method-assign]
+        try:
+            output = Watch(engine).run()[request_id][0]
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert output.tokens == cold.tokens
+        assert output.external_hit_tokens == 0  # good or miss: the daemon did not confirm what was copied
+
+
+def rows_on_disk(nvme: Path) -> int:
+    """The blocks that a daemon would know after a kill: another process sees only rows that are committed."""
+    count = 0
+    for path in nvme.rglob("index.db"):
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=60.0)) as database:
+            count += database.execute("SELECT count(*) FROM blocks").fetchone()[0]
+    return count
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("config", "options"), [("MistralConfig", {"sliding_window": 24}), ("Gemma2Config", GEMMA2)])
+def test_a_window_is_loaded_from_nvme_after_a_kill(
+    config: str, options: dict[str, Any], save_model: SaveModel, tmp_path: Path
+) -> None:
+    folder = save_model(config, **options)
+    prompts = (prompt_of(150), [*prompt_of(150), *prompt_of(60, seed=1)])
+    expected = [generated(folder, prompt, 8) for prompt in prompts]
+
+    def start() -> tiercache.LaunchedDaemon:
+        nvme = {"nvme": str(tmp_path / "nvme"), "nvme_size": "128MiB", "nvme_segment": "16MiB"}
+        return tiercache.launch(arena="64MiB", run_dir=tmp_path / "run", **nvme)
+
+    def nvme_of(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
+        with tiercache.Client.connect(daemon.address, map_arena=False) as client:
+            stats: dict[str, Any] = client.stats()["tiers"]["nvme"]
+            return stats
+
+    daemon = start()
+    try:
+        with small_engine(folder, connect_to(daemon.address, required=True), pool_blocks=96) as engine:
+            assert Watch(engine).serve(prompts[0], 8).tokens == expected[0]
+            assert engine.drain()
+            stored = int(engine.stats()["stored"])
+        assert stored > 0
+        wait_until(lambda: rows_on_disk(tmp_path / "nvme") >= stored, f"{stored} blocks have their rows on the disk")
+        os.kill(daemon.pid, signal.SIGKILL)
+        daemon.close()
+        assert check_directory(tmp_path / "nvme", sample=ALL, rate=0).findings == []
+        daemon = start()
+        wait_until(lambda: nvme_of(daemon)["blocks"] >= stored, f"{stored} blocks are on NVMe")
+        with small_engine(folder, connect_to(daemon.address, required=True), pool_blocks=96) as engine:
+            outputs = [Watch(engine).serve(prompt, 8) for prompt in prompts]
+            loaded = int(engine.stats()["loaded"])
+        assert [output.tokens for output in outputs] == expected
+        assert outputs[0].external_hit_tokens == 144
+        assert 0 < nvme_of(daemon)["promoted_blocks"] <= loaded < stored, "what lies before the window stays there"
+    finally:
+        daemon.close()
+    assert check_directory(tmp_path / "nvme", sample=ALL, rate=0).findings == []
