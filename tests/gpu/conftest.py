@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-_FOLDERS = ("kernels", "gds", "daemon/tiers/nvme", "daemon/tiers", "daemon")
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in _FOLDERS]
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of
-from cluster import BLOCK_BYTES, Cluster
+from cluster import Cluster
 from waiting import wait_until
 
 from tiercache.cli.main import main
 from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot, unpack_row
-from tiercache.errors import RequestRefused, TierCacheError
 from tiercache.protocol.messages import Check, CheckReply
 
 
@@ -111,54 +110,6 @@ def test_books_are_in_order_under_load(tmp_path: Path) -> None:
     cluster.stop()
 
 
-def test_reading_keeps_to_its_rate(cluster: Cluster) -> None:
-    """Nothing is timed: at the rate of one block a second the second scan finds the first still at it."""
-    cluster.store(chain_of("a", 100))
-    cluster.wait_written()
-    client = cluster.connector.client
-
-    def ask_slowly() -> None:
-        refused = True
-        while refused:  # as long as one of the quick scans below is in the way
-            refused = False
-            try:
-                ask(cluster, sample=-1, bytes_per_s=BLOCK_BYTES)
-            except RequestRefused as refusal:
-                refused = refusal.code == "limit"
-            except TierCacheError:
-                return  # the daemon is stopped meanwhile
-
-    asked = threading.Thread(target=ask_slowly)
-    asked.start()
-
-    def second_is_refused() -> bool:
-        try:
-            client.call(Check, timeout_s=40.0, sample=1, bytes_per_s=0)
-        except RequestRefused as refusal:
-            return refusal.code == "limit"
-        return False
-
-    def books_are_right() -> bool:
-        try:
-            return not cluster.check_daemon().findings
-        except RequestRefused as refusal:  # the books are checked for one client at a time
-            if refusal.code != "limit":
-                raise
-            return False
-
-    wait_until(second_is_refused, "two scans exclude each other")
-    wait_until(books_are_right, "the books can be checked meanwhile")
-    cluster.stop()
-    asked.join(30)
-    assert not asked.is_alive()
-
-
-def test_values_out_of_range_are_refused(cluster: Cluster) -> None:
-    for fields in ({"sample": -2}, {"bytes_per_s": -1}):
-        with pytest.raises(RequestRefused, match="bad_value"):
-            cluster.connector.client.call(Check, timeout_s=40.0, **fields)
-
-
 # --- the command line ----------------------------------------------------------------------------
 
 
@@ -206,27 +157,3 @@ def test_command_without_a_daemon(
     tree = json.loads(capsys.readouterr().out)
     assert tree["ok"]
     assert [one["path"] for one in tree["directories"]] == [str(first), str(second)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--full", "--sample", "3"], "exclude each other"),
-        (["--rate", "fast"], "--rate = fast"),
-        (["--nvme", "/x", "--address", "/y"], "leave out --address"),
-        (["--nvme", "/nowhere/at/all"], "/nowhere/at/all"),
-        ([], "name one with --nvme"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path))
-    assert main(["check", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.count("\n") == 1

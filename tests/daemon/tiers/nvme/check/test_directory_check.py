@@ -16,7 +16,7 @@ from chains import chain_of
 from cluster import BLOCK_BYTES, Cluster
 
 from tiercache.daemon.tiers.nvme.catalog.database import row_checksum as _checksum
-from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS, Row, pack_row, place_of, segment_and_slot, unpack_row
+from tiercache.daemon.tiers.nvme.catalog.rows import Row, pack_row, place_of, segment_and_slot, unpack_row
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.daemon.tiers.nvme.check.findings import MAX_NAMED, Report
 from tiercache.daemon.tiers.nvme.disk.lock import take_lock
@@ -92,17 +92,6 @@ def test_a_killed_daemon_leaves_a_clean_directory(directory: Path) -> None:
     assert len(rows(directory)) == 15
 
 
-def test_samples_are_as_large_as_asked(directory: Path) -> None:
-    assert check_directory(directory, sample=5, rate=0).scanned_blocks == 5
-    assert check_directory(directory, sample=0, rate=0).scanned_blocks == 0
-
-
-def test_progress_goes_up_to_the_end(directory: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    check_directory(directory, sample=7, rate=0, progress=lambda *step: seen.append(step))
-    assert [step for step in seen if step[0] == "blocks"] == [("blocks", number, 7) for number in range(1, 8)]
-
-
 def test_reading_keeps_to_its_rate(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only sleeping moves."""
     now_s, slept = [0.0], []
@@ -115,12 +104,6 @@ def test_reading_keeps_to_its_rate(directory: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tiercache.daemon.tiers.nvme.check.directory_check.time.sleep", sleep)
     check_directory(directory, sample=ALL, rate=BLOCK_BYTES * 10)
     assert sum(slept) == pytest.approx(1.5)
-
-
-def test_a_directory_that_was_made_and_never_used_is_clean(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
-    cluster.kill()
-    assert check(cluster.directories[0]).rows == 0
 
 
 # --- what is not ---------------------------------------------------------------------------------
@@ -427,16 +410,3 @@ def test_what_is_no_cache_directory_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="cannot be checked"):
         check(tmp_path / "none")
-
-
-def test_a_newer_directory_is_refused(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("UPDATE meta SET value = 2 WHERE key = 'schema'")
-    with pytest.raises(ConfigError, match="schema 2"):
-        check(directory, repair=True)
-    assert len(rows(directory)) == 15
-
-
-def test_places_are_what_the_tests_take_them_for(directory: Path) -> None:
-    assert {place >> SLOT_BITS for place in rows(directory)} == {1}
-    assert all(place % SLOT == 0 for place in rows(directory))

@@ -521,10 +521,15 @@ class SteppedWorker:
             self.child.wait_for_lines()
 
     def open_child(self, how: str) -> None:
-        """The process answers that thread."""
+        """The process answers that thread. `gone`: it ends at once, and the loop hears of its end first."""
         assert self.child is not None
-        self.child.open(how)
+        self.child.open("well" if how == "gone" else how)
         self.join_reopening()
+        if how == "gone":
+            use = self.loop.soon.pop()
+            self.end_child(-9)
+            self.child_goes()
+            self.loop.soon.append(use)
 
     def join_reopening(self) -> None:
         for thread in threading.enumerate():

@@ -1,6 +1,6 @@
 """Worker processes that end at any packet: blocks are good or missing, and what was promised stays.
 
-The daemon's side, the process's side and what lies between take their steps in any order (`stepped_worker`). The oracle:
+The daemon, the process and what lies between take their steps in any order (`stepped_worker`). The oracle:
 - each operation and each change of rows has one outcome, and nothing is held at the end;
 - a frame or slot that was given back is its new owner's: no process that may still be running touches it;
 - blocks that were written come back as they were, rows that were confirmed are in the database;
@@ -194,7 +194,9 @@ class WorkerMachine(RuleBasedStateMachine):
     def change_rows(self, place: int, many: bool, there: bool) -> None:
         places = [place, (place + 1) % PLACES]
         if there:
-            self.post("insert_many", places, [self.row(), self.row()]) if many else self.post("insert", place, self.row())
+            self.post("insert_many", places, [self.row(), self.row()]) if many else self.post(
+                "insert", place, self.row()
+            )
         else:
             self.post("delete_many", places) if many else self.post("delete", place)
 
@@ -287,14 +289,14 @@ class WorkerMachine(RuleBasedStateMachine):
         if self.world.child is None and not self.world.given_up:
             self.world.start_child(lines)
 
-    @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost"]))
+    @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost", "gone"]))
     def open_next(self, how: str = "well") -> None:
         child = self.world.child
         if child is not None and child.alive and not child.is_open:
-            self.may_give_up |= how not in ("well", "ends")
+            self.may_give_up |= how not in ("well", "ends", "gone")
             self.world.open_child(how)
 
-    @rule(how=st.sampled_from(["well"] * 4 + ["ends", "lost", "fresh", "other"]), turns=st.integers(0, 3))
+    @rule(how=st.sampled_from(["well"] * 4 + ["ends", "lost", "fresh", "other", "gone"]), turns=st.integers(0, 3))
     def replace(self, how: str, turns: int) -> None:
         """All of that at once: the process is killed, and the next one is used."""
         self.end_process("is killed")
@@ -385,7 +387,7 @@ class WorkerMachine(RuleBasedStateMachine):
             for change in self.changes:
                 for name, values in vars(self.before).items():
                     setattr(model, name, dict(values))
-                model.rows = {place: None for place in range(PLACES)}  # type: ignore[misc]
+                model.rows = dict.fromkeys(range(PLACES))  # type: ignore[misc]
                 keys = self.keys_of(change) if self.table_of(change) == table else []
                 model.apply(change.method, change.arguments)
                 for key in keys:

@@ -14,7 +14,6 @@ from window_rig import WINDOW, spaces_of, spread
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme import shelf as shelves
 from tiercache.daemon.tiers.nvme.direct import extents
 from tiercache.protocol.messages import Extent
 
@@ -107,22 +106,5 @@ async def test_what_is_held_comes_up_when_a_client_asks_for_frames(tmp_path: Pat
     finish(rig.cache.reads.growing.bring_up(lease, 12))
     await rig.until(lambda: not rig.cache.reads.growing.leases)
     assert rig.read(lease, *spaces) == 12
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await TierRig(tmp_path).open()
-    window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
-    await rig.store_below([window], chain)
-    lease, _ = _extents(rig, [window], chain)
-    with monkeypatch.context() as patch:
-        patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
-        finish(rig.cache.reads.growing.bring_up(lease, 12))
-        assert rig.cache.reads.growing.leases == {}, "no request waits for it"
-    assert rig.read(lease, window) == 0
     rig.check()
     await rig.close()
