@@ -61,7 +61,9 @@ class Disk:
 
     def extent(self, number: int, **changes: Any) -> Extent:
         checksum = block_checksum(self.data[number].data, number, CHECKSUM_LANES)
-        return Extent(1, 0, CHECKSUM_LANES, 0, number * BLOCK, BLOCK, BLOCK, checksum)._replace(**changes)
+        return Extent(1, 0, CHECKSUM_LANES, 0, number * BLOCK, BLOCK, BLOCK, checksum)._replace(
+            **changes
+        )  # rule: a NamedTuple's own
 
     def load(self, extents: list[Extent], ids: list[int], limit: Limit | None = None, life: int = 1) -> DirectResult:
         seeds = [extent.offset // BLOCK for extent in extents]

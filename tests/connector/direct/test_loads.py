@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from chains import chain_of, key_of
 from cluster import Cluster
@@ -54,19 +52,6 @@ def test_blocks_come_from_disk_to_pool_and_dram_stays_empty(make: Make) -> None:
     assert (stats["direct_blocks"], stats["promoted_blocks"], stats["direct_leases"]) == (200, 0, 0)
     assert cluster.connector.client.stats()["tiers"]["dram"]["blocks"] == 0
     assert cluster.backend.reads < 200, "neighbours are read together"
-
-
-def test_a_load_may_begin_anywhere_in_the_run(make: Make) -> None:
-    cluster = make()
-    chain = cluster.store_on_disk("a", 30)
-    match = cluster.connector.match(chain)
-    assert (match.blocks, match.below_blocks) == (30, 30)
-    cluster.pool[:] = 0
-    assert cluster.connector.load(match, [7, 3, 99], first=12) == 3
-    assert cluster.is_right(7, chain, 12)
-    assert cluster.is_right(3, chain, 13)
-    assert cluster.is_right(99, chain, 14)
-    assert cluster.direct("blocks") == 3
 
 
 def test_a_worker_reads_under_its_schedulers_lease(make: Make) -> None:
@@ -148,23 +133,6 @@ def test_a_flush_while_reads_are_under_way_is_a_miss(make: Make) -> None:
 
 
 @pytest.mark.stress
-def test_blocks_belong_to_a_load_until_its_last_read_has_ended(make: Make) -> None:
-    cluster = make(lambda read: Fault.HANG if read == 0 else None)
-    chain = cluster.store_on_disk("a", 10)
-    match = cluster.connector.match(chain)
-    cluster.pool[:] = 0
-    transfer = cluster.connector.load_async(match, range(10))
-    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
-    transfer._limit.deadline_s = time.monotonic()
-    transfer.cancel()
-    with pytest.raises(tiercache.DeadlineExceeded):
-        transfer.result(0.5)  # past its deadline and cancelled, and yet not done
-    cluster.backend.resume()
-    assert transfer.result(40) in (0, 10)
-    assert cluster.load(chain) == 10
-
-
-@pytest.mark.stress
 def test_the_daemon_dies_while_reads_are_under_way(make: Make) -> None:
     cluster = make(lambda read: Fault.HANG if read == 0 else None)
     chain = cluster.store_on_disk("a", 10)
@@ -180,20 +148,6 @@ def test_the_daemon_dies_while_reads_are_under_way(make: Make) -> None:
     cluster.start()
     cluster.wait_loaded()
     assert cluster.load(chain) == 10
-
-
-@pytest.mark.stress
-def test_a_lease_that_expired_is_a_miss(make: Make) -> None:
-    cluster = make(lambda read: Fault.HANG if read == 0 else None, lease_ttl_max="1s")
-    chain = cluster.store_on_disk("a", 10)
-    match = cluster.connector.match(chain)
-    taken = match._lease
-    transfer = cluster.connector.load_async(match, range(10))
-    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
-    cluster.connector.client.leases.let_go(taken)  # the client no longer renews it
-    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "the lease is over")
-    cluster.backend.resume()
-    assert transfer.result(40) == 0
 
 
 # --- which side reads ---------------------------------------------------------------------------------
@@ -260,14 +214,6 @@ def test_off_is_the_default_and_nonsense_is_refused(cluster: Cluster) -> None:
     assert cluster.connector.direct.counters() == {}
     with pytest.raises(ConfigError, match="choose 'off' or 'auto'"):
         tiercache.connect(cluster.daemon.address, namespace=cluster.spec, gds="always")
-
-
-def test_a_pool_in_pieces_is_loaded_by_the_daemon(cluster: Cluster) -> None:
-    layers = [np.zeros((4, cluster.spec.block_bytes // 2), np.uint8) for _ in range(2)]
-    pool = tiercache.Pool.from_layers(layers)
-    options = {"namespace": cluster.spec, "pool": pool, "gds": HostBackend()}
-    with tiercache.connect(cluster.daemon.address, **options) as connector:
-        assert "2 pieces" in connector.direct.reason
 
 
 # --- the daemon's side ----------------------------------------------------------------------------
@@ -356,21 +302,3 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     with pytest.raises(RequestRefused, match="keeps no extents"):
         call(messages.Extents, **{**good, "lease": plain.lease})
     assert release(cluster, plain.lease)
-
-
-def test_a_block_that_a_client_calls_bad_is_read_before_it_is_dropped(cluster: Cluster) -> None:
-    session = cluster.connector.client.session()
-    number = session.namespace_id(cluster.spec, direct=True)
-    chain = on_disk(cluster, 6)
-    matched = ask(cluster, chain, direct=True, promote=False)
-    named = messages.unpack_extents(extents(cluster, matched.lease, 0, 6).extents)
-    path = cluster.directories[0] / "segments" / f"{named[4].segment:08d}.seg"
-    with path.open("r+b") as file:
-        file.seek(named[4].offset + 100)
-        file.write(b"damaged!")
-    for index in (1, 1, 4):
-        cluster.connector.client.call(messages.BadExtent, lease=matched.lease, namespace=number, index=index)
-    wait_until(lambda: cluster.nvme()["blocks"] == 4, "the one that is bad is dropped, and what follows")
-    stats = cluster.nvme()
-    assert (stats["direct_reported_blocks"], stats["bad_blocks"]) == (3, 1)
-    assert release(cluster, matched.lease), "the other blocks are good all the same"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,18 +105,3 @@ def test_the_faster_way_is_used() -> None:
     assert writes.use_direct_store
     assert not replace(writes, write_reason="it lies").use_direct_store
     assert not replace(writes, direct_write_bytes_per_s=0.9e9).use_direct_store
-
-
-@pytest.mark.stress
-def test_doctor_says_what_the_probe_found(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiercache.cli.main", "doctor", "--gds"]
-    done = subprocess.run([*command, str(tmp_path), "--json"], capture_output=True, text=True, timeout=100, check=False)
-    found = json.loads(done.stdout)["gds"]
-    assert done.returncode == 0
-    assert found["directory"] == str(tmp_path)
-    assert found["mode"] in {mode.value for mode in Mode}
-    assert found["host_bytes_per_s"] > 0
-    assert found["use_direct"] is found["use_direct_store"] is False, "kvikio and a GPU are not for these tests"
-    done = subprocess.run([*command, str(tmp_path / "no")], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "No such file or directory" in done.stdout

@@ -109,21 +109,6 @@ def test_blocks_before_the_one_that_failed_are_kept(make: Make, fault: Fault) ->
     assert cluster.connector.direct.storer.off == "", "only failures in a row end it"
 
 
-def test_writes_that_always_fail_are_given_up(make: Make) -> None:
-    cluster = make(write_fault=lambda write: Fault.ERROR)
-    for number in range(5):
-        chain = chain_of(str(number), 5)
-        assert cluster.store(chain).stored == 5, "in DRAM"
-        assert cluster.load(chain) == 5
-    storer = cluster.connector.direct.storer
-    assert storer is not None
-    assert "3 direct writes in a row failed" in storer.off
-    assert cluster.connector.counters["direct_store_in_use"] == 0
-    assert cluster.connector.counters["direct_in_use"] == 1, "reads are still allowed"
-    assert cluster.nvme()["direct_stored_blocks"] == 0
-    assert nothing_is_held(cluster)
-
-
 @pytest.mark.parametrize("number", [0, 7])
 def test_what_was_written_wrong_is_never_good(make: Make, number: int) -> None:
     """The checksum is of what was in the pool, and the disk says otherwise."""
@@ -147,30 +132,10 @@ def test_a_flush_while_writes_are_under_way_drops_them(make: Make) -> None:
         assert not transfer.done()
         assert other.match(chain).blocks == 0
     cluster.backend.resume()
-    assert transfer.result(20) == tiercache.StoreResult(dropped=BLOCKS)
+    assert transfer.result(60) == tiercache.StoreResult(dropped=BLOCKS)
     assert cluster.load(chain) == 0, "the chain is neither on disk nor in DRAM"
     assert nothing_is_held(cluster)
     assert store_backwards(cluster, chain).stored == BLOCKS
-
-
-@pytest.mark.stress
-def test_the_same_block_from_dram_and_past_it(make: Make) -> None:
-    """Write-behind and a direct store of one chain: the second one gives way."""
-    cluster = make(write_fault=fault_at(0, Fault.HANG))
-    chain = chain_of("a", BLOCKS)
-    cluster.fill(chain, BACKWARDS)
-    transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
-    with cluster.connect() as plain:
-        assert plain.store(chain, BACKWARDS).stored == BLOCKS
-        wait_until(lambda: cluster.nvme()["written_blocks"] == BLOCKS, "DRAM's are written")
-    cluster.backend.resume()
-    assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS), "visible, though write-behind has written them"
-    assert cluster.nvme()["direct_stored_blocks"] == 0
-    cluster.wait_written()
-    assert cluster.nvme()["blocks"] == BLOCKS
-    cluster.flush_dram()
-    assert cluster.load(chain) == BLOCKS
 
 
 @pytest.mark.stress
@@ -297,7 +262,7 @@ def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str
     else:
         backend.lane_sums = (before if moment == "unsummed" else after)(backend.lane_sums)  # type: ignore[method-assign]
     transfers.append(cluster.connector.store_async(chain, BACKWARDS))
-    result = transfers[0].result(20)
+    result = transfers[0].result(60)
     kept = BLOCKS if moment == "committing" else 0  # by then nothing reads the blocks any more
     assert result == tiercache.StoreResult(stored=kept, dropped=BLOCKS - kept)
     assert (cluster.nvme()["blocks"], cluster.dram_blocks()) == (kept, 0)

@@ -120,6 +120,7 @@ def test_after_kill_9_another_one_is_started(own: Own) -> None:
     assert (owner.supervisor.starts, owner.supervisor.ends, owner.supervisor.given_up) == (2, 1, 0)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("how", ["stopped", "in a call"])
 def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
     owner = own(limits=ProcessLimits(0.01, 0.05, 0.0, hung_s=0.0))
@@ -139,6 +140,7 @@ def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
     assert (owner.supervisor.starts, owner.supervisor.given_up, owner.supervisor.late_calls) == (2, 1, 1)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("how", ["stopped", "deaf"])
 def test_one_that_answers_no_ping_is_killed_though_nobody_has_called_it(
     own: Own, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -184,15 +186,6 @@ def test_a_late_call_costs_its_line_and_only_so_many_may_be_late(own: Own) -> No
     assert caught.value.problem is ProcessProblem.LATE
     assert owner.supervisor.stats()["late_lines"] == 2
     assert owner.supervisor.starts == 1
-
-
-def test_a_late_line_is_forgotten_once_the_process_is_done_with_it(own: Own) -> None:
-    owner = own(limits=ProcessLimits(max_late_lines=1))
-    its, line = owner.supervisor.open_line(soon())
-    line.send(b"hello")
-    owner.supervisor.give_up_line(its, line, time.monotonic())
-    wait_until(lambda: owner.problem() is None, "a line")
-    assert line.fileno() == -1
 
 
 @pytest.mark.parametrize(
@@ -289,18 +282,6 @@ def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) ->
     wait_until(lambda: ("gone", first) in owner.told, "the end of the heir")
 
 
-def test_closing_does_not_wait_for_one_that_does_not_die(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = own(limits=ProcessLimits(reap_s=0.01))
-    its, line = owner.supervisor.open_line(soon())
-    line.close()
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
-    began_s = time.monotonic()
-    assert not owner.supervisor.close()
-    assert time.monotonic() - began_s < 5.0
-    # The kernel has killed it when the supervisor's thread ended.
-    assert its.process.wait(50) == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("orderly_s", [0.0, 50.0])
 def test_closing_lets_it_end_by_itself_where_there_is_time(own: Own, tmp_path: Path, orderly_s: float) -> None:
     before = len(os.listdir("/proc/self/fd"))
@@ -314,12 +295,3 @@ def test_closing_lets_it_end_by_itself_where_there_is_time(own: Own, tmp_path: P
     error = owner.problem()
     assert error is not None
     assert error.problem is ProcessProblem.STARTING
-
-
-def test_without_a_thread_there_is_no_process(no_threads: pytest.MonkeyPatch) -> None:
-    owner = Owner(lambda: StartMessage(b"serve"), EAGER)
-    with pytest.raises(ProcessError, match="no thread for its helper process") as caught:
-        owner.supervisor.begin()
-    assert caught.value.problem is ProcessProblem.NO_RESOURCES
-    no_threads.undo()
-    assert owner.supervisor.close()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from catalog_bench import ID, WAIT_S, Answers, Bench, row
+from catalog_bench import WAIT_S, Answers, Bench, row
 
 from tiercache.daemon.tiers.nvme.catalog import database, writer
 from tiercache.daemon.tiers.nvme.catalog.catalog import (
-    Catalog,
     CatalogState,
     SavedNamespace,
     Tombstone,
@@ -116,32 +114,6 @@ def test_a_batch_of_rows_counts_for_its_rows_and_is_answered_once(
     wanted = {place: row(121 - place) for place in range(1, 20)} | {3: row(200)}
     assert bench.open()[1].next_sequence == 201
     assert dict(check_rows(bench.directory)) == wanted
-
-
-def test_an_answer_that_raises_stops_no_other(bench: Bench) -> None:
-    catalog, _ = bench.open()
-    answers = Answers()
-
-    def bad(ok: bool) -> None:
-        raise ValueError
-
-    catalog.delete(1, bad)
-    catalog.delete(2, answers(2))
-    with pytest.raises(ValueError):
-        bench.loop.until(lambda: answers.got)
-    bench.loop.until(lambda: answers.got == [(2, True)])
-
-
-def test_a_closed_loop_is_not_told(bench: Bench) -> None:
-    def post(callback: Callable[..., None], *args: object) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    catalog = Catalog(bench.directory, ID, post)
-    catalog.open()
-    catalog.insert(1, row(1), lambda ok: None)
-    assert catalog.close(WAIT_S)
-    assert catalog.close(WAIT_S)
-    assert bench.reopened() == {1: row(1)}
 
 
 def test_a_log_that_grew_is_given_back_when_idle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

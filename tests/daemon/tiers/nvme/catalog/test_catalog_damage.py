@@ -35,25 +35,6 @@ def test_a_row_with_any_flipped_bit_is_refused_and_deleted(bench: Bench) -> None
     assert dict(check_rows(bench.directory)) == good
 
 
-@pytest.mark.parametrize("record", [None, 5, "text", b"", b"short", bytes(RECORD_BYTES), 1.5])
-def test_what_is_no_record_is_deleted(bench: Bench, record: object) -> None:
-    bench.filled({1: row(1), 3: row(3)})
-    bench.change("INSERT INTO blocks VALUES(2, ?)", record)
-    assert bench.reopened() == {1: row(1), 3: row(3)}
-    assert [place for place, _ in check_rows(bench.directory)] == [1, 3]
-
-
-def test_a_damaged_row_that_was_replaced_meanwhile_stays_replaced(bench: Bench) -> None:
-    bench.filled({1: row(1)})
-    bench.change("UPDATE blocks SET record = ? WHERE place = 1", bytes(RECORD_BYTES))
-    catalog, _ = bench.open()
-    catalog.insert(1, row(7))
-    assert catalog.sync(WAIT_S)
-    catalog._scrub(1, bytes(RECORD_BYTES))
-    assert catalog.close(WAIT_S)
-    assert bench.reopened() == {1: row(7)}
-
-
 def test_a_newer_schema_stops_the_start_and_is_not_touched(bench: Bench) -> None:
     bench.filled({1: row(1)})
     bench.change("UPDATE meta SET value = 2 WHERE key = 'schema'")
@@ -147,17 +128,7 @@ def test_every_bit_of_the_header(bench: Bench, every_bit: Callable[[int], range]
     assert 0 < lost < 800
 
 
-def test_a_truncated_database(bench: Bench) -> None:
-    rows = {number: row(number) for number in range(500)}
-    bench.filled(rows)
-    whole = bench.path.read_bytes()
-    for length in [1, 99, 100, 511, *range(1024, len(whole), 4096 + 512)]:
-        bench.path.write_bytes(whole[:length])
-        survives(bench, rows)
-        bench.path.unlink()
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bits_flipped_anywhere(bench: Bench, seed: int) -> None:
     rows = {place_of(number % 5, number): row(number) for number in range(600)}
     bench.filled(rows)

@@ -51,16 +51,6 @@ def ask(cluster: Cluster, sample: int, bytes_per_s: int = 0, force: bool = False
     return reply
 
 
-def test_all_blocks_or_so_many_are_read(cluster: Cluster) -> None:
-    cluster.store(chain_of("a", 150))
-    cluster.wait_written()
-    assert cluster.check_daemon(sample=-1).scanned_blocks == 150
-    assert cluster.check_daemon(sample=20).scanned_blocks == 20
-    assert cluster.check_daemon(sample=400).scanned_blocks == 150
-    reply = cluster.check_daemon()
-    assert (reply.scanned_blocks, reply.blocks) == (0, 300), "150 in DRAM, 150 on nvme"
-
-
 def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     chain = chain_of("a", 30)
     cluster.store(chain)
@@ -78,6 +68,7 @@ def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     assert cluster.check_daemon(sample=-1).scanned_blocks == 30
 
 
+@pytest.mark.stress
 def test_books_are_in_order_under_load(tmp_path: Path) -> None:
     """Stores, loads, evictions and flushes go on while it is checked again and again."""
     cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")

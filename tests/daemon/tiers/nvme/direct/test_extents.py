@@ -9,7 +9,7 @@ import pytest
 from chains import chain_of, key_of
 from played import played
 from tier_rig import TierRig
-from window_rig import WINDOW, spaces_of, spread
+from window_rig import spaces_of
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import ReadLease
@@ -54,22 +54,6 @@ async def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
         assert rig.cache.reads.release(rig.owner, lease.lease_id) is good
         await rig.settled()
         rig.check()
-    await rig.close()
-
-
-@played
-async def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path, disks=2).open()
-    window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
-    window.direct = True
-    await spread(rig, window, chain)
-    rig.forget_dram()
-    lease = rig.cache.match(rig.owner, [window], chain, 60.0, promote=True, extents=True).lease
-    assert lease is not None
-    assert lease.held is None
-    await rig.until(lambda: not rig.cache.reads.growing.leases)
-    assert rig.read(lease, window) == 12
-    rig.check()
     await rig.close()
 
 

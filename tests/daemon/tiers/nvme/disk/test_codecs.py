@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import random
 import struct
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -123,15 +121,3 @@ def test_numbers_name_algorithm_and_element() -> None:
     assert known == sorted([*plain, *(number | codecs.SEALED for number in plain)])
     with pytest.raises(CodecError):
         decoded(0x23, bytes(100), 100)
-
-
-@pytest.mark.parametrize(("name", "package"), [("lz4", "lz4"), ("zstd", "zstandard")])
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
-    def without(module: str) -> Any:
-        raise ImportError(module)
-
-    codecs._library.cache_clear()
-    monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(ConfigError, match=f"-m pip install {package}, or choose"):
-        codecs.codec_number(name)
-    assert codecs.codec_number("raw") == codecs.RAW

@@ -133,22 +133,6 @@ def test_without_a_good_superblock_all_is_put_aside_once(
     assert opened(path).is_new is False
 
 
-def test_what_was_put_aside_gives_way_on_a_full_disk(path: Path) -> None:
-    lived_in(path)
-    (path / "superblock").unlink()
-    disk = ObedientDisk()
-    directory = opened(path, cap_bytes=64 * MIB, disk=disk)
-
-    def hook(name: str, size: int) -> None:
-        if name == "fallocate" and asides(path):
-            raise OSError(errno.ENOSPC, "full")
-
-    disk.hook = hook
-    directory.create_segment(1)
-    assert (directory.segments, asides(path)) == ([1], [])
-    directory.close()
-
-
 def test_a_newer_directory_is_left_as_it_is(path: Path) -> None:
     lived_in(path)
     (path / "superblock").write_bytes(newer_superblock())

@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk_rig import DEADLINE_S, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
+from disk_rig import SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
 
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, BlockForms
+from tiercache.daemon.tiers.nvme.disk.block_io import BlockForms
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, WriteOp
 
@@ -57,17 +56,6 @@ def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> N
     stored = on_disk(rig, 3 * rig.frame_bytes, padded)
     assert stored == content(3, length) + bytes(padded - length)
     rig.close()
-
-
-@pytest.mark.parametrize("codec", [codecs.RAW, codecs.codec_number("lz4", 2)])
-def test_blocks_that_are_only_verified_go_nowhere(rig: Rig, codec: int) -> None:
-    length = 2 * PAGE_BYTES
-    written = rig.store([1, 2, 3], length, codec)
-    before = rig.memory[:]
-    assert rig.run([rig.read_op(op, 0, address=NOWHERE) for op in written]) == [OK, OK, OK]
-    wrong = [rig.read_op(written[0], 0, address=NOWHERE, checksum=written[0].checksum ^ 1)]
-    assert rig.run([*wrong, rig.read_op(written[1], 0, address=NOWHERE)]) == [CORRUPT, OK]
-    assert rig.memory[:] == before
 
 
 def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
@@ -157,12 +145,12 @@ def broken_round(path: Path, fail_at: int, number: int, codec: int) -> tuple[int
     failed = [op for op in [*writes, *reads] if op.outcome is IO_ERROR]
     assert all(op.errno == number for op in failed)
     assert rig.queue.errors == ({number: len(failed)} if failed else {})
-    rig.queue.stop(time.monotonic() + DEADLINE_S)
+    rig.stop()
     return calls, rig
 
 
 @pytest.mark.parametrize("codec", [codecs.RAW, 0x21])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("number", [errno.EIO])
 def test_the_nth_transfer_fails(tmp_path: Path, number: int, codec: int) -> None:
     calls, rig = broken_round(tmp_path / "0", 0, number, codec)
     assert rig.queue.errors == {}
@@ -276,40 +264,6 @@ def test_a_full_queue_says_so(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_writes_never_take_all_workers(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "nvme", threads=4)
-    (written,) = rig.store([0], 100)
-    rig.disk.gate.clear()
-    writes = [rig.write_op(2 * number, content(number, 100)) for number in range(2, 10)]
-    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 8
-    rig.until(lambda: rig.disk.running == 3)
-    assert rig.queue.submit(rig.read_op(written, 1), DiskPriority.LOAD)
-    rig.until(lambda: rig.disk.running == 4)
-    assert rig.disk.calls[-1][0] == "preadv"
-    assert rig.queue.queued(DiskPriority.WRITE) == 5
-    rig.disk.gate.set()
-    rig.until(lambda: rig.queue.in_flight == 0)
-    assert {op.outcome for op in writes} == {OK}
-    rig.close()
-
-
-def test_a_callback_that_raises_does_not_stop_the_others(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig = one_worker
-    hold(rig)
-    ops = [rig.write_op(2 * number, content(number, 100)) for number in range(3)]
-
-    def fail(op: WriteOp) -> None:
-        rig.finished.append(op)
-        raise RuntimeError("mine")
-
-    ops[0].done = fail
-    assert rig.queue.submit_many(ops, DiskPriority.WRITE) == 3
-    rig.disk.gate.set()
-    rig.until(lambda: len(rig.finished) == 4)
-    assert [op.outcome for op in ops] == [OK] * 3
-    assert "RuntimeError: mine" in caplog.text
-
-
 def test_what_waits_can_be_cancelled(one_worker: Rig) -> None:
     rig = one_worker
     held = hold(rig)
@@ -346,13 +300,13 @@ def test_a_hung_disk_shows_its_age_and_is_left_behind(tmp_path: Path) -> None:
     assert rig.queue.submit_many(ops, DiskPriority.LOAD) == 4
     rig.until(lambda: rig.disk.running == 2)
     rig.until(lambda: rig.queue.oldest_age_s() > 0.02)
-    assert not rig.queue.stop(time.monotonic() + 0.05)
+    assert not rig.queue.stop(0.0)
     assert [op.outcome for op in ops].count(DiskOutcome.ABANDONED) == 2
     assert [op.outcome for op in ops].count(DiskOutcome.CANCELLED) == 2
     assert sorted(map(id, rig.finished)) == sorted(map(id, ops))
     assert not rig.queue.submit(rig.write_op(9, b"late"), DiskPriority.LOAD)
     rig.disk.gate.set()
-    assert rig.queue.stop(time.monotonic() + DEADLINE_S)
+    assert rig.stop()
     rig.close()
     assert len(rig.finished) == 4
 

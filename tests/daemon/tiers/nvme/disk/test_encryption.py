@@ -57,6 +57,7 @@ def test_nothing_on_the_disk_can_be_read_and_all_of_it_comes_back(tmp_path: Path
         assert content(key_of(chain, number))[:64].tobytes() not in stored
 
 
+@pytest.mark.stress
 def test_what_another_key_wrote_is_forgotten(tmp_path: Path) -> None:
     first, second = write_key(tmp_path / "first"), write_key(tmp_path / "second")
     chain = chain_of("chain", BLOCKS)

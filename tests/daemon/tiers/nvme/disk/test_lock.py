@@ -95,6 +95,7 @@ def test_the_end_of_a_worker_is_waited_for(tmp_path: Path, ended_pid: int, whose
     os.close(taken[0])
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("whose", ["of a daemon that has ended", "of ours"])
 def test_a_worker_that_does_not_end_is_waited_for_so_long(
     tmp_path: Path, ended_pid: int, whose: str, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ def test_a_worker_that_does_not_end_is_waited_for_so_long(
         holder.end()
 
 
+@pytest.mark.stress
 def test_another_process_with_the_pid_of_the_daemon_is_told_from_it(
     tmp_path: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ on after its lines have closed, until it is gone.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -32,7 +33,8 @@ from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch
 from tiercache.daemon.tiers.nvme.disk import queue as disk_queue
 from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
+from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.threads import Mover
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory
@@ -138,6 +140,13 @@ def is_ready(line: socket.socket, event: int) -> bool:
 
 
 # --- the process ----------------------------------------------------------------------------------------
+
+
+class NoAio(DiskIO):
+    """Each probe of the kernel's AIO takes some milliseconds."""
+
+    def aio(self, depth: int, eventfd: int, most_pieces: int) -> AioContext:
+        raise OSError(errno.EOPNOTSUPP, "the test wants none")
 
 
 class StepCarrier:
@@ -270,7 +279,7 @@ class StepLoading:
     damaged, error = 0, ""
 
     def __init__(self, durable: Durable, batch_rows: int) -> None:
-        rows = [(place, Row._make(row)) for place, row in sorted(durable.rows.items())]
+        rows = [(place, Row(*row)) for place, row in sorted(durable.rows.items())]
         self._batches = [RowBatch.of(rows[at : at + batch_rows]) for at in range(0, len(rows), batch_rows)]
 
     def next_batch(self) -> RowBatch | None:
@@ -326,7 +335,7 @@ class Child:
 
     def _open_as(self, how: str, asked: messages.Open) -> None:
         self.directory = Directory(
-            Path(asked.path), asked.cap_bytes, asked.segment_bytes, before=asked.home, daemon_pid=asked.daemon_pid
+            Path(asked.path), asked.cap_bytes, asked.segment_bytes, 0, NoAio(), False, asked.home, asked.daemon_pid
         )
         self.directory.open()
         assert self.directory.home is not None
@@ -422,6 +431,8 @@ class Child:
             while self.carrier.taken:
                 self.carrier.move()
             self.blocks._queue.stop(0.0)
+            self.blocks._look.close()
+            os.close(self.blocks._wake)
             for region in self.blocks._regions._regions.values():
                 region.unmap()
             self.directory.close()
@@ -572,14 +583,15 @@ class SteppedWorker:
         """Close the catalog and the queue, as a keeper does. What a process still has is abandoned."""
         closing = threading.Thread(target=self.catalog.close, args=(60.0,), daemon=True)
         closing.start()
-        while closing.is_alive():
-            self.loop.turn()
-            if self.serving is not None:
-                self.serving.work()
-            elif not self.given_up:
-                self.worker._give_up("the test ends")
-            closing.join(0.001)
+        wait_until(lambda: (self._turn_to_the_end(), not closing.is_alive())[1], "the catalog is closed")
         self.queue.stop(self.clock.now_s)
+
+    def _turn_to_the_end(self) -> None:
+        self.loop.turn()
+        if self.serving is not None:
+            self.serving.work()
+        elif not self.given_up:
+            self.worker._give_up("the test ends")
 
     def close(self) -> None:
         """Close the directory; nothing is left of its processes."""
