@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sqlite3
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -66,39 +63,6 @@ def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     assert cluster.store(chain).stored == 30 - good
     cluster.wait_written()
     assert cluster.check_daemon(sample=-1).scanned_blocks == 30
-
-
-@pytest.mark.stress
-def test_books_are_in_order_under_load(tmp_path: Path) -> None:
-    """Stores, loads, evictions and flushes go on while it is checked again and again."""
-    cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")
-    over = threading.Event()
-
-    def work() -> None:
-        number = 0
-        while not over.is_set():
-            number += 1
-            chain = chain_of(str(number % 12), 20 + number % 40)
-            cluster.store(chain)
-            cluster.load(chain_of(str((number + 5) % 12), 30))
-            if number % 9 == 0:
-                cluster.connector.flush(key=chain[160:176])
-
-    with ThreadPoolExecutor(1) as worker:
-        working = worker.submit(work)
-        try:
-            checks = itertools.count()
-
-            def checked_among_writes() -> bool:
-                number = next(checks)
-                cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
-                return number >= 60 and cluster.nvme()["written_blocks"] > 100
-
-            wait_until(checked_among_writes, "60 checks, and 100 blocks written beside them")
-        finally:
-            over.set()
-        working.result(30)
-    cluster.stop()
 
 
 # --- the command line ----------------------------------------------------------------------------

@@ -30,9 +30,8 @@ LARGEST = BlockRecord(
 
 
 def test_the_largest_records_in_a_full_packet() -> None:
-    blocks = [LARGEST, LARGEST._replace(number=0, write=0, frame=-1, slot=0, checksum=0)] * (
-        records.MAX_RECORDS // 2
-    )  # rule: a NamedTuple's own
+    least = LARGEST._replace(number=0, write=0, frame=-1, slot=0, checksum=0)  # rule: a NamedTuple's own
+    blocks = [LARGEST, least] * (records.MAX_RECORDS // 2)
     data = records.packet(Tag.BLOCKS, [records.BLOCK.pack(*block) for block in blocks])
     assert len(data) <= records.MAX_PACKET_BYTES
     assert list(records.block_records(data)) == blocks
