@@ -473,5 +473,5 @@ class WorkerMachine(RuleBasedStateMachine):
         self.blocks = blocks
 
 
-TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
+TestWorkers = in_first_ring(WorkerMachine, examples=100, steps=40)
 TestWorkersForLong = in_stress(WorkerMachine)
