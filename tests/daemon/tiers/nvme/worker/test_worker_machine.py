@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from machines import in_first_ring, in_stress
@@ -473,5 +474,16 @@ class WorkerMachine(RuleBasedStateMachine):
         self.blocks = blocks
 
 
-TestWorkers = in_first_ring(WorkerMachine, examples=100, steps=40)
+TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
 TestWorkersForLong = in_stress(WorkerMachine)
+
+
+@pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
+def test_a_process_is_killed_amid_reads_and_the_next_one_opens_the_directory(how: str) -> None:
+    machine = WorkerMachine()
+    machine.read(0, count=3)
+    machine.begin()
+    machine.change_rows(0, many=True, there=True)
+    machine.replace(how, turns=3)
+    machine.only_a_good_process_is_used()
+    machine.teardown()
