@@ -479,9 +479,10 @@ TestWorkersForLong = in_stress(WorkerMachine)
 
 
 @pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
-def test_a_process_is_killed_amid_reads_and_the_next_one_opens_the_directory(how: str) -> None:
+def test_a_process_is_killed_amid_its_work_and_the_next_one_opens_the_directory(how: str) -> None:
     machine = WorkerMachine()
-    machine.read(0, count=3)
+    machine.read(0, count=2)
+    machine.write(1, count=2)
     machine.begin()
     machine.change_rows(0, many=True, there=True)
     machine.replace(how, turns=3)
