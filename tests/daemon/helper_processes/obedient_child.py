@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 from tiercache.daemon.helper_processes.child import CannotStart, ControlSocket, run_child
@@ -33,13 +32,13 @@ def serve(control: ControlSocket) -> int:
     if how != "silent":
         control.say_ready()
     while how == "deaf":
-        time.sleep(0.1)
+        signal.pause()
     while line := control.next_line():
         threading.Thread(target=answer, args=(line, control), daemon=True).start()
     if how == "orderly":
         Path(rest).write_text("in order")
     while how == "stays":
-        time.sleep(0.1)
+        signal.pause()
     return 0
 
 
@@ -52,7 +51,7 @@ def answer(line: socket.socket, control: ControlSocket) -> None:
             log.warning("about to crash")
             os.kill(os.getpid(), signal.SIGKILL)
         elif order == b"hang":
-            time.sleep(1000)
+            threading.Event().wait()
         elif order == b"modules":
             line.send(" ".join(name for name in sys.modules if "." not in name).encode())
         elif order == b"fds":

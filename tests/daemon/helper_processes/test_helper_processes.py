@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import signal
 import subprocess
@@ -14,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from obedient_child import FLOOD
 from waiting import state_of, wait_until
 
-from tiercache.daemon.helper_processes import packets, pulse
+from tiercache.daemon.helper_processes import pulse
 from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
 from tiercache.daemon.helper_processes.supervisor import Supervisor
@@ -81,20 +78,6 @@ class Owner:
 Own = Callable[..., Owner]
 
 
-def count_of(its: HelperProcess, what: bytes, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Reports of that kind from now on."""
-    found, reports = list[bytes](), its.reports
-
-    def noted() -> Iterator[bytes]:
-        for report in reports():
-            if report == what:
-                found.append(report)
-            yield report
-
-    monkeypatch.setattr(its, "reports", noted)
-    return found
-
-
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(Path(__file__).parent)]))
@@ -126,12 +109,6 @@ def test_it_gets_its_start_message_with_descriptors_and_serves_lines(own: Own, t
     assert owner.told == [("started", owner.pid())]
 
 
-def test_it_imports_little(own: Own) -> None:
-    loaded = set(own().ask(b"modules").decode().split())
-    assert {"socket", "logging"} <= loaded
-    assert loaded & {"asyncio", "zmq", "numpy", "msgspec", "argparse", "subprocess", "multiprocessing"} == set()
-
-
 def test_after_kill_9_another_one_is_started(own: Own) -> None:
     owner = own()
     first = owner.pid()
@@ -143,14 +120,7 @@ def test_after_kill_9_another_one_is_started(own: Own) -> None:
     assert (owner.supervisor.starts, owner.supervisor.ends, owner.supervisor.given_up) == (2, 1, 0)
 
 
-def test_what_it_says_before_its_end_is_logged(own: Own, caplog: pytest.LogCaptureFixture) -> None:
-    owner = own()
-    assert owner.ask(b"log and crash") == b""
-    wait_until(lambda: owner.whys, "its end")
-    assert "process of a test: about to crash" in caplog.text
-    wait_until(lambda: "the process of a test ended with status -9: another one starts in 0 s" in caplog.text)
-
-
+@pytest.mark.stress
 @pytest.mark.parametrize("how", ["stopped", "in a call"])
 def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
     owner = own(limits=ProcessLimits(0.01, 0.05, 0.0, hung_s=0.0))
@@ -170,6 +140,7 @@ def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
     assert (owner.supervisor.starts, owner.supervisor.given_up, owner.supervisor.late_calls) == (2, 1, 1)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("how", ["stopped", "deaf"])
 def test_one_that_answers_no_ping_is_killed_though_nobody_has_called_it(
     own: Own, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -183,33 +154,6 @@ def test_one_that_answers_no_ping_is_killed_though_nobody_has_called_it(
     assert owner.told[:3] == [("started", pid), ("ended", pid), ("gone", pid)]
     assert owner.whys[0] == "hung and was killed"
     assert "the process of a test does not answer: it is killed" in caplog.text
-
-
-def test_one_that_answers_pings_lives_on_whatever_its_other_threads_do(
-    own: Own, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pulse, "PING_S", 0.02)
-    owner = own(limits=replace(EAGER, silent_s=1.0))
-    its, line = owner.supervisor.open_line(soon())
-    with line:
-        line.send(b"hang")
-        pongs = count_of(its, packets.PONG, monkeypatch)
-        wait_until(lambda: len(pongs) > 100, "many answers")
-    assert (owner.pid(), owner.supervisor.given_up) == (its.pid, 0)
-
-
-@pytest.mark.parametrize("why", ["it is not ready", "it need not answer"])
-def test_one_that_is_not_pinged_may_be_silent(own: Own, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "PING_S", 0.01)
-    ready = why != "it is not ready"
-    owner = own("serve" if ready else "silent", replace(EAGER, silent_s=math.inf if ready else 0.01))
-    wait_until(lambda: owner.supervisor.stats()["pid"] and bool(owner.told) == ready, "the process")
-    pid = owner.supervisor.stats()["pid"]
-    assert isinstance(pid, int)
-    os.kill(pid, signal.SIGSTOP)
-    began_s = time.monotonic()
-    wait_until(lambda: time.monotonic() > began_s + 0.3, "many pings")
-    assert (owner.supervisor.stats()["pid"], owner.supervisor.given_up) == (pid, 0)
 
 
 def test_time_in_which_the_daemon_is_stopped_itself_is_not_its_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +186,6 @@ def test_a_late_call_costs_its_line_and_only_so_many_may_be_late(own: Own) -> No
     assert caught.value.problem is ProcessProblem.LATE
     assert owner.supervisor.stats()["late_lines"] == 2
     assert owner.supervisor.starts == 1
-
-
-def test_a_late_line_is_forgotten_once_the_process_is_done_with_it(own: Own) -> None:
-    owner = own(limits=ProcessLimits(max_late_lines=1))
-    its, line = owner.supervisor.open_line(soon())
-    line.send(b"hello")
-    owner.supervisor.give_up_line(its, line, time.monotonic())
-    wait_until(lambda: owner.problem() is None, "a line")
-    assert line.fileno() == -1
 
 
 @pytest.mark.parametrize(
@@ -307,23 +242,6 @@ def test_one_that_cannot_be_started_is_told(own: Own, monkeypatch: pytest.Monkey
     assert len(os.listdir("/proc/self/fd")) < before + 3, "none is kept for each attempt"
 
 
-def test_a_flood_of_log_lines_delays_nothing_for_good(own: Own, caplog: pytest.LogCaptureFixture) -> None:
-    owner = own("flood")
-    assert owner.ask(b"hello") == b"hello"
-    lines = [record.getMessage() for record in caplog.records]
-    assert 0 < len(lines) <= FLOOD
-    assert lines[0] == "process of a test: line 0 of many"
-
-
-def test_one_that_is_never_ready_is_waited_for_up_to_the_deadline(own: Own) -> None:
-    owner = own("silent")
-    wait_until(lambda: owner.supervisor.stats()["pid"], "the process")
-    with pytest.raises(ProcessError, match="is starting") as caught:
-        owner.supervisor.open_line(time.monotonic() + 0.05)
-    assert caught.value.problem is ProcessProblem.STARTING
-    assert owner.told == []
-
-
 def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
     own: Own, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -364,18 +282,6 @@ def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) ->
     wait_until(lambda: ("gone", first) in owner.told, "the end of the heir")
 
 
-def test_closing_does_not_wait_for_one_that_does_not_die(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = own(limits=ProcessLimits(reap_s=0.01))
-    its, line = owner.supervisor.open_line(soon())
-    line.close()
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
-    began_s = time.monotonic()
-    assert not owner.supervisor.close()
-    assert time.monotonic() - began_s < 5.0
-    # The kernel has killed it when the supervisor's thread ended.
-    assert its.process.wait(50) == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("orderly_s", [0.0, 50.0])
 def test_closing_lets_it_end_by_itself_where_there_is_time(own: Own, tmp_path: Path, orderly_s: float) -> None:
     before = len(os.listdir("/proc/self/fd"))
@@ -389,28 +295,3 @@ def test_closing_lets_it_end_by_itself_where_there_is_time(own: Own, tmp_path: P
     error = owner.problem()
     assert error is not None
     assert error.problem is ProcessProblem.STARTING
-
-
-def test_closing_kills_what_does_not_end_in_its_time(own: Own) -> None:
-    owner = own("stays")
-    assert owner.ask(b"hello") == b"hello"
-    assert owner.supervisor.close(0.05)
-    assert owner.whys == [], "its owner wanted that"
-
-
-def test_a_callback_that_fails_is_logged_and_the_process_lives_on(own: Own, caplog: pytest.LogCaptureFixture) -> None:
-    owner = own()
-    owner.supervisor._on_ended = lambda its, why: 1 // 0
-    os.kill(owner.pid(), signal.SIGKILL)
-    wait_until(lambda: owner.supervisor.starts == 2, "another one")
-    assert owner.ask(b"hello") == b"hello"
-    assert [record for record in caplog.records if record.exc_info and record.levelno == logging.ERROR]
-
-
-def test_without_a_thread_there_is_no_process(no_threads: pytest.MonkeyPatch) -> None:
-    owner = Owner(lambda: StartMessage(b"serve"), EAGER)
-    with pytest.raises(ProcessError, match="no thread for its helper process") as caught:
-        owner.supervisor.begin()
-    assert caught.value.problem is ProcessProblem.NO_RESOURCES
-    no_threads.undo()
-    assert owner.supervisor.close()

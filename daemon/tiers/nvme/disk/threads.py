@@ -61,7 +61,7 @@ class ThreadCarrier:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        mover = _Mover(self._directory)
+        mover = Mover(self._directory)
         while run := self._take():
             mover.carry_out(run)
             self._finished([run])
@@ -79,8 +79,8 @@ class ThreadCarrier:
         return None
 
 
-class _Mover:
-    """The I/O of one thread, with its bounce buffer."""
+class Mover:
+    """Carries out runs on the calling thread, with a bounce buffer of its own."""
 
     def __init__(self, directory: Directory) -> None:
         self._disk = directory.disk

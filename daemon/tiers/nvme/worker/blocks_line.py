@@ -57,20 +57,25 @@ class BlocksLine:
         self._queue = _Queue(directory, self._announce, why_not_aio=why_not_aio)
         self.io, self.io_reason = self._queue.io, self._queue.io_reason
         self._ended: list[bytes] = []
+        self._look = select.epoll()
+        self._look.register(line, select.EPOLLIN)
+        self._look.register(self._wake, select.EPOLLIN)
 
     def run(self) -> None:
         """Serve. Blocks; raises OSError where the daemon has gone."""
-        look = select.epoll()
-        look.register(self._line, select.EPOLLIN)
-        look.register(self._wake, select.EPOLLIN)
-        while True:
-            for fd, _ in look.poll():
-                if fd == self._wake:
-                    os.eventfd_read(self._wake)
-                    self._queue.deliver()
-                elif not self._take_packets():
-                    return
-            self._tell_ended()
+        while self.turn():
+            pass
+
+    def turn(self, timeout_s: float | None = None) -> bool:
+        """Wait until something comes or has ended, and serve that; False at the end of the line. Raises as `run`."""
+        for fd, _ in self._look.poll(timeout_s):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                self._queue.deliver()
+            elif not self._take_packets():
+                return False
+        self._tell_ended()
+        return True
 
     def _announce(self, deliver: Callable[[], None]) -> None:
         # There is one `deliver`, the queue's own.

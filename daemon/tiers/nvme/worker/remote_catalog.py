@@ -190,6 +190,15 @@ class RemoteCatalog:
         """See `Catalog`."""
         return self._disk_bytes
 
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the books, in words."""
+        rows = sum(change.rows for change in self._open.values())
+        findings = [] if self._open_rows == rows else [f"{self._open_rows} open rows counted, {rows} found"]
+        unsent = [number for number, _ in self._unsent]
+        if unsent != sorted(unsent) or not self._open.keys() >= set(unsent):
+            findings.append("changes are to be sent out of order, or after their answer")
+        return findings
+
     # --- the process -----------------------------------------------------------------------------
 
     def connect(self, line: socket.socket) -> None:

@@ -183,6 +183,18 @@ class RemoteQueue(Tally):
             "oldest_age_s": self.oldest_age_s(),
         }
 
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the books, in words."""
+        writes = [op for op in self._sent.values() if isinstance(op, WriteOp)]
+        under_way = self.queued() + len(self._sent) + len(self._cancelled) + len(self._open_tasks)
+        books = {
+            "in flight": (self.in_flight, under_way),
+            "bytes sent": (self._sent_bytes, sum(op.held_bytes for op in self._sent.values())),
+            "writes sent": (self._sent_writes, len(writes)),
+            "bytes of writes sent": (self._sent_write_bytes, sum(op.held_bytes for op in writes)),
+        }
+        return [f"{name}: {kept} counted, {found} found" for name, (kept, found) in books.items() if kept != found]
+
     # --- the process -----------------------------------------------------------------------------
 
     def connect(self, line: socket.socket) -> None:

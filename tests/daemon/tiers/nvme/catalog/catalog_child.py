@@ -64,9 +64,9 @@ def main(directory: Path, seed: int) -> None:
             loaded.set()
 
     started = threading.Event()
-    loading = catalog.load(lambda: started.wait(10) and take())
+    loading = catalog.load(lambda: started.wait(60) and take())
     started.set()
-    if not loaded.wait(10):
+    if not loaded.wait(60):
         sys.exit("the rows do not load")
     model = Model(seed, rows)
     if rows and state.next_sequence <= max(row.sequence for row in rows.values()):

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from catalog_bench import ID, WAIT_S, Answers, Bench, row
+from catalog_bench import WAIT_S, Answers, Bench, row
 
 from tiercache.daemon.tiers.nvme.catalog import database, writer
 from tiercache.daemon.tiers.nvme.catalog.catalog import (
-    CALLBACKS_AT_ONCE,
-    Catalog,
     CatalogState,
     SavedNamespace,
     Tombstone,
 )
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
-from tiercache.daemon.tiers.nvme.catalog.database import NAME
 from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Row, place_of
-
-
-def test_a_new_database_is_empty_and_a_second_start_finds_it(bench: Bench) -> None:
-    catalog, state = bench.open()
-    assert state == CatalogState(True, [], {}, [], 1)
-    assert catalog.error == ""
-    assert catalog.close(WAIT_S)
-    assert bench.open()[1] == CatalogState(False, [], {}, [], 1)
 
 
 def test_small_tables_come_back(bench: Bench) -> None:
@@ -58,14 +44,6 @@ def test_small_tables_come_back(bench: Bench) -> None:
     )
     assert read_state(bench.directory) == wanted
     assert bench.open()[1] == wanted
-
-
-def test_a_fingerprint_has_one_number(bench: Bench) -> None:
-    catalog, _ = bench.open()
-    catalog.add_namespace(1, "aa", b"x")
-    catalog.add_namespace(2, "aa", b"x")
-    assert catalog.close(WAIT_S)
-    assert bench.open()[1].namespaces == [SavedNamespace(2, "aa", b"x", 0)]
 
 
 def test_rows_come_back_in_order_of_place(bench: Bench) -> None:
@@ -119,24 +97,6 @@ def test_answers_come_on_the_loop_in_order(bench: Bench) -> None:
     assert catalog._writer.commits <= 10  # and not one commit for each
 
 
-def test_a_change_is_pending_from_its_posting_to_its_commit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog, _ = bench.open()
-    seen = []
-
-    class Collecting(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            seen.append(catalog.pending)
-            return True
-
-    monkeypatch.setattr(catalog._writer, "_hurry", Collecting())
-    answers = Answers()
-    for number in range(3):
-        catalog.insert(number, row(number), answers(number))
-        bench.loop.until(lambda: len(answers.got) == number + 1)  # noqa: B023  # called at once
-        assert catalog.pending == 0
-    assert seen == [1, 1, 1]
-
-
 def test_a_batch_of_rows_counts_for_its_rows_and_is_answered_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,100 +114,6 @@ def test_a_batch_of_rows_counts_for_its_rows_and_is_answered_once(
     wanted = {place: row(121 - place) for place in range(1, 20)} | {3: row(200)}
     assert bench.open()[1].next_sequence == 201
     assert dict(check_rows(bench.directory)) == wanted
-
-
-def test_rows_of_a_batch_are_pending_until_their_commit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog, _ = bench.open()
-    seen = []
-
-    class Collecting(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            seen.append(catalog.pending)
-            return True
-
-    monkeypatch.setattr(catalog._writer, "_hurry", Collecting())
-    answers = Answers()
-    catalog.insert_many([1, 2, 3], [row(1), row(2), row(3)], answers("in"))
-    bench.loop.until(lambda: len(answers.got) == 1)
-    assert catalog.pending == 0
-    catalog.delete_many([1, 2], answers("out"))
-    bench.loop.until(lambda: len(answers.got) == 2)
-    assert catalog.pending == 0
-    assert seen == [3, 2]
-
-
-def test_answers_to_batches_come_in_turns_by_their_rows(bench: Bench) -> None:
-    """Each row is a slot to free: a turn of the loop takes no more batches than make `CALLBACKS_AT_ONCE` of them."""
-    catalog, _ = bench.open()
-    turns, got = [0], list[int]()
-    for first in range(0, 4 * CALLBACKS_AT_ONCE, CALLBACKS_AT_ONCE):
-        catalog.delete_many(range(first, first + CALLBACKS_AT_ONCE), lambda ok: got.append(turns[0]))
-    assert catalog.sync(WAIT_S)
-    deliver = catalog._deliver_some
-
-    def turn() -> None:
-        turns[0] += 1
-        deliver()
-
-    catalog._deliver_some = turn  # type: ignore[method-assign]
-    bench.loop.until(lambda: len(got) == 4)
-    assert got == [1, 2, 3, 4]
-
-
-def test_an_answer_that_raises_stops_no_other(bench: Bench) -> None:
-    catalog, _ = bench.open()
-    answers = Answers()
-
-    def bad(ok: bool) -> None:
-        raise ValueError
-
-    catalog.delete(1, bad)
-    catalog.delete(2, answers(2))
-    with pytest.raises(ValueError):
-        bench.loop.until(lambda: answers.got)
-    bench.loop.until(lambda: answers.got == [(2, True)])
-
-
-def test_on_a_real_loop(bench: Bench) -> None:
-    async def run() -> list[bool]:
-        loop = asyncio.get_running_loop()
-        catalog = Catalog(bench.directory, ID, loop.call_soon_threadsafe)
-        catalog.open()
-        answered: asyncio.Future[bool] = loop.create_future()
-        catalog.insert(1, row(1), answered.set_result)
-        first = await asyncio.wait_for(answered, WAIT_S)
-        catalog.delete(1)
-        closed = await loop.run_in_executor(None, catalog.close, WAIT_S)
-        return [first, closed]
-
-    assert asyncio.run(run()) == [True, True]
-    assert bench.reopened() == {}
-
-
-def test_a_closed_loop_is_not_told(bench: Bench) -> None:
-    def post(callback: Callable[..., None], *args: object) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    catalog = Catalog(bench.directory, ID, post)
-    catalog.open()
-    catalog.insert(1, row(1), lambda ok: None)
-    assert catalog.close(WAIT_S)
-    assert catalog.close(WAIT_S)
-    assert bench.reopened() == {1: row(1)}
-
-
-def test_a_sync_reaches_the_database_while_it_is_open(bench: Bench) -> None:
-    catalog, _ = bench.open()
-    catalog.insert(1, row(1))
-    assert catalog.sync(WAIT_S)
-    assert list(check_rows(bench.directory)) == [(1, row(1))]
-    sizes = sum(path.stat().st_size for path in bench.directory.iterdir())
-    assert catalog.bytes_on_disk() == sizes > 0
-
-
-def test_closing_gives_the_log_back(bench: Bench) -> None:
-    bench.filled({number: row(number) for number in range(5000)})
-    assert [path.name for path in bench.directory.iterdir()] == [NAME]
 
 
 def test_a_log_that_grew_is_given_back_when_idle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,31 +160,3 @@ def test_what_is_inserted_meanwhile_is_not_shown(bench: Bench) -> None:
     catalog.insert(place_of(2, 0), row(500))
     assert catalog.sync(WAIT_S)
     assert list(bench.rows(catalog)) == [place_of(1, slot) for slot in range(100)]
-
-
-def test_nothing_to_load(bench: Bench) -> None:
-    catalog, _ = bench.open()
-    assert bench.rows(catalog) == {}
-
-
-def test_loading_can_be_cancelled_by_close(bench: Bench) -> None:
-    bench.filled({number: row(number) for number in range(1000)})
-    catalog, _ = bench.open()
-    loading = catalog.load(lambda: None, batch_rows=10)
-    bench.loop.until(lambda: loading._ready)
-    assert catalog.close(WAIT_S)
-    assert loading.finished
-    assert loading.next_batch() is None
-
-
-def test_the_log_does_not_grow_while_rows_load(bench: Bench) -> None:
-    bench.filled({number: row(number) for number in range(2000)})
-    catalog, _ = bench.open()
-    loading = catalog.load(lambda: None, batch_rows=10)
-    for start in range(0, 60_000, 2000):
-        for number in range(start, start + 2000):
-            catalog.insert(place_of(9, number), row(number))
-        assert catalog.sync(WAIT_S)
-        loading.next_batch()
-    assert not loading.finished  # it loaded all the time
-    assert Path(f"{bench.path}-wal").stat().st_size < 10 << 20  # 60,000 rows are twice as much at least

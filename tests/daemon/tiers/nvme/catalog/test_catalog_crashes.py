@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from catalog_bench import WAIT_S, Bench, row
+from catalog_bench import WAIT_S, Bench
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 
@@ -69,46 +69,6 @@ def test_a_flush_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> Non
     assert synced == {"insert": False, "delete": False, "epoch": True, "tombstone": True, "sync": True}
 
 
-MAKES = """
-import os, sqlite3, sys
-from pathlib import Path
-from tiercache.daemon.tiers.nvme.catalog import database
-
-left, connect = int(sys.argv[2]), sqlite3.connect
-
-class Mortal(sqlite3.Connection):
-    def execute(self, *arguments):
-        global left
-        left -= 1
-        if left < 0:
-            os._exit(9)
-        return super().execute(*arguments)
-
-sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Mortal, **options)
-database.open_database(Path(sys.argv[1]) / database.NAME, b"directory number")
-os._exit(0)
-"""
-
-
-def test_killed_before_any_statement_of_its_making(tmp_path: Path) -> None:
-    """What is left is an empty database, at once or after the next start, and nothing to set aside."""
-    for number in range(100):
-        bench = Bench(tmp_path / str(number))
-        bench.directory.mkdir()
-        command = [sys.executable, "-c", MAKES, str(bench.directory), str(number)]
-        status = subprocess.run(command, env=ENVIRONMENT, timeout=60, check=False).returncode
-        catalog, _ = bench.open()
-        catalog.insert(1, row(1))
-        assert catalog.close(WAIT_S)
-        assert bench.reopened() == {1: row(1)}
-        assert bench.set_aside() == [], f"killed before statement {number}"
-        if status == 0:
-            break
-        assert status == 9
-    assert status == 0
-    assert number > 10
-
-
 def run_and_kill(directory: Path, seed: int, rng: random.Random) -> int:
     """One life of the child; returns how many changes were acknowledged."""
     command = [sys.executable, str(CHILD), str(directory), str(seed)]
@@ -163,11 +123,6 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
 @pytest.fixture
 def child_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(CHILD.parent))
-
-
-@pytest.mark.usefixtures("child_path")
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    assert kill_rounds(tmp_path, rounds=20, seed=1) > 0
 
 
 @pytest.mark.stress

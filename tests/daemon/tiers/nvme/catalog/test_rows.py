@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +15,6 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
     Row,
     pack_row,
     place_of,
-    segment_and_slot,
     unpack_row,
     unpack_rows,
 )
@@ -53,27 +50,6 @@ def test_every_flipped_bit_is_found() -> None:
         assert unpack_row(9, bytes(flipped)) is None, bit
 
 
-@pytest.mark.parametrize("record", [b"", b"\0", bytes(RECORD_BYTES - 1), bytes(RECORD_BYTES), bytes(RECORD_BYTES + 1)])
-def test_what_is_no_record_is_no_row(record: bytes) -> None:
-    assert unpack_row(0, record) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"key": b"k" * 17},
-        {"parent": b""},
-        {"namespace": -1},
-        {"epoch": 2**32},
-        {"codec": 256},
-        {"checksum": 2**64},
-    ],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises((struct.error, AssertionError)):
-        pack_row(9, ROW._replace(**change))
-
-
 @given(st.lists(st.tuples(places, rows), max_size=20), st.sets(st.integers(0, 19)))
 def test_many_records_at_once(placed: list[tuple[int, Row]], spoiled: set[int]) -> None:
     records = [(place, pack_row(place, row)) for place, row in placed]
@@ -83,16 +59,3 @@ def test_many_records_at_once(placed: list[tuple[int, Row]], spoiled: set[int]) 
     good, damaged = unpack_rows(records)
     assert list(good) == [item for number, item in enumerate(placed) if number not in spoiled]
     assert damaged == [item for number, item in enumerate(records) if number in spoiled]
-
-
-@given(st.integers(0, MAX_SEGMENTS - 1), st.integers(0, MAX_SLOTS - 1))
-def test_a_place_names_one_slot(segment: int, slot: int) -> None:
-    place = place_of(segment, slot)
-    assert segment_and_slot(place) == (segment, slot)
-    assert 0 <= place < 2**62
-
-
-@pytest.mark.parametrize(("segment", "slot"), [(-1, 0), (MAX_SEGMENTS, 0), (0, -1), (0, MAX_SLOTS)])
-def test_there_are_no_other_places(segment: int, slot: int) -> None:
-    with pytest.raises(AssertionError):
-        place_of(segment, slot)

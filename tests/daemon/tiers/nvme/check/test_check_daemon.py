@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sqlite3
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from chains import chain_of
-from cluster import BLOCK_BYTES, Cluster
+from cluster import Cluster
 from waiting import wait_until
 
 from tiercache.cli.main import main
 from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot, unpack_row
-from tiercache.errors import RequestRefused, TierCacheError
 from tiercache.protocol.messages import Check, CheckReply
 
 
@@ -52,16 +48,6 @@ def ask(cluster: Cluster, sample: int, bytes_per_s: int = 0, force: bool = False
     return reply
 
 
-def test_all_blocks_or_so_many_are_read(cluster: Cluster) -> None:
-    cluster.store(chain_of("a", 150))
-    cluster.wait_written()
-    assert cluster.check_daemon(sample=-1).scanned_blocks == 150
-    assert cluster.check_daemon(sample=20).scanned_blocks == 20
-    assert cluster.check_daemon(sample=400).scanned_blocks == 150
-    reply = cluster.check_daemon()
-    assert (reply.scanned_blocks, reply.blocks) == (0, 300), "150 in DRAM, 150 on nvme"
-
-
 def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     chain = chain_of("a", 30)
     cluster.store(chain)
@@ -77,86 +63,6 @@ def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
     assert cluster.store(chain).stored == 30 - good
     cluster.wait_written()
     assert cluster.check_daemon(sample=-1).scanned_blocks == 30
-
-
-def test_books_are_in_order_under_load(tmp_path: Path) -> None:
-    """Stores, loads, evictions and flushes go on while it is checked again and again."""
-    cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")
-    over = threading.Event()
-
-    def work() -> None:
-        number = 0
-        while not over.is_set():
-            number += 1
-            chain = chain_of(str(number % 12), 20 + number % 40)
-            cluster.store(chain)
-            cluster.load(chain_of(str((number + 5) % 12), 30))
-            if number % 9 == 0:
-                cluster.connector.flush(key=chain[160:176])
-
-    with ThreadPoolExecutor(1) as worker:
-        working = worker.submit(work)
-        try:
-            checks = itertools.count()
-
-            def checked_among_writes() -> bool:
-                number = next(checks)
-                cluster.check_daemon(sample=-1 if number % 10 == 0 else 0)
-                return number >= 60 and cluster.nvme()["written_blocks"] > 100
-
-            wait_until(checked_among_writes, "60 checks, and 100 blocks written beside them")
-        finally:
-            over.set()
-        working.result(30)
-    cluster.stop()
-
-
-def test_reading_keeps_to_its_rate(cluster: Cluster) -> None:
-    """Nothing is timed: at the rate of one block a second the second scan finds the first still at it."""
-    cluster.store(chain_of("a", 100))
-    cluster.wait_written()
-    client = cluster.connector.client
-
-    def ask_slowly() -> None:
-        refused = True
-        while refused:  # as long as one of the quick scans below is in the way
-            refused = False
-            try:
-                ask(cluster, sample=-1, bytes_per_s=BLOCK_BYTES)
-            except RequestRefused as refusal:
-                refused = refusal.code == "limit"
-            except TierCacheError:
-                return  # the daemon is stopped meanwhile
-
-    asked = threading.Thread(target=ask_slowly)
-    asked.start()
-
-    def second_is_refused() -> bool:
-        try:
-            client.call(Check, timeout_s=40.0, sample=1, bytes_per_s=0)
-        except RequestRefused as refusal:
-            return refusal.code == "limit"
-        return False
-
-    def books_are_right() -> bool:
-        try:
-            return not cluster.check_daemon().findings
-        except RequestRefused as refusal:  # the books are checked for one client at a time
-            if refusal.code != "limit":
-                raise
-            return False
-
-    wait_until(second_is_refused, "two scans exclude each other")
-    wait_until(books_are_right, "the books can be checked meanwhile")
-    cluster.stop()
-    asked.join(30)
-    assert not asked.is_alive()
-
-
-def test_values_out_of_range_are_refused(cluster: Cluster) -> None:
-    for fields in ({"sample": -2}, {"bytes_per_s": -1}):
-        with pytest.raises(RequestRefused, match="bad_value"):
-            cluster.connector.client.call(Check, timeout_s=40.0, **fields)
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -206,27 +112,3 @@ def test_command_without_a_daemon(
     tree = json.loads(capsys.readouterr().out)
     assert tree["ok"]
     assert [one["path"] for one in tree["directories"]] == [str(first), str(second)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--full", "--sample", "3"], "exclude each other"),
-        (["--rate", "fast"], "--rate = fast"),
-        (["--nvme", "/x", "--address", "/y"], "leave out --address"),
-        (["--nvme", "/nowhere/at/all"], "/nowhere/at/all"),
-        ([], "name one with --nvme"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(tmp_path))
-    assert main(["check", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.count("\n") == 1

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +12,11 @@ import pytest
 from disk_rig import ObedientDisk, segment_path
 
 from tiercache.daemon.tiers.nvme.disk import superblock as superblocks
-from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory, segments_within
+from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory
 from tiercache.daemon.tiers.nvme.disk.superblock import (
     SIZE_BYTES,
     DamagedSuperblock,
-    NewerSuperblock,
     Superblock,
-    read_superblock,
-    write_superblock,
 )
 from tiercache.errors import ConfigError, DirectoryUnavailable
 
@@ -64,16 +58,6 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
 # --- superblock ----------------------------------------------------------------------------------
 
 
-def test_a_superblock_comes_back(tmp_path: Path) -> None:
-    assert read_superblock(tmp_path) is None
-    written = Superblock.new(1 << 30)
-    write_superblock(tmp_path, written)
-    assert read_superblock(tmp_path) == written
-    assert [file.name for file in tmp_path.iterdir()] == ["superblock"]
-    assert (tmp_path / "superblock").stat().st_mode & 0o777 == 0o600
-    assert Superblock.new(1 << 30).directory_id != written.directory_id
-
-
 def test_every_flipped_bit_of_a_superblock_is_found() -> None:
     data = Superblock(bytes(range(16)), 1 << 30, 1_700_000_000).encode()
     assert len(data) == SIZE_BYTES
@@ -84,23 +68,12 @@ def test_every_flipped_bit_of_a_superblock_is_found() -> None:
             Superblock.decode(bytes(damaged))
 
 
-@pytest.mark.parametrize("size", [0, 1, 4088, 4095, 4097])
-def test_a_superblock_of_another_size_is_damaged(size: int) -> None:
-    with pytest.raises(DamagedSuperblock):
-        Superblock.decode(Superblock.new(MIB).encode().ljust(5000, b"\0")[:size])
-
-
 def newer_superblock() -> bytes:
     """What a later version may write: other fields, but magic, version and checksum in their places."""
     body = bytearray(Superblock.new(MIB).encode()[:-8])
     body[8:12] = (2).to_bytes(4, "little")
     body[16:100] = b"\x77" * 84
     return bytes(body) + superblocks.xxhash.xxh3_64_intdigest(bytes(body)).to_bytes(8, "little")
-
-
-def test_a_newer_superblock_is_told_from_a_damaged_one() -> None:
-    with pytest.raises(NewerSuperblock, match="format 2"):
-        Superblock.decode(newer_superblock())
 
 
 # --- opening -------------------------------------------------------------------------------------
@@ -123,17 +96,6 @@ def test_a_new_directory_and_the_same_again(path: Path, quiet: pytest.LogCapture
     again.close()
 
 
-def test_one_directory_by_two_paths_is_one_too_many(path: Path, tmp_path: Path) -> None:
-    first = opened(path)
-    other = tmp_path / "other"
-    other.symlink_to(path)
-    with pytest.raises(ConfigError, match=rf"nvme directory {other} is another path of one that is named already"):
-        opened(other)
-    first.create_segment(1)
-    first.close()
-    opened(path).close()
-
-
 def test_a_folder_that_all_users_can_write_to_is_refused(path: Path) -> None:
     path.mkdir()
     path.chmod(0o1777)
@@ -144,27 +106,6 @@ def test_a_folder_that_all_users_can_write_to_is_refused(path: Path) -> None:
     directory = opened(path)
     assert (path / "segments").stat().st_mode & 0o777 == 0o700
     directory.close()
-
-
-def test_a_killed_daemon_leaves_no_lock(path: Path) -> None:
-    code = (
-        "import signal, sys; from pathlib import Path\n"
-        "from tiercache.daemon.tiers.nvme.disk.directory import Directory\n"
-        f"d = Directory(Path({str(path)!r}), {8 * MIB}, {MIB}); d.open(); d.create_segment(3)\n"
-        "print('open', flush=True); signal.pause()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as daemon:
-        assert daemon.stdout is not None
-        try:
-            assert daemon.stdout.readline() == b"open\n"
-            with pytest.raises(ConfigError, match=f"another daemon \\(pid {daemon.pid}\\)"):
-                opened(path)
-        finally:
-            daemon.send_signal(signal.SIGKILL)
-        assert daemon.wait(20) == -signal.SIGKILL
-    again = opened(path)
-    assert again.segments == [3]
-    again.close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "gone"])
@@ -192,34 +133,6 @@ def test_without_a_good_superblock_all_is_put_aside_once(
     assert opened(path).is_new is False
 
 
-def test_what_was_put_aside_gives_way_to_new_segments(path: Path) -> None:
-    lived_in(path)
-    (path / "superblock").unlink()
-    directory = opened(path, cap_bytes=4 * MIB)
-    for segment_id in (1, 2):  # 2 MiB aside and 2 MiB of segments, less what the database's page takes
-        directory.create_segment(segment_id)
-        assert len(asides(path)) == (1 if segment_id == 1 else 0)
-    directory.create_segment(3)
-    assert asides(path) == []
-    directory.close()
-
-
-def test_what_was_put_aside_gives_way_on_a_full_disk(path: Path) -> None:
-    lived_in(path)
-    (path / "superblock").unlink()
-    disk = ObedientDisk()
-    directory = opened(path, cap_bytes=64 * MIB, disk=disk)
-
-    def hook(name: str, size: int) -> None:
-        if name == "fallocate" and asides(path):
-            raise OSError(errno.ENOSPC, "full")
-
-    disk.hook = hook
-    directory.create_segment(1)
-    assert (directory.segments, asides(path)) == ([1], [])
-    directory.close()
-
-
 def test_a_newer_directory_is_left_as_it_is(path: Path) -> None:
     lived_in(path)
     (path / "superblock").write_bytes(newer_superblock())
@@ -229,30 +142,6 @@ def test_a_newer_directory_is_left_as_it_is(path: Path) -> None:
     assert sorted((file, file.stat().st_size) for file in path.rglob("*") if file.name != "lock") == before
     with pytest.raises(ConfigError, match="newer tiercache"):  # and the lock was let go of
         opened(path)
-
-
-def test_the_stored_geometry_wins(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lived_in(path)
-    directory = opened(path, segment_bytes=2 * MIB)
-    assert (directory.segment_bytes, directory.segments, directory.max_segments) == (MIB, [1, 7], 8)
-    assert "keeps them" in caplog.text
-    directory.create_segment(2)
-    assert os.fstat(directory.fd(2)).st_size == MIB
-    directory.close()
-
-
-def test_files_of_others_are_named_and_left(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.mkdir()
-    for number in range(12):
-        (path / f"theirs-{number:02}").write_bytes(b"x")
-    (path / "lost+found").mkdir()
-    directory = opened(path)
-    assert "theirs-00" in caplog.text
-    assert "and 2 more" in caplog.text
-    assert "lost+found" not in caplog.text
-    assert len(list(path.glob("theirs-*"))) == 12
-    assert asides(path) == []
-    directory.close()
 
 
 def test_segments_of_the_wrong_size_are_dropped(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -341,13 +230,6 @@ def test_a_disk_that_cannot_be_used_is_one_clear_line(path: Path, tmp_path: Path
         opened(tmp_path / "file")
 
 
-@pytest.mark.parametrize("segment_bytes", [0, -4096, 1000, MIB + 1])
-def test_an_odd_segment_size_is_refused(path: Path, segment_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="multiple of 4096"):
-        Directory(path, 8 * MIB, segment_bytes)
-    assert not path.exists()
-
-
 # --- segments ------------------------------------------------------------------------------------
 
 
@@ -410,14 +292,6 @@ def test_the_cap_holds(path: Path) -> None:
     smaller.close()
 
 
-@pytest.mark.parametrize(
-    ("cap", "segment", "reserve", "expected"),
-    [(10, 3, 0, 3), (10, 3, 1, 3), (10, 3, 2, 2), (2, 3, 0, 0), (10, 3, 11, 0), (1 << 60, 4096, 0, 32767)],
-)
-def test_how_many_segments_fit(cap: int, segment: int, reserve: int, expected: int) -> None:
-    assert segments_within(cap, segment, reserve) == expected
-
-
 @pytest.mark.parametrize("fail_at", ["open", "fallocate"])
 def test_a_segment_that_cannot_be_made_leaves_nothing(path: Path, fail_at: str) -> None:
     disk = ObedientDisk()
@@ -439,20 +313,3 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(path: Path, fail_at: str) 
     directory.create_segment(1)
     assert directory.segments == [1]
     directory.close()
-
-
-def test_a_disk_that_fails_while_it_is_closed_is_let_go_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory_id = lived_in(path)
-    directory, close = opened(path), os.close
-
-    def failing(fd: int) -> None:
-        close(fd)
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "close", failing)
-        directory.close()
-    assert directory.segments == []
-    again = opened(path)
-    assert again.superblock.directory_id == directory_id
-    again.close()

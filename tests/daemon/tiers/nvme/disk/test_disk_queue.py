@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk_rig import DEADLINE_S, FINGERPRINT, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
+from disk_rig import SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
 
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, BlockForms
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from tiercache.daemon.tiers.nvme.disk.block_io import BlockForms
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, WriteOp
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
@@ -59,17 +56,6 @@ def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> N
     stored = on_disk(rig, 3 * rig.frame_bytes, padded)
     assert stored == content(3, length) + bytes(padded - length)
     rig.close()
-
-
-@pytest.mark.parametrize("codec", [codecs.RAW, codecs.codec_number("lz4", 2)])
-def test_blocks_that_are_only_verified_go_nowhere(rig: Rig, codec: int) -> None:
-    length = 2 * PAGE_BYTES
-    written = rig.store([1, 2, 3], length, codec)
-    before = rig.memory[:]
-    assert rig.run([rig.read_op(op, 0, address=NOWHERE) for op in written]) == [OK, OK, OK]
-    wrong = [rig.read_op(written[0], 0, address=NOWHERE, checksum=written[0].checksum ^ 1)]
-    assert rig.run([*wrong, rig.read_op(written[1], 0, address=NOWHERE)]) == [CORRUPT, OK]
-    assert rig.memory[:] == before
 
 
 def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
@@ -159,12 +145,12 @@ def broken_round(path: Path, fail_at: int, number: int, codec: int) -> tuple[int
     failed = [op for op in [*writes, *reads] if op.outcome is IO_ERROR]
     assert all(op.errno == number for op in failed)
     assert rig.queue.errors == ({number: len(failed)} if failed else {})
-    rig.queue.stop(time.monotonic() + DEADLINE_S)
+    rig.stop()
     return calls, rig
 
 
 @pytest.mark.parametrize("codec", [codecs.RAW, 0x21])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("number", [errno.EIO])
 def test_the_nth_transfer_fails(tmp_path: Path, number: int, codec: int) -> None:
     calls, rig = broken_round(tmp_path / "0", 0, number, codec)
     assert rig.queue.errors == {}
@@ -172,23 +158,6 @@ def test_the_nth_transfer_fails(tmp_path: Path, number: int, codec: int) -> None
     for fail_at in range(1, calls + 1):
         _, rig = broken_round(tmp_path / str(fail_at), fail_at, number, codec)
         rig.close()
-
-
-def test_a_bad_place_costs_only_its_own_block(one_worker: Rig) -> None:
-    rig, bad = one_worker, one_worker.frame_bytes * 4
-    written = rig.store(range(8), 8192)
-
-    def hook(name: str, size: int) -> None:
-        _, _, offset = rig.disk.calls[-1]
-        if offset <= bad < offset + size:
-            raise OSError(errno.EIO, "bad place")
-
-    rig.disk.hook = hook
-    reads = [rig.read_op(op, 10 + place) for place, op in enumerate(written)]
-    assert rig.run(reads) == [OK] * 4 + [IO_ERROR] + [OK] * 3
-    assert rig.queue.errors == {errno.EIO: 1}
-    for place in (0, 1, 2, 3, 5, 6, 7):
-        assert rig.frame(10 + place, 8192) == content(place, 8192)
 
 
 @pytest.mark.parametrize("most", [PAGE_BYTES, PAGE_BYTES + 1000, 3 * PAGE_BYTES - 1])
@@ -208,13 +177,6 @@ def test_short_and_interrupted_transfers_go_on(one_worker: Rig, most: int) -> No
     for place in range(8):
         assert rig.frame(10 + place, 8192) == content(place, 8192)
     assert calls > 16
-
-
-def test_a_segment_that_lost_its_end_is_an_error_and_no_hang(rig: Rig) -> None:
-    written = rig.store([0, 9], 8192)
-    os.truncate(segment_path(rig.directory, 1), 9 * rig.frame_bytes + PAGE_BYTES)
-    assert rig.run([rig.read_op(op, 20 + place) for place, op in enumerate(written)]) == [OK, IO_ERROR]
-    assert rig.queue.errors == {errno.EIO: 1}
 
 
 @pytest.mark.parametrize("when", ["begin", "end"])
@@ -273,24 +235,6 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
     assert all(rig.frame(30 + place, 8192) == content(number, 8192) for place, number in enumerate(numbers))
 
 
-def test_one_bad_block_of_a_shared_call_is_the_only_one(one_worker: Rig) -> None:
-    rig = one_worker
-    written = rig.store(range(6), 8192)
-    reads = [rig.read_op(op, 10 + place) for place, op in enumerate(written)]
-    reads[2].checksum ^= 1
-    reads[4].stored_length = 4096
-    assert rig.run(reads) == [OK, OK, CORRUPT, OK, CORRUPT, OK]
-
-
-def test_loads_share_out_a_run_among_idle_workers(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "nvme", threads=4)
-    written = rig.store(range(16), 8192)
-    rig.disk.calls.clear()
-    assert rig.run([rig.read_op(op, 20 + place) for place, op in enumerate(written)]) == [OK] * 16
-    assert max(views for _, views, _ in rig.disk.calls) <= 4
-    rig.close()
-
-
 def test_loads_before_prefetches_before_writes(one_worker: Rig) -> None:
     rig = one_worker
     hold(rig)
@@ -318,52 +262,6 @@ def test_a_full_queue_says_so(tmp_path: Path) -> None:
     assert rig.queue.submit(ops[3], DiskPriority.WRITE)
     rig.until(lambda: rig.queue.in_flight == 0)
     rig.close()
-
-
-def test_writes_never_take_all_workers(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "nvme", threads=4)
-    (written,) = rig.store([0], 100)
-    rig.disk.gate.clear()
-    writes = [rig.write_op(2 * number, content(number, 100)) for number in range(2, 10)]
-    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 8
-    rig.until(lambda: rig.disk.running == 3)
-    assert rig.queue.submit(rig.read_op(written, 1), DiskPriority.LOAD)
-    rig.until(lambda: rig.disk.running == 4)
-    assert rig.disk.calls[-1][0] == "preadv"
-    assert rig.queue.queued(DiskPriority.WRITE) == 5
-    rig.disk.gate.set()
-    rig.until(lambda: rig.queue.in_flight == 0)
-    assert {op.outcome for op in writes} == {OK}
-    rig.close()
-
-
-def test_a_batch_is_announced_once(one_worker: Rig) -> None:
-    rig = one_worker
-    assert rig.queue.submit_many([rig.write_op(2 * n, content(n, 100)) for n in range(10)], DiskPriority.WRITE) == 10
-    deadline_s = time.monotonic() + DEADLINE_S
-    while len(rig.disk.calls) < 10 or rig.queue.oldest_age_s() > 0:
-        assert time.monotonic() < deadline_s
-    assert (rig.announcements, rig.finished) == (1, [])
-    rig.announced.get(timeout=DEADLINE_S)()
-    rig.until(lambda: len(rig.finished) == 10)
-    assert rig.run([rig.write_op(0, content(0, 100))]) == [OK]
-
-
-def test_a_callback_that_raises_does_not_stop_the_others(one_worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig = one_worker
-    hold(rig)
-    ops = [rig.write_op(2 * number, content(number, 100)) for number in range(3)]
-
-    def fail(op: WriteOp) -> None:
-        rig.finished.append(op)
-        raise RuntimeError("mine")
-
-    ops[0].done = fail
-    assert rig.queue.submit_many(ops, DiskPriority.WRITE) == 3
-    rig.disk.gate.set()
-    rig.until(lambda: len(rig.finished) == 4)
-    assert [op.outcome for op in ops] == [OK] * 3
-    assert "RuntimeError: mine" in caplog.text
 
 
 def test_what_waits_can_be_cancelled(one_worker: Rig) -> None:
@@ -402,46 +300,15 @@ def test_a_hung_disk_shows_its_age_and_is_left_behind(tmp_path: Path) -> None:
     assert rig.queue.submit_many(ops, DiskPriority.LOAD) == 4
     rig.until(lambda: rig.disk.running == 2)
     rig.until(lambda: rig.queue.oldest_age_s() > 0.02)
-    assert not rig.queue.stop(time.monotonic() + 0.05)
+    assert not rig.queue.stop(0.0)
     assert [op.outcome for op in ops].count(DiskOutcome.ABANDONED) == 2
     assert [op.outcome for op in ops].count(DiskOutcome.CANCELLED) == 2
     assert sorted(map(id, rig.finished)) == sorted(map(id, ops))
     assert not rig.queue.submit(rig.write_op(9, b"late"), DiskPriority.LOAD)
     rig.disk.gate.set()
-    assert rig.queue.stop(time.monotonic() + DEADLINE_S)
+    assert rig.stop()
     rig.close()
     assert len(rig.finished) == 4
-
-
-def test_stop_finishes_what_runs_and_cancels_the_rest(one_worker: Rig) -> None:
-    rig = one_worker
-    held = hold(rig)
-    op = rig.write_op(0, content(0, 100))
-    assert rig.queue.submit(op, DiskPriority.WRITE)
-    rig.queue.begin_stop()
-    assert not rig.queue.submit(rig.write_op(2, content(2, 100)), DiskPriority.LOAD)
-    rig.disk.gate.set()
-    assert rig.queue.stop(time.monotonic() + DEADLINE_S)
-    assert (held.outcome, op.outcome) == (OK, DiskOutcome.CANCELLED)
-    assert rig.finished == [op, held]
-
-
-def test_segments_come_and_go_by_way_of_the_queue(rig: Rig) -> None:
-    done: list[TaskOp] = []
-
-    def task(call: object) -> TaskOp:
-        op = TaskOp(call=call, done=done.append)  # type: ignore[arg-type]
-        assert rig.queue.submit(op, DiskPriority.WRITE)
-        rig.until(lambda: bool(done) and done[-1] is op)
-        return op
-
-    assert task(lambda: rig.directory.create_segment(2)).outcome is OK
-    assert rig.directory.segments == [1, 2]
-    again = task(lambda: rig.directory.create_segment(2))
-    assert (again.outcome, again.errno) == (IO_ERROR, errno.EEXIST)
-    assert task(lambda: rig.directory.remove_segment(2)).outcome is OK
-    assert rig.directory.segments == [1]
-    assert task(lambda: rig.directory.remove_segment(2)).errno == errno.ENOENT
 
 
 # --- codecs --------------------------------------------------------------------------------------
@@ -462,56 +329,3 @@ def test_encoded_blocks_save_pages_and_come_back(rig: Rig) -> None:
 
 
 # --- all together --------------------------------------------------------------------------------
-
-
-def test_many_blocks_on_a_real_loop(tmp_path: Path) -> None:
-    asyncio.run(many_blocks(tmp_path))
-
-
-async def many_blocks(tmp_path: Path) -> None:
-    choose = random.Random(7)
-    rig = Rig(tmp_path / "nvme", threads=1)
-    rig.queue.begin_stop()
-    queue = DiskQueue(rig.directory, asyncio.get_running_loop().call_soon_threadsafe, threads=4)
-    finished: asyncio.Queue[WriteOp | ReadOp] = asyncio.Queue()
-    rows: dict[int, WriteOp] = {}
-    half = rig.frames // 2
-
-    async def settle(ops: list[WriteOp | ReadOp], priority: DiskPriority) -> None:
-        for op in ops:
-            op.done = finished.put_nowait
-        assert queue.submit_many(ops, priority) == len(ops)
-        for _ in ops:
-            op = await asyncio.wait_for(finished.get(), DEADLINE_S)
-            assert op.outcome is OK
-
-    for _ in range(30):
-        numbers = choose.sample(range(half), choose.randint(1, half))
-        numbers = sorted(numbers) if choose.random() < 0.5 else numbers
-        writes = [rig.write_op(n, choose.randbytes(choose.randint(1, 8192))) for n in numbers]
-        expected = {n: rig.frame(n, op.length) for n, op in zip(numbers, writes, strict=True)}
-        await settle(list(writes), DiskPriority.WRITE)
-        rows.update(zip(numbers, writes, strict=True))
-        reads = [rig.read_op(rows[n], half + n) for n in numbers]
-        await settle(list(reads), DiskPriority.LOAD)
-        for n in numbers:
-            assert rig.frame(half + n, rows[n].length) == expected[n]
-    stats = queue.stats()
-    assert stats["reads"] == stats["writes"] == queue.latency["load"].count
-    assert stats["errors"] == {}
-    assert queue.stop(time.monotonic() + DEADLINE_S)
-    rig.close()
-
-
-def test_the_queue_needs_an_open_directory_only(tmp_path: Path) -> None:
-    directory = Directory(tmp_path / "nvme", 4 * SEGMENT_BYTES, SEGMENT_BYTES)
-    directory.open()
-    queue = DiskQueue(directory, lambda call: None, threads=1)
-    assert queue.stats()["queued"] == 0
-    assert queue.stop(time.monotonic() + DEADLINE_S)
-    directory.close()
-
-
-def test_ops_name_what_they_prove() -> None:
-    op = WriteOp(slot=0, address=0, length=1, key=key(0), fingerprint=FINGERPRINT, done=print)
-    assert (op.codec, op.kind, op.outcome) == (codecs.RAW, 1, DiskOutcome.PENDING)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from chains import chain_of, key_of
-from cluster import BLOCK_BYTES, Cluster, content
+from cluster import Cluster, content
 
-import tiercache
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import NvmeDirectory
 from tiercache.daemon.tiers.forms import codecs
@@ -20,7 +19,6 @@ from tiercache.daemon.tiers.forms.cipher import (
     Cipher,
     CipherError,
     load_cipher,
-    sealed_bytes,
     whose,
 )
 from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
@@ -59,6 +57,7 @@ def test_nothing_on_the_disk_can_be_read_and_all_of_it_comes_back(tmp_path: Path
         assert content(key_of(chain, number))[:64].tobytes() not in stored
 
 
+@pytest.mark.stress
 def test_what_another_key_wrote_is_forgotten(tmp_path: Path) -> None:
     first, second = write_key(tmp_path / "first"), write_key(tmp_path / "second")
     chain = chain_of("chain", BLOCKS)
@@ -111,28 +110,6 @@ def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path:
     assert again != stored, "each block is sealed under a nonce of its own"
 
 
-def test_flipped_bits_on_the_disk(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, nvme_key=str(write_key(tmp_path / "key")))
-    chain = chain_of("chain", BLOCKS)
-    cluster.store(chain)
-    cluster.wait_written()
-    cluster.stop()
-    [segment] = cluster.directories[0].glob("segments/*.seg")
-    slot = sealed_bytes(BLOCK_BYTES, BLOCK_BYTES)
-    assert slot == BLOCK_BYTES + 4096
-    fd = os.open(segment, os.O_RDWR)
-    for number in range(8):
-        byte = os.pread(fd, 1, number * slot + 5000)
-        os.pwrite(fd, bytes([byte[0] ^ 4]), number * slot + 5000)
-    os.close(fd)
-    cluster.start()
-    cluster.wait_loaded()
-    assert cluster.load(chain) < BLOCKS  # and what it gives is right
-    assert cluster.nvme()["bad_blocks"] >= 1
-    cluster.connector.close()  # not `stop`, which has the bytes of all blocks compared
-    cluster.daemon.close()
-
-
 def test_lengths_that_a_row_may_have() -> None:
     sealed = codecs.SEALED
     assert plausible_length(codecs.RAW, 8192, 8192)
@@ -159,11 +136,6 @@ def test_key_files_of_the_wrong_form(tmp_path: Path, text: str, mode: int, probl
         load_cipher(tmp_path / "none")
     with pytest.raises(ConfigError, match="nvme_key /dev/zero can be read by others"):
         load_cipher(Path("/dev/zero"))  # and not read to its end
-
-
-def test_a_daemon_with_a_bad_key_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(tiercache.TierCacheError, match="cannot be read"):
-        tiercache.launch("16MiB", run_dir=tmp_path / "run", nvme=str(tmp_path / "n"), nvme_key=str(tmp_path / "none"))
 
 
 def test_equal_nonces_of_two_blocks_give_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,15 +77,6 @@ def test_a_daemon_that_runs_is_not_waited_for(tmp_path: Path) -> None:
     os.close(take_lock(tmp_path))
 
 
-def test_a_worker_of_another_daemon_that_runs_is_not_waited_for(tmp_path: Path, sleeper: int) -> None:
-    holder = Holder(tmp_path, sleeper)
-    try:
-        problem = refusal(tmp_path, os.getpid())
-        assert (str(problem), problem.ourselves) == (str(sleeper), False)
-    finally:
-        holder.end()
-
-
 @pytest.mark.parametrize("whose", ["of a daemon that has ended", "of ours"])
 def test_the_end_of_a_worker_is_waited_for(tmp_path: Path, ended_pid: int, whose: str) -> None:
     holder = Holder(tmp_path, os.getpid() if whose == "of ours" else ended_pid)
@@ -104,6 +95,7 @@ def test_the_end_of_a_worker_is_waited_for(tmp_path: Path, ended_pid: int, whose
     os.close(taken[0])
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("whose", ["of a daemon that has ended", "of ours"])
 def test_a_worker_that_does_not_end_is_waited_for_so_long(
     tmp_path: Path, ended_pid: int, whose: str, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +111,7 @@ def test_a_worker_that_does_not_end_is_waited_for_so_long(
         holder.end()
 
 
+@pytest.mark.stress
 def test_another_process_with_the_pid_of_the_daemon_is_told_from_it(
     tmp_path: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,15 +128,6 @@ def test_another_process_with_the_pid_of_the_daemon_is_told_from_it(
         (tmp_path / "lock").write_text(name)
         problem = refusal(tmp_path, sleeper)
         assert problem.ourselves, "by another path"
-    finally:
-        holder.end()
-
-
-def test_a_file_of_an_earlier_release_has_a_pid_alone(tmp_path: Path, sleeper: int) -> None:
-    holder = Holder(tmp_path, sleeper)
-    try:
-        (tmp_path / "lock").write_text(f"{sleeper}\n")
-        assert not refusal(tmp_path).ending
     finally:
         holder.end()
 

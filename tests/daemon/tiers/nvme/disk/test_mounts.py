@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,26 +66,3 @@ def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
     with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
         Directory(folder, 32 * MIB, MIB, before=below).open()
     assert list(folder.iterdir()) == []
-
-
-def test_a_directory_that_something_was_mounted_over_is_used_again(mount: Callable[[str], Path]) -> None:
-    """Its device is then the one on which the other's path lies once that is unmounted."""
-
-    def opened(before: Home | None) -> Directory:
-        directory = Directory(path, 4 * MIB, MIB, before=before)
-        directory.open()
-        directory.close()
-        return directory
-
-    place = mount("8m")
-    path = place / "kv"
-    first = opened(None)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(path)], check=True, timeout=30)
-    second = opened(first.home)
-    assert second.superblock.directory_id != first.superblock.directory_id
-    subprocess.run(["umount", str(path)], check=True, timeout=30)
-    third = opened(second.home)
-    assert third.superblock.directory_id == first.superblock.directory_id
-    (path / "superblock").unlink()
-    with pytest.raises(DirectoryUnavailable, match="is not mounted any more"):
-        opened(second.home)

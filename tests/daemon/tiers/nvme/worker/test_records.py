@@ -10,15 +10,7 @@ import pytest
 
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome
 from tiercache.daemon.tiers.nvme.worker import records
-from tiercache.daemon.tiers.nvme.worker.packets import (
-    PART_BYTES,
-    Joiner,
-    give_up_line,
-    parts_of,
-    receive_message,
-    receive_now,
-    send_now,
-)
+from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, give_up_line, parts_of, receive_now, send_now
 from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
 
 LARGEST = BlockRecord(
@@ -37,62 +29,28 @@ LARGEST = BlockRecord(
 )
 
 
-def test_block_records() -> None:
-    blocks = [LARGEST, LARGEST._replace(number=0, write=0, frame=-1, slot=0, checksum=0)] * (records.MAX_RECORDS // 2)
+def test_the_largest_records_in_a_full_packet() -> None:
+    least = LARGEST._replace(number=0, write=0, frame=-1, slot=0, checksum=0)  # rule: a NamedTuple's own
+    blocks = [LARGEST, least] * (records.MAX_RECORDS // 2)
     data = records.packet(Tag.BLOCKS, [records.BLOCK.pack(*block) for block in blocks])
     assert len(data) <= records.MAX_PACKET_BYTES
-    assert (records.tag_of(data), records.count_of(data)) == (Tag.BLOCKS, records.MAX_RECORDS)
     assert list(records.block_records(data)) == blocks
-
-
-def test_end_records_have_every_outcome() -> None:
-    ends = [
-        (number, records.NUMBER_OF[outcome], 255, 0xFFFF, 1 << 31, (1 << 64) - 1, 1, 2, (1 << 32) - 1)
-        for number, outcome in enumerate(DiskOutcome)
-    ]
+    ends = [(number, records.NUMBER_OF[outcome], *[255] * 7) for number, outcome in enumerate(DiskOutcome)]
     data = records.packet(Tag.ENDS, [records.END.pack(*end) for end in ends])
-    assert list(records.end_records(data)) == ends
     assert [records.OUTCOMES[end[1]] for end in records.end_records(data)] == list(DiskOutcome)
-
-
-def test_other_packets() -> None:
-    name = records.name_packet(7, "ab" * 32)
-    assert (records.tag_of(name), records.name_of(name)) == (Tag.NAME, (7, "ab" * 32))
-    region = records.region_packet(3, 1 << 40)
-    assert (records.tag_of(region), records.region_of(region)) == (Tag.REGION, (3, 1 << 40))
-    for priority in (None, 0, 2):
-        cancel = records.cancel_packet(priority)
-        assert (records.tag_of(cancel), records.cancelled_priority(cancel)) == (Tag.CANCEL, priority)
-    pong = records.pong_packet(2.5)
-    assert (records.tag_of(pong), records.pong_age_s(pong)) == (Tag.PONG, 2.5)
-    assert records.tag_of(records.PING) is Tag.PING
-    with pytest.raises(ValueError, match="not a valid"):
-        records.tag_of(b"\xff\0\0\0")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES])
 def test_messages_in_parts(size_bytes: int) -> None:
     message = os.urandom(size_bytes)
     joiner, parts = Joiner(), list(parts_of(message))
-    assert all(0 < len(part) <= PART_BYTES + 1 for part in parts)
-    for _ in range(2):  # it begins anew with each message
+    for _ in range(2):
         assert [joiner.add(part) for part in parts] == [None] * (len(parts) - 1) + [message]
-
-
-def test_a_message_that_is_cut_off_is_none() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        first, _ = parts_of(bytes(PART_BYTES + 1))
-        theirs.send(first)
-        theirs.close()
-        assert receive_message(ours) is None
 
 
 def test_a_descriptor_comes_with_its_packet_and_a_full_line_blocks_nobody() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, open("/proc/self/stat", "rb") as file:
-        with pytest.raises(BlockingIOError):
-            receive_now(theirs, 10)
         send_now(ours, b"one", file.fileno())
         data, (fd,) = receive_now(theirs, 10)
         assert data == b"one"
@@ -101,11 +59,5 @@ def test_a_descriptor_comes_with_its_packet_and_a_full_line_blocks_nobody() -> N
         os.close(fd)
         with pytest.raises(BlockingIOError):
             deque((send_now(ours, bytes(100), -1) for _ in range(100_000)), maxlen=0)
-
-
-def test_a_line_that_is_given_up_has_an_end_for_its_reader() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
         give_up_line(ours, OSError(109, "too many references"))
-        assert ours.recv(10, socket.MSG_DONTWAIT) == b""
-    give_up_line(ours, BrokenPipeError())
+        assert ours.recv(10, socket.MSG_DONTWAIT) == b"", "its reader finds its end"

@@ -1,25 +1,156 @@
-"""Which side reads: what `gds=` makes of a pool, a daemon and a probe. And the daemon's answers about extents."""
+"""Loads past DRAM, end to end: a real daemon, a real directory, O_DIRECT reads into the pool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from chains import chain_of
+from chains import chain_of, key_of
 from cluster import Cluster
+from direct_case import DirectCluster
 from waiting import wait_until
 
 import tiercache
 from tiercache.connector.direct import loads as direct
-from tiercache.connector.direct.backend import HostBackend
+from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.loads import DirectPath
 from tiercache.connector.direct.probe import GdsProbe, Mode
 from tiercache.errors import ConfigError, RequestRefused
 from tiercache.protocol import messages
 from tiercache.protocol.checksums import CHECKSUM_LANES
+
+Make = Callable[..., DirectCluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[DirectCluster] = []
+
+    def start(*arguments: Any, **settings: Any) -> DirectCluster:
+        made.append(DirectCluster(tmp_path, *arguments, **settings))
+        return made[-1]
+
+    yield start
+    for cluster in made:
+        cluster.backend.resume()
+        cluster.stop()
+
+
+def test_blocks_come_from_disk_to_pool_and_dram_stays_empty(make: Make) -> None:
+    cluster = make()
+    chain = cluster.store_on_disk("a", 100)
+    assert cluster.load(chain) == 100
+    assert cluster.load(chain) == 100
+    assert cluster.direct("blocks") == 200
+    assert cluster.direct("bytes") == 200 * cluster.spec.block_bytes
+    stats = cluster.nvme()
+    assert (stats["direct_blocks"], stats["promoted_blocks"], stats["direct_leases"]) == (200, 0, 0)
+    assert cluster.connector.client.stats()["tiers"]["dram"]["blocks"] == 0
+    assert cluster.backend.reads < 200, "neighbours are read together"
+
+
+def test_a_worker_reads_under_its_schedulers_lease(make: Make) -> None:
+    cluster = make()
+    chain = cluster.store_on_disk("a", 10)
+    instance = cluster.connector.client.instance
+    options = {"instance": instance, "required": True, "namespace": cluster.spec}
+    with tiercache.connect(cluster.daemon.address, gds="auto", **options) as scheduler:
+        match = scheduler.match(chain)
+        assert match.blocks == 10
+        adopted = cluster.connector.adopt(match.ticket())
+        scheduler.release(match)
+        cluster.pool[:] = 0
+        assert cluster.connector.load(adopted, range(10)) == 10
+    assert all(cluster.is_right(number, chain, number) for number in range(10))
+    assert cluster.direct("blocks") == 10
+
+
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.SHORT, Fault.WRONG])
+@pytest.mark.parametrize("number", [1])
+def test_a_read_that_fails_is_made_good_by_the_daemon(make: Make, fault: Fault, number: int) -> None:
+    cluster = make(lambda read: fault if read == number else None)
+    chains = [cluster.store_on_disk(str(name), 10) for name in range(4)]
+    for chain in chains:
+        assert cluster.load(chain) == 10
+    assert cluster.direct("failures") == 1
+    assert cluster.direct("bad_blocks") == (fault is Fault.WRONG)
+    assert cluster.direct("blocks") >= 30
+    wait_until(lambda: cluster.nvme()["direct_reported_blocks"] == (fault is Fault.WRONG), "a doubt is settled")
+    assert cluster.nvme()["bad_blocks"] == 0, "a client's word is not enough"
+    assert cluster.nvme()["blocks"] == 40
+
+
+@pytest.mark.stress
+def test_reads_that_always_fail_are_given_up(make: Make) -> None:
+    cluster = make(lambda read: Fault.ERROR)
+    chains = [cluster.store_on_disk(str(name), 5) for name in range(5)]
+    for chain in chains:
+        assert cluster.load(chain) == 5
+    loader = cluster.connector.direct.loader
+    assert loader is not None
+    assert "3 direct reads in a row failed" in loader.off
+    assert cluster.backend.reads == 3
+    assert not cluster.connector.direct.wanted
+    assert cluster.connector.counters["direct_in_use"] == 0
+
+
+def test_a_bad_block_is_a_miss_and_forgotten(make: Make) -> None:
+    cluster = make()
+    chain = cluster.store_on_disk("a", 20)
+    cluster.damage(7)
+    good = cluster.load(chain)
+    assert good == 7, "the blocks before it were verified"
+    assert cluster.direct("bad_blocks") == 1
+    wait_until(lambda: cluster.nvme()["blocks"] == good, "the block is forgotten with those behind it")
+    assert cluster.nvme()["bad_blocks"] >= 1
+    assert cluster.store(chain).stored >= 20 - good
+    cluster.wait_written()
+    cluster.flush_dram()
+    assert cluster.load(chain) == 20
+
+
+def test_a_flush_while_reads_are_under_way_is_a_miss(make: Make) -> None:
+    cluster = make(lambda read: Fault.HANG if read == 0 else None)
+    chain = cluster.store_on_disk("a", 10)
+    match = cluster.connector.match(chain)
+    transfer = cluster.connector.load_async(match, range(10))
+    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
+    with cluster.connect() as other:
+        assert other.flush(key=key_of(chain, 4)) == 6
+        fresh = chain_of("new owner", 40)
+        assert other.store(fresh, range(40)).stored == 40
+        wait_until(lambda: cluster.nvme()["blocks"] == 44, "they are written")
+    cluster.backend.resume()
+    assert transfer.result(40) == 0
+    # The named slots had no new owner before the lease ended: the bytes that came are the old ones.
+    assert all(cluster.is_right(number, chain, number) for number in range(10))
+    assert cluster.nvme()["direct_leases"] == 0
+
+
+@pytest.mark.stress
+def test_the_daemon_dies_while_reads_are_under_way(make: Make) -> None:
+    cluster = make(lambda read: Fault.HANG if read == 0 else None)
+    chain = cluster.store_on_disk("a", 10)
+    transfer = cluster.connector.load_async(cluster.connector.match(chain), range(10))
+    wait_until(lambda: cluster.backend.hanging == 1, "a read is under way")
+    os.kill(cluster.daemon.pid, signal.SIGKILL)
+    wait_until(lambda: not cluster.connector.available, "its death is known")
+    assert not transfer.done()
+    cluster.backend.resume()
+    assert transfer.result(30) == 0, "the daemon has not confirmed the lease to its end"
+    cluster.connector.close()
+    cluster.daemon.close()
+    cluster.start()
+    cluster.wait_loaded()
+    assert cluster.load(chain) == 10
+
+
+# --- which side reads ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -38,18 +169,6 @@ def decided(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, 
     path = DirectPath(cluster.connector.client, cluster.spec, pool, "auto", stores)
     wait_until(lambda: "it is being probed" not in (path.reason, path.store_reason), "the choice is made")
     return path
-
-
-def test_auto_uses_what_is_faster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = decided(cluster, monkeypatch, GdsProbe("/d", Mode.GDS, "", 6e9, 4e9, 3e9))
-    assert reads.reason == ""
-    assert reads.wanted
-    counters = reads.counters()
-    assert (counters["direct_mode"], counters["direct_in_use"]) == (2, 1)
-    assert (counters["direct_mb_per_s"], counters["bounce_mb_per_s"]) == (6000, 4000)
-    assert max(map(len, counters)) <= 32
-    reads.close()
-    assert not reads.wanted
 
 
 BOTH = GdsProbe("/d", Mode.GDS, "", 6e9, 4e9, 3e9, 5e9, 3e9)
@@ -83,29 +202,6 @@ def test_each_direction_is_chosen_by_itself(
     assert (path.counters()["direct_in_use"], path.counters()["direct_store_in_use"]) == (0, 0)
 
 
-def test_direct_stores_are_only_for_clients_that_ask(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = decided(cluster, monkeypatch, BOTH)
-    assert path.storer is None
-    assert path.store_reason == "it was not asked for"
-    path.close()
-
-
-@pytest.mark.parametrize(
-    ("probe", "reason"),
-    [
-        (GdsProbe("/d", Mode.COMPAT, "gds: no driver", 2e9, 4e9, 3e9), "cufile-compat: 2.00 GB/s are less than 4.00"),
-        (GdsProbe("/d", Mode.POSIX, "no cuda", 0, 0, 3e9), "no cuda"),
-    ],
-)
-def test_auto_leaves_it_to_the_daemon_where_that_is_faster(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, probe: GdsProbe, reason: str
-) -> None:
-    reads = decided(cluster, monkeypatch, probe)
-    assert reason in reads.reason
-    assert not reads.wanted
-    assert reads.counters()["direct_in_use"] == 0
-
-
 def test_a_pool_on_the_cpu_is_not_probed(cluster: Cluster) -> None:
     pool = tiercache.Pool.from_blocks(cluster.pool)
     with tiercache.connect(cluster.daemon.address, namespace=cluster.spec, pool=pool, gds="auto") as connector:
@@ -118,14 +214,6 @@ def test_off_is_the_default_and_nonsense_is_refused(cluster: Cluster) -> None:
     assert cluster.connector.direct.counters() == {}
     with pytest.raises(ConfigError, match="choose 'off' or 'auto'"):
         tiercache.connect(cluster.daemon.address, namespace=cluster.spec, gds="always")
-
-
-def test_a_pool_in_pieces_is_loaded_by_the_daemon(cluster: Cluster) -> None:
-    layers = [np.zeros((4, cluster.spec.block_bytes // 2), np.uint8) for _ in range(2)]
-    pool = tiercache.Pool.from_layers(layers)
-    options = {"namespace": cluster.spec, "pool": pool, "gds": HostBackend()}
-    with tiercache.connect(cluster.daemon.address, **options) as connector:
-        assert "2 pieces" in connector.direct.reason
 
 
 # --- the daemon's side ----------------------------------------------------------------------------
@@ -185,37 +273,6 @@ def test_extents_say_where_blocks_are(cluster: Cluster) -> None:
     assert cluster.nvme()["direct_blocks"] == 15
 
 
-def test_blocks_with_the_daemons_own_checksum_are_not_named(cluster: Cluster) -> None:
-    chain = on_disk(cluster, 5)
-    matched = ask(cluster, chain, direct=False, promote=True)
-    assert matched.extents
-    assert extents(cluster, matched.lease, 0, 5).extents == b""
-    number = cluster.connector.client.session().namespace_id(cluster.spec)
-    asked = {"lease": matched.lease, "namespace": number, "first": 0, "count": 5}
-    come = 0
-
-    def all_come() -> bool:
-        nonlocal come
-        reply = cluster.connector.client.call(messages.Resolve, **asked)
-        assert isinstance(reply, messages.Frames)
-        come = len(reply.frames) // 8
-        return come == 5
-
-    wait_until(all_come, "they come up when they are asked for")
-    assert release(cluster, matched.lease)
-
-
-def test_without_promote_nothing_ever_comes_up(cluster: Cluster) -> None:
-    chain = on_disk(cluster, 5)
-    matched = ask(cluster, chain, direct=False, promote=False)
-    number = cluster.connector.client.session().namespace_id(cluster.spec)
-    reply = cluster.connector.client.call(messages.Resolve, lease=matched.lease, namespace=number, first=0, count=5)
-    assert isinstance(reply, messages.Frames)
-    assert (reply.frames, reply.more) == (b"", False)
-    assert release(cluster, matched.lease)
-    assert cluster.nvme()["promoted_blocks"] == 0
-
-
 def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     call = cluster.connector.client.call
     chain = on_disk(cluster, 5)
@@ -245,33 +302,3 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     with pytest.raises(RequestRefused, match="keeps no extents"):
         call(messages.Extents, **{**good, "lease": plain.lease})
     assert release(cluster, plain.lease)
-
-
-def test_a_block_that_a_client_calls_bad_is_read_before_it_is_dropped(cluster: Cluster) -> None:
-    session = cluster.connector.client.session()
-    number = session.namespace_id(cluster.spec, direct=True)
-    chain = on_disk(cluster, 6)
-    matched = ask(cluster, chain, direct=True, promote=False)
-    named = messages.unpack_extents(extents(cluster, matched.lease, 0, 6).extents)
-    path = cluster.directories[0] / "segments" / f"{named[4].segment:08d}.seg"
-    with path.open("r+b") as file:
-        file.seek(named[4].offset + 100)
-        file.write(b"damaged!")
-    for index in (1, 1, 4):
-        cluster.connector.client.call(messages.BadExtent, lease=matched.lease, namespace=number, index=index)
-    wait_until(lambda: cluster.nvme()["blocks"] == 4, "the one that is bad is dropped, and what follows")
-    stats = cluster.nvme()
-    assert (stats["direct_reported_blocks"], stats["bad_blocks"]) == (3, 1)
-    assert release(cluster, matched.lease), "the other blocks are good all the same"
-
-
-def test_a_lost_session_lets_go(cluster: Cluster) -> None:
-    pool = tiercache.Pool.from_blocks(cluster.pool)
-    chain = on_disk(cluster, 5)
-    options = {"namespace": cluster.spec, "pool": pool, "gds": HostBackend(), "required": True}
-    other = tiercache.connect(cluster.daemon.address, **options)
-    match = other.match(chain)
-    assert match.blocks == 5
-    assert cluster.nvme()["direct_leases"] == 1
-    other.close()
-    wait_until(lambda: cluster.nvme()["direct_leases"] == 0, "no lease is left")

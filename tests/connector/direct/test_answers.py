@@ -138,17 +138,6 @@ def test_what_became_void_while_it_was_written_is_not_committed() -> None:
     assert writer.aborted == [True]
 
 
-def test_places_are_written_while_the_session_is_up_and_the_limit_not_reached() -> None:
-    writer = Writer(Session())
-    limit = writer.store._while_up
-    assert not limit.passed()
-    writer.limit.stop()
-    assert limit.passed()
-    writer = Writer(Session())
-    writer.session.fileno = lambda: -1  # type: ignore[method-assign]
-    assert writer.store._while_up.passed()
-
-
 def test_an_answer_about_other_blocks_than_were_committed_is_refused() -> None:
     writer = Writer(Session(committed(1)))
     with pytest.raises(ProtocolError, match="4 blocks were committed and 1 answered"):

@@ -11,17 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from chains import chain_of, key_of
+from chains import chain_of
 from direct_case import DirectCluster
 from waiting import wait_until
 
 import tiercache
 from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.transfers import MOVE_THREADS
-from tiercache.copies.pool import CopyLost
-from tiercache.errors import ConfigError
 from tiercache.protocol.messages import CommitExtents
 
 Make = Callable[..., DirectCluster]
@@ -74,16 +71,6 @@ def test_blocks_go_from_pool_to_disk_and_dram_stays_empty(make: Make) -> None:
     assert cluster.check_daemon(sample=-1).scanned_blocks == 200
 
 
-def test_what_is_there_is_not_written_again(make: Make) -> None:
-    cluster = make()
-    chain = chain_of("a", 30)
-    assert cluster.store(chain[: 16 * 20]).stored == 20
-    assert cluster.store(chain) == tiercache.StoreResult(stored=10, present=20)
-    assert cluster.store(chain) == tiercache.StoreResult(present=30)
-    assert cluster.nvme()["direct_stored_blocks"] == 30
-    assert cluster.load(chain) == 30
-
-
 def test_a_chain_goes_on_below_blocks_that_are_only_on_disk(make: Make) -> None:
     """As after a load past DRAM: DRAM does not have the blocks before, and need not."""
     cluster = make()
@@ -95,57 +82,10 @@ def test_a_chain_goes_on_below_blocks_that_are_only_on_disk(make: Make) -> None:
     assert cluster.load(chain) == 40
 
 
-def test_below_blocks_of_dram_they_go_to_dram(make: Make) -> None:
-    """NVMe would have a hole: the budget keeps what is in DRAM from being written."""
-    cluster = make(nvme_write_budget="1MiB")
-    chain = chain_of("a", 20)
-    with cluster.connect() as plain:
-        cluster.fill(chain, range(10))
-        assert plain.store(chain[: 16 * 10], range(10)).stored == 10
-    assert cluster.store(chain, first=10) == tiercache.StoreResult(stored=10)
-    assert cluster.nvme()["direct_stored_blocks"] == 0
-    assert cluster.dram_blocks() == 20
-    assert cluster.load(chain) == 20
-
-
-def test_a_chain_without_its_head_is_nowhere(make: Make) -> None:
-    cluster = make()
-    assert cluster.store(chain_of("a", 9), first=4) == tiercache.StoreResult(dropped=5, parent_missing=True)
-    assert cluster.nvme()["blocks"] == cluster.dram_blocks() == 0
-
-
-def test_without_disks_it_is_a_store_as_any(tmp_path: Path) -> None:
-    spec = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=65536)
-    pool = tiercache.Pool.from_blocks(np.zeros((8, 65536), np.uint8))
-    with tiercache.launch("64MiB", run_dir=tmp_path / "run") as daemon:
-        options = {"namespace": spec, "pool": pool, "gds": HostBackend(), "gds_store": True, "required": True}
-        with tiercache.connect(daemon.address, **options) as connector:
-            assert connector.store(chain_of("a", 8), range(8)).stored == 8
-
-
-def test_stores_without_gds_are_refused(make: Make) -> None:
-    cluster = make()
-    with pytest.raises(ConfigError, match="gds_store is set and gds is 'off'"):
-        cluster.connect(gds_store=True)
-
-
-def test_after_a_kill_the_blocks_are_there(make: Make) -> None:
-    cluster = make()
-    chains = [chain_of(str(number), 40) for number in range(3)]
-    for chain in chains:
-        assert cluster.store(chain).stored == 40
-    cluster.wait_written()  # a row is on its way to the disk when its block is visible
-    cluster.restart()
-    assert cluster.connector.direct.storer is not None
-    for chain in chains:
-        assert cluster.load(chain) == 40
-        longer = chain_of(str(chains.index(chain)), 50)
-        assert cluster.store(longer) == tiercache.StoreResult(stored=10, present=40)
-
-
 # --- writes that go wrong -------------------------------------------------------------------------
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.SHORT])
 def test_blocks_before_the_one_that_failed_are_kept(make: Make, fault: Fault) -> None:
     """For every n: the n-th write of a store fails."""
@@ -169,22 +109,7 @@ def test_blocks_before_the_one_that_failed_are_kept(make: Make, fault: Fault) ->
     assert cluster.connector.direct.storer.off == "", "only failures in a row end it"
 
 
-def test_writes_that_always_fail_are_given_up(make: Make) -> None:
-    cluster = make(write_fault=lambda write: Fault.ERROR)
-    for number in range(5):
-        chain = chain_of(str(number), 5)
-        assert cluster.store(chain).stored == 5, "in DRAM"
-        assert cluster.load(chain) == 5
-    storer = cluster.connector.direct.storer
-    assert storer is not None
-    assert "3 direct writes in a row failed" in storer.off
-    assert cluster.connector.counters["direct_store_in_use"] == 0
-    assert cluster.connector.counters["direct_in_use"] == 1, "reads are still allowed"
-    assert cluster.nvme()["direct_stored_blocks"] == 0
-    assert nothing_is_held(cluster)
-
-
-@pytest.mark.parametrize("number", range(0, BLOCKS, 3))
+@pytest.mark.parametrize("number", [0, 7])
 def test_what_was_written_wrong_is_never_good(make: Make, number: int) -> None:
     """The checksum is of what was in the pool, and the disk says otherwise."""
     cluster = make(write_fault=fault_at(number, Fault.WRONG))
@@ -194,17 +119,6 @@ def test_what_was_written_wrong_is_never_good(make: Make, number: int) -> None:
     wait_until(lambda: cluster.nvme()["blocks"] == number, "the block is forgotten with those behind it")
     assert store_backwards(cluster, chain).stored == BLOCKS - number
     assert cluster.load(chain) == BLOCKS
-
-
-def test_the_daemon_finds_out_about_a_wrong_checksum_too(make: Make) -> None:
-    cluster = make(write_fault=fault_at(5, Fault.WRONG))
-    chain = chain_of("a", BLOCKS)
-    assert store_backwards(cluster, chain).stored == BLOCKS
-    with cluster.connect() as plain:
-        match = plain.match(chain)
-        assert match.below_blocks == BLOCKS
-        assert plain.load(match, range(BLOCKS)) == 5
-    assert cluster.nvme()["bad_blocks"] == 1
 
 
 def test_a_flush_while_writes_are_under_way_drops_them(make: Make) -> None:
@@ -218,83 +132,13 @@ def test_a_flush_while_writes_are_under_way_drops_them(make: Make) -> None:
         assert not transfer.done()
         assert other.match(chain).blocks == 0
     cluster.backend.resume()
-    assert transfer.result(20) == tiercache.StoreResult(dropped=BLOCKS)
+    assert transfer.result(60) == tiercache.StoreResult(dropped=BLOCKS)
     assert cluster.load(chain) == 0, "the chain is neither on disk nor in DRAM"
     assert nothing_is_held(cluster)
     assert store_backwards(cluster, chain).stored == BLOCKS
 
 
-def test_a_flush_by_key_of_the_block_before_drops_what_follows(make: Make) -> None:
-    cluster = make(write_fault=fault_at(1, Fault.HANG))
-    chain = chain_of("a", BLOCKS + 4)
-    cluster.fill(chain, range(4))
-    assert cluster.connector.store(chain[: 16 * 4], range(4)).stored == 4
-    assert cluster.backend.writes == 1
-    transfer = cluster.connector.store_async(chain, range(4, 4 + BLOCKS), first=4)
-    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
-    with cluster.connect() as other:
-        assert other.flush(key=key_of(chain, 3)) == 1
-    cluster.backend.resume()
-    assert transfer.result(20).stored == 0
-    assert cluster.nvme()["blocks"] == 3
-
-
-def test_what_changes_while_it_is_written_is_not_kept(make: Make) -> None:
-    """Bytes and checksum would agree with each other, and not with the key."""
-    cluster = make(write_fault=fault_at(0, Fault.HANG))
-    chain = chain_of("a", BLOCKS)
-    cluster.fill(chain, BACKWARDS)
-    transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
-    transfer.void()
-    cluster.pool[:] = 99
-    cluster.backend.resume()
-    assert transfer.result(20).stored == 0
-    assert (cluster.nvme()["blocks"], cluster.dram_blocks()) == (0, 0)
-    assert nothing_is_held(cluster)
-
-
-def test_a_block_is_written_by_one_client_at_a_time(make: Make) -> None:
-    cluster = make(write_fault=fault_at(0, Fault.HANG))
-    chain = chain_of("a", BLOCKS)
-    cluster.fill(chain, BACKWARDS)
-    transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
-    with cluster.connect(gds=HostBackend(), gds_store=True) as other:
-        second = other.store_async(chain, BACKWARDS)
-        wait_until(lambda: asked(cluster) >= 2, "the client is told to ask again")
-        cluster.backend.resume()
-        assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS)
-        assert second.result(20) == tiercache.StoreResult(present=BLOCKS)
-    assert cluster.nvme()["direct_stored_blocks"] == BLOCKS
-    assert cluster.dram_blocks() == 0
-
-
-def asked(cluster: DirectCluster) -> int:
-    """How often places were asked for."""
-    latency = cluster.connector.client.stats()["latency"]
-    return int(latency.get("ReserveExtents", {"count": 0})["count"])
-
-
-def test_the_same_block_from_dram_and_past_it(make: Make) -> None:
-    """Write-behind and a direct store of one chain: the second one gives way."""
-    cluster = make(write_fault=fault_at(0, Fault.HANG))
-    chain = chain_of("a", BLOCKS)
-    cluster.fill(chain, BACKWARDS)
-    transfer = cluster.connector.store_async(chain, BACKWARDS)
-    wait_until(lambda: cluster.backend.hanging == 1, "a write is under way")
-    with cluster.connect() as plain:
-        assert plain.store(chain, BACKWARDS).stored == BLOCKS
-        wait_until(lambda: cluster.nvme()["written_blocks"] == BLOCKS, "DRAM's are written")
-    cluster.backend.resume()
-    assert transfer.result(20) == tiercache.StoreResult(stored=BLOCKS), "visible, though write-behind has written them"
-    assert cluster.nvme()["direct_stored_blocks"] == 0
-    cluster.wait_written()
-    assert cluster.nvme()["blocks"] == BLOCKS
-    cluster.flush_dram()
-    assert cluster.load(chain) == BLOCKS
-
-
+@pytest.mark.stress
 def test_a_full_directory_makes_room_for_stores(make: Make) -> None:
     cluster = make(nvme_size="24MiB", nvme_segment="8MiB")
     held = chain_of("held", 10)
@@ -335,21 +179,7 @@ def writing_child(cluster: DirectCluster, name: str, blocks: int) -> Iterator[su
             child.stdout.close()
 
 
-def test_a_client_killed_in_mid_write_leaves_nothing(make: Make) -> None:
-    cluster = make()
-    with writing_child(cluster, "killed", BLOCKS) as child:
-        assert cluster.nvme()["direct_write_leases"] == 1
-        assert cluster.connector.match(chain_of("killed", BLOCKS)).blocks == 0
-        child.kill()
-        child.wait(30)
-        wait_until(lambda: nothing_is_held(cluster), "its slots are free")
-    assert cluster.nvme()["blocks"] == 0
-    cluster.check_daemon()
-    chain = chain_of("killed", BLOCKS)
-    assert store_backwards(cluster, chain).stored == BLOCKS
-    assert cluster.load(chain) == BLOCKS
-
-
+@pytest.mark.stress
 def test_slots_of_a_stopped_client_are_not_given_away_before_it_is_dead(make: Make) -> None:
     """Stopped, its lease runs out; but what it has begun may still reach the disk."""
     cluster = make(lease_ttl_max="1s", nvme_size="24MiB", nvme_segment="8MiB")
@@ -369,19 +199,7 @@ def test_slots_of_a_stopped_client_are_not_given_away_before_it_is_dead(make: Ma
     cluster.check_daemon(sample=-1)
 
 
-def test_a_write_that_never_ends_keeps_its_slots(make: Make) -> None:
-    cluster = make(write_fault=fault_at(0, Fault.HANG))
-    storer = cluster.connector.direct.storer
-    assert storer is not None
-    storer._give_up_s = 0.2
-    with pytest.raises(CopyLost):
-        store_backwards(cluster, chain_of("a", BLOCKS))
-    assert "did not end" in storer.off
-    assert cluster.nvme()["direct_quarantined_bytes"] == BLOCKS * cluster.spec.block_bytes
-    assert cluster.store(chain_of("b", 5)).stored == 5, "the cache goes on without direct I/O"
-    assert cluster.nvme()["direct_stored_blocks"] == 0
-
-
+@pytest.mark.stress
 def test_the_daemon_dies_while_writes_are_under_way(make: Make) -> None:
     """Its next life gives the slot away, and then the old write arrives: a miss, and never wrong."""
     cluster = make(write_fault=lambda write: Fault.HANG if write < MOVE_THREADS else None)
@@ -444,7 +262,7 @@ def test_blocks_given_away_at_any_moment_are_never_wrong(make: Make, moment: str
     else:
         backend.lane_sums = (before if moment == "unsummed" else after)(backend.lane_sums)  # type: ignore[method-assign]
     transfers.append(cluster.connector.store_async(chain, BACKWARDS))
-    result = transfers[0].result(20)
+    result = transfers[0].result(60)
     kept = BLOCKS if moment == "committing" else 0  # by then nothing reads the blocks any more
     assert result == tiercache.StoreResult(stored=kept, dropped=BLOCKS - kept)
     assert (cluster.nvme()["blocks"], cluster.dram_blocks()) == (kept, 0)

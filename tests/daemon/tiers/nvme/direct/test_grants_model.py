@@ -111,7 +111,7 @@ class Game:
         assert self.rig.tier.check_integrity() == []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_books_and_bytes_are_right_whatever_happens(tmp_path: Path, seed: int) -> None:
     async def scenario() -> None:
         # About 30 slots for 72 blocks: everything evicts.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import time
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class CuFile:
         if _BEHAVIOUR == "die":
             os.abort()
         while _BEHAVIOUR == "hang":
-            time.sleep(1)
+            signal.pause()
         self._fd = os.open(path, os.O_RDONLY if flags == "r" else os.O_RDWR)
 
     def raw_read(self, buffer: Any, size: int, file_offset: int) -> int:

@@ -132,34 +132,7 @@ def test_places_are_blocks_in_a_segment(cluster: Cluster, writer: Writer) -> Non
     assert cluster.load(chain) == 10
 
 
-def test_only_leading_blocks_are_kept_and_the_other_slots_are_free(cluster: Cluster, writer: Writer) -> None:
-    chain = chain_of("a", 10)
-    reply = writer.granted(chain)
-    assert writer.commit(reply.lease, writer.write(reply, chain)[:4]) == [VISIBLE] * 4
-    assert cluster.nvme()["blocks"] == 4
-    again = writer.granted(chain)
-    assert (again.present, len(slots(again))) == (4, 6)
-    assert set(slots(again)) <= set(slots(reply))
-    assert writer.commit(again.lease, [*writer.write(again, chain), 7]) == [VISIBLE] * 6 + [DROPPED]
-    assert cluster.load(chain) == 10
-
-
-def test_a_run_begins_below_a_block_that_is_here(cluster: Cluster, writer: Writer) -> None:
-    chain, other = chain_of("a", 10), chain_of("b", 2)
-    missing = writer.reserve(chain[16 * 5 :], parent=key_of(chain, 4))
-    assert (missing.lease, missing.present, missing.extents, missing.soon) == (0, 0, b"", False)
-    reply = writer.granted(chain[: 16 * 5])
-    pending = writer.reserve(chain[16 * 5 :], parent=key_of(chain, 4))
-    assert (pending.lease, pending.soon) == (0, False), "its parent is not visible"
-    assert writer.commit(reply.lease, writer.write(reply, chain)) == [VISIBLE] * 5
-    rest = writer.granted(chain[16 * 5 :], parent=key_of(chain, 4))
-    assert writer.commit(rest.lease, writer.write(rest, chain[16 * 5 :])) == [VISIBLE] * 5
-    mixed = writer.reserve(other[:16] + chain[16:32])
-    assert len(slots(mixed)) == 1, "a block that is here already is not written below another parent"
-    writer.abort(mixed.lease, True)
-    assert cluster.load(chain) == 10
-
-
+@pytest.mark.stress
 def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, writer: Writer) -> None:
     chain = chain_of("a", 10)
     reply = writer.granted(chain, ttl_ms=200)
@@ -176,6 +149,7 @@ def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, write
     assert cluster.load(chain) == 10
 
 
+@pytest.mark.stress
 def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
     reply = writer.granted(chain_of("a", 3), ttl_ms=300)
     for _ in range(3):
@@ -191,17 +165,7 @@ def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
     assert held(cluster) == (0, 0)
 
 
-def test_another_session_of_the_instance_may_say_that_it_has_finished(cluster: Cluster) -> None:
-    instance = os.urandom(16)
-    lost, survivor = Writer(cluster, instance), Writer(cluster, instance)
-    reply = lost.granted(chain_of("a", 6))
-    lost.client.close()
-    wait_until(lambda: held(cluster) == (0, 6), "it waits for this process")
-    survivor.abort(reply.lease, True)
-    assert held(cluster) == (0, 0)
-    survivor.client.close()
-
-
+@pytest.mark.stress
 def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -> None:
     """4 MiB are 64 blocks, those in quarantine included."""
     first = writer.granted(chain_of("a", 40))
@@ -221,33 +185,6 @@ def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -
     writer.abort(first.lease, True)
     assert len(slots(writer.granted(chain_of("d", 50)))) == 40
     same.client.close()
-
-
-def test_a_flush_ends_what_is_being_written(cluster: Cluster, writer: Writer) -> None:
-    chain = chain_of("a", 10)
-    reply = writer.granted(chain)
-    sums = writer.write(reply, chain)
-    assert writer.reserve(chain).soon, "it is being written"
-    cluster.connector.flush()
-    fresh = writer.granted(chain)
-    assert not set(slots(fresh)) & set(slots(reply)), "but the old slots are not free"
-    assert writer.commit(reply.lease, sums) == [DROPPED] * 10
-    assert writer.commit(fresh.lease, writer.write(fresh, chain)) == [VISIBLE] * 10
-    assert cluster.load(chain) == 10
-
-
-def test_a_parent_that_is_lost_takes_the_run_along(cluster: Cluster, writer: Writer) -> None:
-    chain = chain_of("a", 10)
-    reply = writer.granted(chain[: 16 * 5])
-    writer.commit(reply.lease, [number + 1 for number in range(5)])  # bytes that were never written
-    rest = writer.granted(chain[16 * 5 :], parent=key_of(chain, 4))
-    sums = writer.write(rest, chain[16 * 5 :])
-    match = cluster.connector.match(chain)
-    assert match.blocks == 5
-    assert cluster.connector.load(match, range(5)) == 0, "a lying client costs a miss, and no wrong bytes"
-    wait_until(lambda: cluster.nvme()["blocks"] == 0, "the bad ones are dropped")
-    assert writer.commit(rest.lease, sums) == [DROPPED] * 5
-    assert held(cluster) == (0, 0)
 
 
 def test_what_makes_no_sense_is_refused(cluster: Cluster, writer: Writer) -> None:
@@ -284,19 +221,3 @@ def test_blocks_that_no_direct_write_can_be_made_of_get_no_place(cluster: Cluste
         )
         assert isinstance(reply, messages.ReservedExtents)
         assert (reply.lease, reply.present, reply.soon) == (0, 0, False)
-
-
-def test_the_budget_counts_what_clients_write(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, nvme_write_budget="96MiB")  # two hours' worth: 8 MiB
-    writer = Writer(cluster)
-    granted, number = 0, 0
-    while reply := writer.reserve(chain_of(str(number), 16)):
-        if reply.lease:
-            granted += len(slots(reply))
-            writer.abort(reply.lease, True)
-        elif not reply.soon:
-            break
-        number += 1
-    assert 4 << 20 <= granted * BLOCK_BYTES <= 5 << 20, "new blocks get the upper half of it"
-    writer.client.close()
-    cluster.stop()

@@ -9,12 +9,11 @@ import pytest
 from chains import chain_of, key_of
 from played import played
 from tier_rig import TierRig
-from window_rig import WINDOW, spaces_of, spread
+from window_rig import spaces_of
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme import shelf as shelves
 from tiercache.daemon.tiers.nvme.direct import extents
 from tiercache.protocol.messages import Extent
 
@@ -58,22 +57,6 @@ async def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
     await rig.close()
 
 
-@played
-async def test_a_window_that_is_not_whole_in_one_directory_comes_up_instead(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path, disks=2).open()
-    window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
-    window.direct = True
-    await spread(rig, window, chain)
-    rig.forget_dram()
-    lease = rig.cache.match(rig.owner, [window], chain, 60.0, promote=True, extents=True).lease
-    assert lease is not None
-    assert lease.held is None
-    await rig.until(lambda: not rig.cache.reads.growing.leases)
-    assert rig.read(lease, window) == 12
-    rig.check()
-    await rig.close()
-
-
 @pytest.mark.parametrize("most", [5, 6])
 @played
 async def test_windows_that_are_too_wide_together_come_up_instead(
@@ -107,22 +90,5 @@ async def test_what_is_held_comes_up_when_a_client_asks_for_frames(tmp_path: Pat
     finish(rig.cache.reads.growing.bring_up(lease, 12))
     await rig.until(lambda: not rig.cache.reads.growing.leases)
     assert rig.read(lease, *spaces) == 12
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_what_is_held_on_a_disk_that_hangs_does_not_come_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await TierRig(tmp_path).open()
-    window, chain = rig.namespace(window_blocks=WINDOW), chain_of("a", 12)
-    await rig.store_below([window], chain)
-    lease, _ = _extents(rig, [window], chain)
-    with monkeypatch.context() as patch:
-        patch.setattr(shelves.Shelf, "offline", property(lambda shelf: True))
-        finish(rig.cache.reads.growing.bring_up(lease, 12))
-        assert rig.cache.reads.growing.leases == {}, "no request waits for it"
-    assert rig.read(lease, window) == 0
     rig.check()
     await rig.close()

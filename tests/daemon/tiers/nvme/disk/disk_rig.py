@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from waiting import wait_until
+
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
@@ -274,11 +276,17 @@ class Rig:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Serve announcements until the condition holds."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, f"not in time: {self.queue.stats()}"
-            with contextlib.suppress(queue.Empty):
-                self.announced.get(timeout=0.01)()
+
+        def served() -> bool:
+            while not (over := condition()) and not self.announced.empty():
+                self.announced.get()()
+            return over
+
+        wait_until(served, "what is announced makes it true")
+
+    def stop(self) -> bool:
+        """Stop the queue, and wait for what it has under way."""
+        return self.queue.stop(time.monotonic() + DEADLINE_S)
 
     def run(self, ops: Sequence[WriteOp | ReadOp], priority: DiskPriority = DiskPriority.LOAD) -> list[DiskOutcome]:
         """Submit, wait, and return the outcomes."""
@@ -296,7 +304,7 @@ class Rig:
     def close(self) -> None:
         """Check that every operation has ended and was handed over exactly once."""
         self.disk.gate.set()
-        assert self.queue.stop(time.monotonic() + DEADLINE_S)
+        assert self.stop()
         assert self.queue.in_flight == self.queue.in_flight_bytes == self.queue.queued() == 0
         assert len(set(map(id, self.finished))) == len(self.finished)
         self.directory.close()

@@ -1,7 +1,7 @@
 """The kernel in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernel is decorated, so
-`test_lane_checksum.py` runs this file in a process of its own.
+`test_checksum.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiercache.kernels.checksum import lane_sums
 
 pytestmark = pytest.mark.kernels
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_lane_checksum.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_checksum.py, with TRITON_INTERPRET=1"
 
 
 @pytest.mark.parametrize("length", LENGTHS)

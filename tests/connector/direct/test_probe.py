@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +12,7 @@ from typing import Any
 import pytest
 
 from tiercache.connector.direct import probe as gds_probe
-from tiercache.connector.direct.backend import KvikioBackend
 from tiercache.connector.direct.probe import GdsProbe, Mode, probe_gds
-from tiercache.errors import ConfigError
 
 FAKES = Path(__file__).parent / "fakes"
 Probe = Callable[..., GdsProbe]
@@ -50,6 +46,7 @@ def test_gds_where_it_works(probe: Probe) -> None:
     assert min(found.direct_write_bytes_per_s, found.bounce_write_bytes_per_s) > 0
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [("fail", "driver not open"), ("lie", "what cuFile wrote are not the bytes"), ("short", "came back short")],
@@ -64,6 +61,7 @@ def test_reads_are_used_where_writes_do_not_work(probe: Probe, behaviour: str, r
     assert not found.use_direct_store
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
@@ -81,15 +79,7 @@ def test_cufile_compat_where_gds_does_not(probe: Probe, behaviour: str, reason: 
     assert found.direct_bytes_per_s > 0
 
 
-def test_posix_where_neither_does(probe: Probe) -> None:
-    found = probe("gds=fail,compat=lie")
-    assert found.mode is Mode.POSIX
-    assert "gds: KvikIO failure" in found.reason
-    assert "cufile-compat: what cuFile read" in found.reason
-    assert not found.use_direct
-    assert found.host_bytes_per_s > 0
-
-
+@pytest.mark.stress
 def test_what_hangs_for_ever_is_killed(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     run_stage = gds_probe._run_stage
 
@@ -104,23 +94,6 @@ def test_what_hangs_for_ever_is_killed(probe: Probe, monkeypatch: pytest.MonkeyP
     assert "gds_stage" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def test_without_a_driver_there_is_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds_probe, "driver", lambda: None)
-    found = probe_gds(tmp_path)
-    assert found.mode is Mode.POSIX
-    assert found.reason.startswith("no cuda")
-    assert found.host_bytes_per_s > 0
-    monkeypatch.setattr(gds_probe, "_run_stage", None)
-    assert probe_gds(tmp_path) is found, "a process asks once"
-
-
-def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
-    found = probe_gds(tmp_path / "missing")
-    assert found.mode is Mode.POSIX
-    assert "No such file or directory" in found.reason
-    assert found.host_bytes_per_s == 0
-
-
 def test_the_faster_way_is_used() -> None:
     fast = GdsProbe("/d", Mode.GDS, "", 2e9, 1e9, 1e9)
     assert fast.use_direct
@@ -132,23 +105,3 @@ def test_the_faster_way_is_used() -> None:
     assert writes.use_direct_store
     assert not replace(writes, write_reason="it lies").use_direct_store
     assert not replace(writes, direct_write_bytes_per_s=0.9e9).use_direct_store
-
-
-def test_kvikio_is_not_opened_where_the_probe_did_not_pass() -> None:
-    with pytest.raises(ConfigError, match="it spins"):
-        KvikioBackend(GdsProbe("/d", Mode.POSIX, "it spins"), "cuda:0")
-    assert "kvikio" not in sys.modules
-
-
-def test_doctor_says_what_the_probe_found(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiercache.cli.main", "doctor", "--gds"]
-    done = subprocess.run([*command, str(tmp_path), "--json"], capture_output=True, text=True, timeout=100, check=False)
-    found = json.loads(done.stdout)["gds"]
-    assert done.returncode == 0
-    assert found["directory"] == str(tmp_path)
-    assert found["mode"] in {mode.value for mode in Mode}
-    assert found["host_bytes_per_s"] > 0
-    assert found["use_direct"] is found["use_direct_store"] is False, "kvikio and a GPU are not for these tests"
-    done = subprocess.run([*command, str(tmp_path / "no")], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "No such file or directory" in done.stdout

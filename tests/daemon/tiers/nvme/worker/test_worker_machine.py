@@ -1,0 +1,490 @@
+"""Worker processes that end at any packet: blocks are good or missing, and what was promised stays.
+
+The daemon, the process and what lies between take their steps in any order (`stepped_worker`). The oracle:
+- each operation and each change of rows has one outcome, and nothing is held at the end;
+- a frame or slot that was given back is its new owner's: no process that may still be running touches it;
+- blocks that were written come back as they were, rows that were confirmed are in the database;
+- a process is only used if it has the whole index and all segments, and the directory is only given up for a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from machines import in_first_ring, in_stress
+from stepped_worker import BURIALS, ROWS, SEGMENT_BYTES, Durable, SteppedWorker
+from waiting import wait_until
+
+from tiercache.daemon.tiers.nvme.catalog.rows import Row
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+
+FRAMES = 12
+MOST_SEGMENTS = 3
+PLACES = 4
+OK, CANCELLED, PENDING, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.PENDING, DiskOutcome.ABANDONED
+
+STEPS = (
+    *("p.serve_blocks", "p.serve_rows", "p.tell_status"),  # of the process
+    *("c.take", "c.move", "c.finish"),  # of what carries its blocks
+    *("r.commit", "r.answer", "r.fail"),  # of its catalog
+)
+
+numbers = st.integers(0, 1000)
+"""Chooses one of what there is."""
+
+
+class Flight(NamedTuple):
+    """An operation under way: its frame (-1: none), and the bytes that belong to its block."""
+
+    frame: int
+    data: bytes
+
+
+class Change:
+    """A change of the catalog, and its answer."""
+
+    def __init__(self, method: str, arguments: list[Any]) -> None:
+        self.method, self.arguments = method, arguments
+        self.answers: list[bool] = []
+
+
+class WorkerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = tempfile.TemporaryDirectory(dir=next(filter(os.path.isdir, ("/dev/shm", "/tmp"))))
+        self.count = 0
+        self.world = SteppedWorker(Path(self.root.name), FRAMES)
+        self.frames = {frame: self.fill(frame) for frame in range(FRAMES)}  # free ones, and what their owner put there
+        self.slots: list[int] = []  # free ones
+        self.segment = 0  # the last one that was asked for
+        self.blocks: list[WriteOp] = []  # on the disk
+        self.data: dict[int, bytes] = {}  # of blocks, by slot
+        self.flying: dict[AnyOp, Flight] = {}
+        self.ended: list[AnyOp] = []
+        self.task: TaskOp | None = None
+        self.start_over()
+        self.add_segment()
+        self.settle()
+        for _ in range(4):
+            self.write()
+        self.settle()
+
+    def start_over(self) -> None:
+        """A catalog has been opened: its rows are there to be loaded."""
+        self.changes: list[Change] = []
+        self.before = Durable()
+        for name, values in vars(self.world.durable).items():
+            setattr(self.before, name, dict(values))
+        self.loaded: dict[int, tuple[Any, ...]] = {}
+        self.loading = self.world.catalog.load(lambda: None, 2)
+        self.own_ends = 0
+        self.may_give_up = False
+
+    # --- the owner of blocks -------------------------------------------------------------------------
+
+    def fill(self, frame: int) -> bytes:
+        """New bytes of the owner of a frame."""
+        self.count += 1
+        data = self.count.to_bytes(4, "little") * (PAGE_BYTES // 4)
+        self.world.region.view(frame * PAGE_BYTES, PAGE_BYTES)[:] = data
+        return data
+
+    def submit(self, op: AnyOp, priority: DiskPriority, flight: Flight) -> None:
+        self.flying[op] = flight
+        assert self.world.queue.submit(op, priority)
+
+    def address(self, frame: int) -> int:
+        return self.world.region.address + frame * PAGE_BYTES
+
+    def take_frame(self, number: int) -> int | None:
+        """A free frame."""
+        frame = sorted(self.frames)[number % len(self.frames)] if self.frames else None
+        self.frames.pop(frame, None)  # type: ignore[arg-type]
+        return frame
+
+    @rule(number=numbers, count=st.integers(1, 3))
+    def write(self, number: int = 0, count: int = 1) -> None:
+        for _ in range(min(count, len(self.slots))):
+            frame = self.take_frame(number)
+            if frame is None:
+                return
+            data = self.fill(frame)
+            op = WriteOp(
+                done=self.ended.append,
+                slot=self.slots.pop(number % len(self.slots)),
+                address=self.address(frame),
+                length=PAGE_BYTES,
+                key=data[:16],
+                fingerprint=f"space {number % 3}",
+            )
+            self.submit(op, DiskPriority.WRITE, Flight(frame, data))
+
+    @rule(number=numbers, count=st.integers(1, 3), priority=st.sampled_from([DiskPriority.LOAD, DiskPriority.PREFETCH]))
+    def read(self, number: int, count: int = 1, priority: DiskPriority = DiskPriority.LOAD) -> None:
+        for at in range(number, number + count):
+            frame = self.take_frame(number) if self.blocks else None
+            if frame is not None:
+                self.read_block(self.blocks[at % len(self.blocks)], frame, priority)
+
+    @rule(number=numbers)
+    def verify(self, number: int) -> None:
+        if self.blocks:
+            self.read_block(self.blocks[number % len(self.blocks)], -1, DiskPriority.PREFETCH)
+
+    def read_block(self, block: WriteOp, frame: int, priority: DiskPriority) -> None:
+        op = ReadOp(
+            done=self.ended.append,
+            slot=block.slot,
+            address=NOWHERE if frame < 0 else self.address(frame),
+            length=PAGE_BYTES,
+            key=block.key,
+            fingerprint=block.fingerprint,
+            stored_length=block.stored_length,
+            checksum=block.checksum,
+        )
+        self.submit(op, priority, Flight(frame, self.data[block.slot]))
+
+    @rule(number=numbers)
+    def forget(self, number: int) -> None:
+        """A block that nobody reads gives its slot back."""
+        read = {op.slot for op in self.flying if isinstance(op, ReadOp)}
+        unread = [block for block in self.blocks if block.slot not in read]
+        if unread:
+            block = unread[number % len(unread)]
+            self.blocks.remove(block)
+            self.slots.append(block.slot)
+
+    @rule(number=numbers)
+    def unwant(self, number: int) -> None:
+        if self.flying:
+            list(self.flying)[number % len(self.flying)].unwanted = True
+
+    @rule(priority=st.sampled_from([None, *DiskPriority]))
+    def cancel(self, priority: DiskPriority | None) -> None:
+        self.world.queue.cancel_queued(priority)
+
+    @rule()
+    def add_segment(self) -> None:
+        if self.task is None and self.segment < MOST_SEGMENTS:
+            self.segment += 1
+            segment = self.segment
+            self.task = TaskOp(done=self.ended.append, call=lambda: self.world.directory.create_segment(segment))
+            self.submit(self.task, DiskPriority.WRITE, Flight(-1, b""))
+
+    # --- the owner of rows ---------------------------------------------------------------------------
+
+    def post(self, method: str, *arguments: Any) -> None:
+        change = Change(method, list(arguments))
+        self.changes.append(change)
+        getattr(self.world.catalog, method)(*arguments, done=change.answers.append)
+
+    def row(self) -> Row:
+        self.count += 1
+        return Row(self.count.to_bytes(16, "little"), bytes(16), 1, 1, 4096, 4096, 0, 1, 7, self.count)
+
+    @rule(place=st.integers(0, PLACES - 1), many=st.booleans(), there=st.booleans())
+    def change_rows(self, place: int, many: bool, there: bool) -> None:
+        places = [place, (place + 1) % PLACES]
+        if there:
+            self.post("insert_many", places, [self.row(), self.row()]) if many else self.post(
+                "insert", place, self.row()
+            )
+        else:
+            self.post("delete_many", places) if many else self.post("delete", place)
+
+    @rule(how=st.sampled_from(["raise_epoch", "add_tombstone", "remove_tombstone"]), number=st.integers(1, 2))
+    def flush(self, how: str, number: int) -> None:
+        self.count += 1
+        key = bytes([number]) * 16
+        if how == "raise_epoch":
+            self.post(how, number, self.count)
+        else:
+            self.post(how, 1, key, *([self.count] if how == "add_tombstone" else []))
+
+    @rule()
+    def load_rows(self) -> None:
+        while batch := self.loading.next_batch():
+            self.loaded |= {place: tuple(row) for place, row in batch}
+
+    # --- the loop, and time --------------------------------------------------------------------------
+
+    @rule(times=st.integers(1, 3))
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.world.loop.turn()
+            self.note()
+            child, task = self.world.serving, self.task
+            if task is not None and child is not None and self.segment in child.directory.segments:
+                wait_until(lambda: task.outcome is not PENDING)  # noqa: B023  # made by the process before: no question
+
+    @rule(seconds=st.sampled_from([0.003, 0.003, 0.6, 1.0, 5.5]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.clock.now_s += seconds
+
+    # --- the process ---------------------------------------------------------------------------------
+
+    @rule(what=st.sampled_from(STEPS), times=st.integers(1, 3))
+    def step(self, what: str, times: int) -> None:
+        child = self.world.child
+        for _ in range(times):
+            if child is not None and child.alive and child.is_open:
+                part = {"c": child.carrier, "r": child.catalog}.get(what[0], child)
+                getattr(part, what[2:])()
+
+    @rule()
+    def begin(self) -> None:
+        """All that was submitted is with the disk, and not moved yet."""
+        self.turn(2)
+        for what in ("p.serve_blocks", "c.take"):
+            self.step(what, 3)
+
+    @rule()
+    def work(self) -> None:
+        if self.world.serving is not None:
+            self.world.serving.work()
+            self.turn()
+
+    @rule(says_so=st.booleans())
+    def answer_task(self, says_so: bool = True) -> None:
+        child, task = self.world.serving, self.task
+        if child is not None and task is not None and task.outcome is PENDING:
+            self.world.answer_task(says_so)
+
+    @rule(how=st.sampled_from(["is killed", "is killed", "exits", "closes 1", "closes 2"]))
+    def end_process(self, how: str) -> None:
+        """It ends, or closes a line and takes no more steps; its I/O goes on until it is gone."""
+        child = self.world.child
+        if child is None or not child.alive:
+            return
+        if how.startswith("closes") and self.world.serving is not None:
+            child.close_line(int(how[-1]))
+        elif not how.startswith("closes"):
+            self.world.end_child(-9 if how == "is killed" else 1)
+
+    @rule()
+    def see_end(self) -> None:
+        if self.world.child is not None and not self.world.child.alive:
+            self.world.tell_end()
+
+    @rule()
+    def go(self) -> None:
+        child = self.world.child
+        if child is not None and not child.alive:
+            if child.process.returncode is None:  # it has closed a line before
+                self.world.end_child(1)
+            self.own_ends = 0 if child.process.returncode == -9 else self.own_ends + 1
+            self.may_give_up |= not self.loading.finished or self.own_ends >= 3
+            self.world.child_goes()
+
+    @rule(lines=st.sampled_from([3, 3, 3, 2, 0]))
+    def start_next(self, lines: int = 3) -> None:
+        if self.world.child is None and not self.world.given_up:
+            self.world.start_child(lines)
+
+    @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost", "gone"]))
+    def open_next(self, how: str = "well") -> None:
+        child = self.world.child
+        if child is not None and child.alive and not child.is_open:
+            self.may_give_up |= how not in ("well", "ends", "gone")
+            self.world.open_child(how)
+
+    @rule(how=st.sampled_from(["well"] * 4 + ["ends", "lost", "fresh", "other", "gone"]), turns=st.integers(0, 3))
+    def replace(self, how: str, turns: int) -> None:
+        """All of that at once: the process is killed, and the next one is used."""
+        self.end_process("is killed")
+        for _ in range(turns):
+            self.turn()
+            self.nobody_else_writes_to_frames()
+        self.go()
+        self.nobody_else_writes_to_frames()
+        self.start_next()
+        self.open_next(how)
+        self.turn(2)
+
+    @rule(loads=st.booleans())
+    def open_anew(self, loads: bool) -> None:
+        """The keeper of a directory that was given up opens it as after any other fault."""
+        if self.world.given_up:
+            self.close()
+            self.world.open()
+            self.start_over()
+            if loads:
+                self.settle()
+
+    # --- the oracle ----------------------------------------------------------------------------------
+
+    def note(self, stopped: bool = False) -> None:
+        """Take back what has ended, and look at it."""
+        while self.ended:
+            op = self.ended.pop(0)
+            assert op in self.flying, "an operation ended twice"
+            frame, data = self.flying.pop(op)
+            outcomes = {OK, CANCELLED, *([ABANDONED] if stopped else [])}
+            if isinstance(op, TaskOp):
+                self.task = None
+                assert op.outcome in outcomes or self.world.given_up
+                if op.outcome is OK:
+                    self.slots += [self.segment << 48 | at for at in range(0, SEGMENT_BYTES, PAGE_BYTES)]
+                else:
+                    self.segment -= 1
+                continue
+            assert op.outcome in outcomes, "the disk is in order"
+            if isinstance(op, WriteOp):
+                if op.outcome is OK:
+                    self.blocks.append(op)
+                    self.data[op.slot] = data
+                else:
+                    self.slots.append(op.slot)
+            elif op.outcome is OK and frame >= 0:
+                assert self.bytes_of(frame) == data, "wrong bytes"
+            if frame >= 0:
+                self.frames[frame] = self.fill(frame)
+
+    def bytes_of(self, frame: int) -> bytes:
+        return bytes(self.world.region.view(frame * PAGE_BYTES, PAGE_BYTES))
+
+    @invariant()
+    def nobody_else_writes_to_frames(self) -> None:
+        self.note()
+        writes = {frame: data for op, (frame, data) in self.flying.items() if isinstance(op, WriteOp)}
+        for frame, data in {**self.frames, **writes}.items():
+            assert self.bytes_of(frame) == data, "a process has written to the frame of another owner"
+
+    @invariant()
+    def books_are_right(self) -> None:
+        world = self.world
+        assert world.queue.check_integrity() == world.catalog.check_integrity() == []
+        assert world.queue.in_flight == len(self.flying) + len(self.ended)
+        assert world.queue.in_flight_bytes == PAGE_BYTES * sum(not isinstance(op, TaskOp) for op in self.flying)
+        refused = False
+        for change in self.changes:
+            assert len(change.answers) <= 1, "a change is answered once"
+            assert not (refused and change.method in BURIALS and change.answers == [True]), "rows may be left"
+            refused |= change.method in ROWS and change.answers == [False]
+
+    @invariant()
+    def only_a_good_process_is_used(self) -> None:
+        child = self.world.serving
+        if child is not None:
+            assert child.is_good
+            assert set(self.world.directory.segments) <= set(child.directory.segments)
+        assert self.may_give_up or not self.world.given_up, "there is no reason to give the directory up"
+
+    def check_durable(self) -> None:
+        """The database holds what was confirmed, and nothing that was not asked for."""
+        durable = self.world.durable
+        for table in ("rows", "epochs", "tombstones"):
+            allowed: dict[Any, list[Any]] = {key: [value] for key, value in getattr(self.before, table).items()}
+            model = Durable()
+            for change in self.changes:
+                for name, values in vars(self.before).items():
+                    setattr(model, name, dict(values))
+                model.rows = dict.fromkeys(range(PLACES))  # type: ignore[misc]
+                keys = self.keys_of(change) if self.table_of(change) == table else []
+                model.apply(change.method, change.arguments)
+                for key in keys:
+                    result = getattr(model, table).get(key)
+                    others = allowed.get(key, [None]) if change.answers != [True] else []
+                    allowed[key] = [*others, result]
+            for key, values in allowed.items():
+                found = getattr(durable, table).get(key)
+                assert found in values, f"{table} {key}: {found}, not one of {values}"
+
+    def table_of(self, change: Change) -> str:
+        return "rows" if change.method in ROWS else "epochs" if change.method == "raise_epoch" else "tombstones"
+
+    def keys_of(self, change: Change) -> list[Any]:
+        first = change.arguments[0]
+        if change.method in ROWS:
+            return first if isinstance(first, list) else [first]
+        return [first if change.method == "raise_epoch" else change.arguments[1]]
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        answered = all(change.answers for change in self.changes)
+        return not self.flying and answered and self.loading.finished and self.world.loop.is_idle
+
+    def settle(self) -> None:
+        """Good processes follow each other until nothing is under way, unless the directory is given up."""
+        for _ in range(500):
+            if self.is_settled or self.world.given_up:
+                return
+            child = self.world.child
+            if child is None:
+                self.start_next()
+            elif not child.alive:
+                self.go()
+            elif not child.is_open:
+                self.open_next()
+            elif self.world.serving is None:
+                self.world.clock.now_s += 0.6
+            else:
+                self.work()
+                self.answer_task()
+            self.load_rows()
+            self.world.clock.now_s += 0.01
+            self.turn()
+            self.nobody_else_writes_to_frames()
+            self.only_a_good_process_is_used()
+        raise AssertionError(f"it never ends: {self.world.queue.stats()}, {len(self.flying)} under way")
+
+    def close(self) -> None:
+        self.world.stop()
+        self.note(stopped=True)
+        self.nobody_else_writes_to_frames()
+        assert not self.flying
+        self.world.close()
+        self.nobody_else_writes_to_frames()
+        self.check_durable()
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is not None:  # it has failed already
+                return
+            self.settle()
+            if not self.world.given_up:
+                self.check_all_blocks()
+                assert self.world.catalog.pending == 0
+            self.close()
+        finally:
+            self.world.end()
+            self.root.cleanup()
+
+    def check_all_blocks(self) -> None:
+        """Every block that was written is read and compared."""
+        blocks, self.blocks = self.blocks, []
+        for block in blocks:
+            frame = self.take_frame(0)
+            assert frame is not None
+            self.read_block(block, frame, DiskPriority.LOAD)
+            (op,) = self.flying
+            self.settle()
+            assert op.outcome is OK
+        self.blocks = blocks
+
+
+TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
+TestWorkersForLong = in_stress(WorkerMachine)
+
+
+@pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
+def test_a_process_is_killed_amid_its_work_and_the_next_one_opens_the_directory(how: str) -> None:
+    machine = WorkerMachine()
+    machine.read(0, count=2)
+    machine.write(1, count=2)
+    machine.begin()
+    machine.change_rows(0, many=True, there=True)
+    machine.replace(how, turns=3)
+    machine.only_a_good_process_is_used()
+    machine.teardown()
