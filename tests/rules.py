@@ -31,8 +31,12 @@ WAITING = {TESTS / "waiting.py"}
 """The one place that may sleep: it looks at a condition again and again."""
 
 
+PUBLIC = {"_replace", "_make", "_asdict", "_fields"}
+"""Of named tuples, whatever else has these names."""
+
+
 def private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+    return name.startswith("_") and not name.endswith("__") and name not in PUBLIC
 
 
 def defined_names(tree: ast.AST) -> Iterator[str]:
