@@ -31,7 +31,7 @@ SPEC = tiercache.NamespaceSpec(engine="test/1", layout="x", dtype="uint8", block
 REQUESTS = 120
 MOST_NEW = 8
 """Blocks of one store: fewer than the daemon keeps slots free, so that no write waits for the deletion of a row."""
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Clock:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, assert_refused
 
 from tiercache.cli.lint import command, prompts
-from tiercache.cli.main import main
 
+Request = dict[str, Any]
 Lint = Callable[..., list[dict[str, Any]]]
-Message = dict[str, Any]
 
 
 def prose(name: str, sentences: int) -> str:
@@ -30,24 +29,23 @@ RULES = prose("rule", 30)
 DOCUMENTS = [prose(f"doc{number}x", 12) for number in range(5)]
 
 
-def request(*messages: tuple[str, str], **fields: Any) -> dict[str, Any]:
+def request(*messages: tuple[str, str], **fields: Any) -> Request:
     return {"model": "m", "messages": [{"role": role, "content": content} for role, content in messages], **fields}
 
 
 @pytest.fixture
-def lint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Lint:
+def lint(tmp_path: Path, run: Run) -> Lint:
     """The findings in these prompts: texts, each in a file, or requests, each in a line of one file."""
 
-    def one(*given: str | dict[str, Any]) -> list[dict[str, Any]]:
+    def one(*given: str | Request) -> list[dict[str, Any]]:
         texts = [text for text in given if isinstance(text, str)]
         for number, text in enumerate(texts):
             (tmp_path / f"{number}.txt").write_text(text)
-        files = [str(tmp_path / f"{number}.txt") for number in range(len(texts))]
+        files = [tmp_path / f"{number}.txt" for number in range(len(texts))]
         if not texts:
             (tmp_path / "requests.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in given))
-            files = [str(tmp_path / "requests.jsonl")]
-        status = main(["lint", "--json", *files])
-        out, err = capsys.readouterr()
+            files = [tmp_path / "requests.jsonl"]
+        status, out, err = run("lint", "--json", *files)
         found: list[dict[str, Any]] = json.loads(out)["findings"]
         assert (status, err) == (1 if found else 0, "")
         return found
@@ -55,22 +53,22 @@ def lint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Lint:
     return one
 
 
-FIRST = [
-    ("time", "Today is 2026-11-23 16:48:37.", "2026-11-23 16:48:37"),
-    ("time", "It is 2026-11-23T16:48:37.123Z now.", "2026-11-23T16:48:37.123Z"),
-    ("time", "Date: 23 November 2026, 16:48", "23 November 2026, 16:48"),
-    ("time", "The current time is 16:48 in Oslo.", "16:48"),
-    ("time", "timestamp: 1795452517", "1795452517"),
-    ("time", '{"ts": 1795452517123}', "1795452517123"),
-    ("date", "Current date: 2026-11-23.", "2026-11-23"),
-    ("date", "Today is November 23, 2026.", "November 23, 2026"),
-    ("id", "Ticket 0b8f6e9e-2f5c-4a37-9a6e-5b1d7f0c9d11.", "0b8f6e9e-2f5c-4a37-9a6e-5b1d7f0c9d11"),
-    ("id", "Request ID: 8f3a99c1d2e4b5a6", "8f3a99c1d2e4b5a6"),
-    ("id", "(req_011CQ8yZaB3dEf)", "req_011CQ8yZaB3dEf"),
-]
-
-
-@pytest.mark.parametrize(("kind", "line", "text"), FIRST)
+@pytest.mark.parametrize(
+    ("kind", "line", "text"),
+    [
+        ("time", "Today is 2026-11-23 16:48:37.", "2026-11-23 16:48:37"),
+        ("time", "It is 2026-11-23T16:48:37.123Z now.", "2026-11-23T16:48:37.123Z"),
+        ("time", "Date: 23 November 2026, 16:48", "23 November 2026, 16:48"),
+        ("time", "The current time is 16:48 in Oslo.", "16:48"),
+        ("time", "timestamp: 1795452517", "1795452517"),
+        ("time", '{"ts": 1795452517123}', "1795452517123"),
+        ("date", "Current date: 2026-11-23.", "2026-11-23"),
+        ("date", "Today is November 23, 2026.", "November 23, 2026"),
+        ("id", "Ticket 0b8f6e9e-2f5c-4a37-9a6e-5b1d7f0c9d11.", "0b8f6e9e-2f5c-4a37-9a6e-5b1d7f0c9d11"),
+        ("id", "Request ID: 8f3a99c1d2e4b5a6", "8f3a99c1d2e4b5a6"),
+        ("id", "(req_011CQ8yZaB3dEf)", "req_011CQ8yZaB3dEf"),
+    ],
+)
 def test_a_time_or_an_id_at_the_front_of_one_prompt(lint: Lint, kind: str, line: str, text: str) -> None:
     plain = f"You help people.\n{line}\n{RULES}"
     for prompt in (plain, request(("system", plain), ("user", "Hello?")), {"prompt": plain}):
@@ -99,25 +97,30 @@ def test_a_time_or_an_id_at_the_front_of_one_prompt(lint: Lint, kind: str, line:
     ],
     ids=lambda one: str(one)[:20],
 )
-def test_ordinary_prompts_are_clean(lint: Lint, clean: str | dict[str, Any]) -> None:
+def test_ordinary_prompts_are_clean(lint: Lint, clean: str | Request) -> None:
     assert lint(clean) == []
 
 
-def test_what_all_prompts_have_is_no_time_of_each(lint: Lint) -> None:
+def test_conversations_and_unrelated_prompts_are_clean(lint: Lint) -> None:
+    turns = [("system", RULES)]
+    asked = []
+    for number in range(4):
+        turns += [("user", prose(f"asked{number}", 3)), ("assistant", prose(f"told{number}", 8))]
+        asked.append(request(*turns, ("user", f"It is 10:{number + 10} today.")))
+    others = [request(("system", RULES), ("user", prose(f"other{number}", 10))) for number in range(3)]
+    assert lint(*asked, *others) == []
+    assert lint(*DOCUMENTS) == []
     fixed = f"As of today, 2026-11-23 16:48, these rules apply. {RULES}"
-    assert lint(f"{fixed}\nfirst question", f"{fixed}\nanother one") == []
+    assert lint(f"{fixed}\nfirst question", f"{fixed}\nanother one") == [], "a time that all prompts share"
 
 
-def test_a_system_message_that_differs_by_a_time(lint: Lint) -> None:
-    ask = [
-        request(("system", f"Now: {hour}:15 o'clock. {RULES}"), ("user", prose(f"q{hour}", 3))) for hour in (10, 11, 12)
-    ]
-    [found] = lint(*ask)
-    assert found["prompt"].rpartition(":")[2] > found["other"].rpartition(":")[2]
-    assert (found["kind"], found["part"], found["prompts"]) == ("time", "messages[0] (system)", 3)
-    assert found["what"].startswith("the system message differs only by a time, '1")
-    assert ":15' here, '10:15' in " in found["what"]
-    assert found["position"] == len("Now: 1")
+def test_system_messages_that_differ_by_a_time_are_one_finding(lint: Lint) -> None:
+    hours = range(10, 24)
+    [found] = lint(
+        *(request(("system", f"Now: {hour}:15 o'clock. {RULES}"), ("user", prose(f"q{hour}", 3))) for hour in hours)
+    )
+    assert (found["kind"], found["part"], found["prompts"]) == ("time", "messages[0] (system)", len(hours))
+    assert found["what"].startswith("the system message differs only by a time, '")
     assert found["lost"] >= 0.95 * len(RULES)
 
 
@@ -136,40 +139,40 @@ def test_a_question_before_the_documents(lint: Lint) -> None:
     assert found["lost"] > 0.8 * found["total"]
 
 
-def tool(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": prose(name, 4), "parameters": {}, **more}}
-
-
 def turned(value: Any) -> Any:
     """The same with the keys the other way round."""
     return {key: turned(one) for key, one in reversed(value.items())} if isinstance(value, dict) else value
 
 
 def test_tools_in_changing_order(lint: Lint) -> None:
-    tools = [tool("search"), tool("read"), tool("write")]
+    tools = [
+        {"type": "function", "function": {"name": name, "description": prose(name, 4), "parameters": {}}}
+        for name in ("search", "read", "write")
+    ]
     asked = ("system", "You help."), ("user", "Hi")
-    [found] = lint(request(*asked, tools=tools), request(*asked, tools=[tools[0], tools[2], tools[1]]))
-    assert (found["kind"], found["what"]) == ("tools", "the same tools in another order")
-    assert found["part"] == "tools[1]"
-    [found] = lint(request(*asked, tools=tools), request(*asked, tools=[turned(one) for one in tools]))
-    assert (found["kind"], found["what"]) == ("tools", "the same tools with their keys in another order")
+    for other, what in (
+        ([tools[0], tools[2], tools[1]], "the same tools in another order"),
+        ([turned(one) for one in tools], "the same tools with their keys in another order"),
+    ):
+        [found] = lint(request(*asked, tools=tools), request(*asked, tools=other))
+        assert (found["kind"], found["what"]) == ("tools", what)
     assert lint(request(*asked, tools=tools), request(*asked, tools=tools)) == []
 
 
 def test_json_in_texts(lint: Lint) -> None:
     record = {f"field{number}": prose(f"field{number}", 2) for number in range(6)}
-    texts = json.dumps(record), json.dumps(record, indent=2), json.dumps(turned(record))
-    for second, kind in ((texts[1], "whitespace"), (texts[2], "keys")):
-        [found] = lint(f"{RULES}\n{texts[0]}\nWho?", f"{RULES}\n{second}\nWhere?")
+    for second, kind in (
+        (json.dumps(record, indent=2), "whitespace"),
+        (json.dumps(turned(record)), "keys"),
+        (json.dumps({**record, "field1": "x"}), "text"),
+    ):
+        [found] = lint(f"{RULES}\n{json.dumps(record)}\nWho?", f"{RULES}\n{second}\nWhere?")
         assert found["kind"] == kind
-    other = json.dumps({**record, "field1": "x"})
-    [found] = lint(f"{RULES}\n{texts[0]}\nWho?", f"{RULES}\n{other}\nWhere?")
-    assert found["kind"] == "text"
 
 
 @pytest.mark.parametrize("number", ["", "[{}] ", "Document {}: "])
 def test_documents_in_changing_order(lint: Lint, number: str) -> None:
-    def prompt(order: list[int], question: str) -> dict[str, Any]:
+    def prompt(order: list[int], question: str) -> Request:
         told = "\n\n".join(number.format(place) + DOCUMENTS[one] for place, one in enumerate(order))
         return request(("system", RULES), ("user", f"{told}\n\n{question}"))
 
@@ -186,44 +189,23 @@ def test_other_documents_before_the_same_ones(lint: Lint) -> None:
     assert (found["kind"], found["what"]) == ("order", "the same documents behind other ones")
 
 
-def test_conversations_and_unrelated_prompts_are_clean(lint: Lint) -> None:
-    turns = [("system", RULES)]
-    asked = []
-    for number in range(4):
-        turns += [("user", prose(f"asked{number}", 3)), ("assistant", prose(f"told{number}", 8))]
-        asked.append(request(*turns, ("user", f"It is 10:{number + 10} today.")))
-    others = [request(("system", RULES), ("user", prose(f"other{number}", 10))) for number in range(3)]
-    assert lint(*asked, *others) == []
-    assert lint(*DOCUMENTS) == []
+# --- the command -------------------------------------------------------------------------------------
 
 
-def test_many_prompts_with_one_cause_are_one_finding(lint: Lint) -> None:
-    asked = [request(("system", f"Now: {minute}:15 o'clock. {RULES}"), ("user", "Hi")) for minute in range(10, 24)]
-    [found] = lint(*asked)
-    assert found["prompts"] == 14
-
-
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int) -> tuple[str, str]:
-    assert main(["lint", *arguments]) == status
-    found = capsys.readouterr()
-    return found.out, found.err
-
-
-def test_lines_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_for_people(tmp_path: Path, run: Run) -> None:
     texts = f"Request ID: 8f3a99c1d2e4b5a6\x1b[2J\n{RULES}", RULES
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    out, _ = told(capsys, str(tmp_path / "0.txt"), status=1)
-    assert out == (
+    assert run("lint", tmp_path / "0.txt")[:2] == (
+        1,
         f"{tmp_path}/0.txt: character 12: an id that looks new in each request, '8f3a99c1d2e4b5a6': "
         f"{len(texts[0]) - 28:,} of {len(texts[0]):,} characters (99%) cannot be reused; "
-        "leave it out, or put it behind everything that stays the same\n"
+        "leave it out, or put it behind everything that stays the same\n",
     )
-    out, _ = told(capsys, str(tmp_path / "1.txt"), status=0)
-    assert out == "1 prompt: nothing found that costs a tenth of one\n"
+    assert run("lint", tmp_path / "1.txt")[:2] == (0, "1 prompt: nothing found that costs a tenth of one\n")
 
 
-def test_forms_of_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_of_requests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = f"Now: 16:48 o'clock. {RULES}"
     asked = request(("system", bad), ("user", "Hi"))
     parts = request(("user", "x"))
@@ -231,59 +213,48 @@ def test_forms_of_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     forms = [asked, asked["messages"], {"custom_id": "1", "method": "POST", "body": asked}, [asked], parts]
     forms += [{"prompt": ["Hi", bad]}, {"input": bad}]
     for form in forms:
-        text = json.dumps(form, indent=2)
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-        out, _ = told(capsys, "-", status=1)
-        assert out.startswith("stdin")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(form, indent=2).encode())))
+        status, out, _ = run("lint", "-")
+        assert (status, out.startswith("stdin")) == (1, True)
         assert "a time that looks new in each request, '16:48'" in out
 
 
-def test_wrong_command_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = tmp_path / "lines.jsonl"
+def test_wrong_command_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, binary, large = (tmp_path / name for name in ("lines.jsonl", "binary", "large"))
     lines.write_text(f"{json.dumps(request(('user', 'Hi')))}\n\n{{broken\n")
-    binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\x00")
+    large.write_bytes(b" " * 1025)
     monkeypatch.setattr(prompts, "MAX_FILE_BYTES", 1 << 10)
-    (tmp_path / "large").write_bytes(b" " * 1025)
     for arguments, words in (
         (["/nowhere"], "/nowhere cannot be read: No such file or directory"),
-        ([str(tmp_path)], f"{tmp_path} cannot be read"),
-        ([str(lines)], "lines.jsonl:3 is no request in JSON: it needs one of messages"),
-        ([str(binary)], "binary is no text in UTF-8"),
-        ([str(tmp_path / "large")], "give a part of it"),
+        ([tmp_path], f"{tmp_path} cannot be read"),
+        ([lines], "lines.jsonl:3 is no request in JSON: it needs one of messages"),
+        ([binary], "binary is no text in UTF-8"),
+        ([large], "give a part of it"),
         (["-", "-"], "- can be given once"),
-        (["--model", "/nowhere", str(binary)], "binary is no text in UTF-8"),
         ([], "Missing argument"),
     ):
-        _, err = told(capsys, *arguments, status=2)
-        assert words in err
-        assert err.count("\n") == 1
+        assert_refused(run("lint", *arguments), words)
 
 
-def test_large_inputs_are_bounded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, limits in (
-        (prompts, {"MAX_CHARS": 50_000}),
-        (command, {"MAX_CHARS": 50_000, "MAX_PROMPTS": 3, "MAX_ALL_CHARS": 120_000}),
-    ):
-        for name, value in limits.items():
-            monkeypatch.setattr(module, name, value)
-    (tmp_path / "nested.json").write_text("[" * 100_000)
-    (tmp_path / "long.txt").write_text("{" * 90_000)
-    (tmp_path / "other.txt").write_text("{" * 45_000 + "x" * 45_000)
-    lines = tmp_path / "many.jsonl"
-    lines.write_text(f"{json.dumps(request(('user', 'Hi')))}\n" * 5)
-    names = [str(tmp_path / name) for name in ("nested.json", "long.txt", "other.txt")]
-    _, err = told(capsys, *names, status=0)
+def test_large_inputs_are_bounded(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_CHARS", 50_000)
+    for name, value in {"MAX_CHARS": 50_000, "MAX_PROMPTS": 3, "MAX_ALL_CHARS": 120_000}.items():
+        monkeypatch.setattr(command, name, value)
+    names = [tmp_path / name for name in ("nested.json", "long.txt", "other.txt")]
+    for path, text in zip(names, ("[" * 100_000, "{" * 90_000, "{" * 45_000 + "x" * 45_000), strict=True):
+        path.write_text(text)
+    status, _, err = run("lint", *names)
+    assert status == 0
     assert "only the first 2 of 3 prompts are looked at" in err
     assert "only the first 50,000 characters of a prompt are looked at" in err
-    _, err = told(capsys, str(lines), status=0)
-    assert "only the first 3 of 5 prompts" in err
+    lines = tmp_path / "many.jsonl"
+    lines.write_text(f"{json.dumps(request(('user', 'Hi')))}\n" * 5)
+    assert "only the first 3 of 5 prompts" in run("lint", lines)[2]
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "text",
     [
@@ -294,28 +265,24 @@ def test_large_inputs_are_bounded(
     ],
     ids=["no id", "no id behind one", "messages", "parts"],
 )
-def test_time_grows_with_the_length_and_no_faster(tmp_path: Path, text: str) -> None:
-    """With the square of the length each of these took minutes."""
+def test_time_grows_with_the_length_and_no_faster(tmp_path: Path, text: str, run: Run) -> None:
+    """With the square of the length each of these took minutes: the timeout is what would notice."""
     path = tmp_path / "long"
     path.write_text(text)
-    begun_s = time.process_time()
-    assert main(["lint", str(path)]) in (0, 1)
-    assert time.process_time() - begun_s < 20
+    assert run("lint", path)[0] in (0, 1)
 
 
-def test_positions_in_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.engine
+def test_positions_in_tokens(tmp_path: Path, run: Run) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w": 0}, unk_token="w"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
-    text = "one two three " * 10 + "Request ID: 8f3a99c1d2e4b5a6 " + "word " * 70
-    (tmp_path / "prompt.txt").write_text(text)
-    model = ["--model", str(tmp_path / "model"), "--block-size", "8"]
-    out, _ = told(capsys, *model, "--json", str(tmp_path / "prompt.txt"), status=1)
-    [found] = json.loads(out)["findings"]
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("one two three " * 10 + "Request ID: 8f3a99c1d2e4b5a6 " + "word " * 70)
+    model = ["--model", tmp_path / "model", "--block-size", "8"]
+    [found] = json.loads(run("lint", *model, "--json", prompt)[1])["findings"]
     assert (found["unit"], found["position"], found["block"], found["total"]) == ("tokens", 32, 4, 103)
-    out, _ = told(capsys, *model, str(tmp_path / "prompt.txt"), status=1)
-    assert "token 32 (block 4): an id" in out
-    _, err = told(capsys, "--model", "/nowhere", str(tmp_path / "prompt.txt"), status=2)
-    assert "--model /nowhere is no folder" in err
+    assert "token 32 (block 4): an id" in run("lint", *model, prompt)[1]
+    assert_refused(run("lint", "--model", "/nowhere", prompt), "--model /nowhere is no folder")

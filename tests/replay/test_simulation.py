@@ -1,0 +1,237 @@
+"""The daemon's own cache on a disk that keeps no bytes: prompts, looks, flushes, and hints over both tiers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from replayed_prompts import SPEC, TOKENS, ask, keys_of, sizes
+
+from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.hints.hints import hint_given_at
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
+from tiercache.protocol.messages import KEY_BYTES, Priority
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.replay import played as played_module
+from tiercache.replay.fast_cache import FastCache
+from tiercache.replay.played import play
+from tiercache.replay.requests import RequestKind, Told, TraceRequest, chain_keys
+from tiercache.replay.simulation import Outcome, Simulation, Sizes
+
+
+class Play:
+    """Prompts with pauses between them, and hints about them, on `dram` and `nvme` blocks."""
+
+    def __init__(self, dram: int, nvme: int, policy: str = "lru") -> None:
+        self.simulation = Simulation(sizes(dram, nvme, policy), {1: SPEC})
+        self.now_s = 0.0
+
+    def ask(self, *ids: int, after_s: float = 2.0, **more: Any) -> Outcome:
+        self.now_s += after_s
+        found = self.simulation.play(ask(self.now_s, ids, **more))
+        assert self.simulation.check_integrity() == []
+        return found
+
+    def fill(self, ids: range) -> None:
+        """Prompts of one block each, which push others out of DRAM."""
+        for number in ids:
+            self.ask(number)
+
+    def say(self, *ids: int, **told: Any) -> None:
+        self.ask(*ids, after_s=0.0, kind=RequestKind.HINT, told=Told(**told))
+
+    def tick(self, after_s: float) -> None:
+        """Time passes, and the daemon does its background work."""
+        self.now_s += after_s
+        self.simulation.now_s = self.now_s
+        self.simulation.cache.expire()
+        self.simulation._settle()
+        assert self.simulation.check_integrity() == []
+
+    def here(self, *ids: int) -> tuple[int, int]:
+        """The blocks of a chain in each tier."""
+        dram, nvme = self.simulation.resident(1)
+        return len(keys_of(ids) & dram), len(keys_of(ids) & nvme)
+
+
+def test_a_block_leaves_after_its_descendants_and_the_least_recent_chain_goes_first() -> None:
+    play = Play(dram=7, nvme=0)
+    a, b, c, d = [1, 2, 3], [11, 12, 13], [21, 22], [31]
+    for ids in (a, b, d, a, c):
+        play.ask(*ids)
+    assert [play.here(*ids)[0] for ids in (a, b, c, d)] == [3, 1, 2, 1]
+    assert play.ask(*a) == Outcome(3, 0)
+    assert play.ask(*b) == Outcome(1, 0)
+
+
+def test_what_dram_has_lost_comes_up_from_nvme() -> None:
+    play = Play(dram=3, nvme=20)
+    assert [play.ask(1, 2, 3), play.ask(11, 12, 13)] == [Outcome(0, 0)] * 2
+    assert play.ask(1, 2, 3, 4) == Outcome(0, 3)
+    assert play.ask(1, 2) == Outcome(2, 0)
+    tallies = play.simulation.tallies()
+    assert (tallies.nvme_written, tallies.promoted, tallies.refused) == (6, 3, 1)
+
+
+def test_looks_keeps_and_flushes_are_played_too() -> None:
+    play = Play(dram=10, nvme=40)
+    ids = [1, 2, 3, 4]
+    assert play.ask(*ids, kind=RequestKind.LOOK) == Outcome(0, 0)
+    assert play.here(*ids) == (0, 0)
+    play.ask(*ids, kind=RequestKind.KEEP)
+    assert play.ask(*ids, kind=RequestKind.LOOK) == Outcome(4, 0)
+    play.ask(1, 2, 3, kind=RequestKind.FORGET)
+    assert play.here(*ids) == play.here(1, 2) == (2, 2)
+    play.ask(kind=RequestKind.FORGET)
+    assert play.here(*ids) == (0, 0)
+
+
+def test_a_look_at_what_another_daemon_had_stores_it() -> None:
+    play = Play(dram=10, nvme=0)
+    play.ask(1, 2, 3, kind=RequestKind.LOOK, had=(2, 0))
+    assert play.here(1, 2, 3) == (2, 0)
+    play.ask(5, 6, 7, kind=RequestKind.KEEP, first=2)
+    assert play.here(5, 6, 7) == (3, 0)
+
+
+class Listed(list[TraceRequest]):
+    specs: ClassVar[dict[int, NamespaceSpec]] = {1: SPEC}
+
+
+def test_a_cache_begins_its_life_with_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace gives the times, not this machine's clock: policies that learn from ages would differ each time."""
+    starts = []
+
+    def made(its: Sizes, exact: bool, start_s: float) -> FastCache:
+        starts.append(start_s)
+        return FastCache(its, start_s)
+
+    monkeypatch.setattr(played_module, "engine_for", made)
+    prompts = Listed(ask(500.0 + number, [number]) for number in range(20))
+    play(prompts, sizes(30, 60, "hazard"))
+    play(prompts, sizes(30, 60, "hazard"), start_s=480.0)
+    assert starts == [500.0, 480.0]
+
+
+def test_hits_are_counted_by_tier_in_blocks_and_tokens() -> None:
+    prompts = Listed(ask(float(at), ids) for at, ids in enumerate(([1, 2, 3], [11, 12, 13], [1, 2, 3], [1, 2, 3])))
+    prompts.append(TraceRequest(4.0, chain_keys([1, 2, 3]), 3 * TOKENS + 5))
+    played = play(prompts, sizes(3, 20), gpu_blocks=2, exact=True)
+    assert (played.requests, played.asked_blocks, played.asked_tokens) == (5, 15, 15 * TOKENS + 5)
+    assert {name: (tier.blocks, tier.tokens) for name, tier in played.tiers.items()} == {
+        "gpu": (4, 4 * TOKENS),
+        "dram": (2, 2 * TOKENS),
+        "nvme": (3, 3 * TOKENS),
+    }
+    assert played.rate("gpu", "dram", "nvme") == pytest.approx(9 * TOKENS / (15 * TOKENS + 5))
+
+
+# --- hints -------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_is_done_leaves_both_tiers_first() -> None:
+    play = Play(dram=8, nvme=16)
+    play.ask(1, 1, 1, 1)
+    play.ask(2, 2, 2, 2)
+    play.say(2, 2, 2, 2, done=True)
+    for number in range(10, 15):
+        play.ask(number, number)
+    assert play.here(2, 2, 2, 2) == (0, 1), "18 blocks in 16 places, of which one is kept free"
+    assert play.here(1, 1, 1, 1)[1] == 4, "though the chain is older"
+
+
+def test_what_is_of_no_use_any_more_leaves_both_tiers() -> None:
+    play = Play(dram=8, nvme=16)
+    play.ask(1, 1, 1)
+    play.say(1, 1, 1, ttl_s=30.0)
+    play.ask(2, 2, 2)
+    assert play.here(1, 1, 1) == (3, 3)
+    play.tick(40.0)
+    assert (play.here(1, 1, 1), play.here(2, 2, 2)) == ((0, 0), (3, 3))
+    assert play.ask(1, 1, 1) == Outcome(0, 0)
+
+
+def test_what_was_said_is_known_where_a_block_comes_later() -> None:
+    """The write to NVMe is only done when the hint has come."""
+    play = Play(dram=8, nvme=16)
+    simulation, keys = play.simulation, chain_keys([1, 1])
+    namespace = simulation._namespaces[1]
+    got = simulation.cache.writes.reserve(simulation._owner, namespace, b"", keys, 10.0)
+    simulation.cache.writes.commit(simulation._owner, got.lease_id, [0, 1])
+    finish(simulation.cache.hint([namespace], keys, 0, hint_given_at(0.0, False, 0.0, 0.0, Priority.LOW)))
+    assert play.here(1, 1) == (2, 0)
+    simulation._settle()
+    assert play.here(1, 1) == (2, 2)
+    assert simulation._shelf is not None
+    table = simulation._shelf.table(namespace)
+    assert isinstance(table.policy, SwitchedPolicy)
+    mark = table.policy.hinted.mark_of(table.get(keys[KEY_BYTES:]))
+    assert mark is not None
+    assert mark.priority is Priority.LOW
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
+    play = Play(dram=16, nvme=64, policy=policy)
+    cache = play.simulation.cache
+    play.ask(1, 1, 1)
+    play.fill(range(10, 26))
+    left = play.here(1, 1, 1)[0]
+    assert left < 3, "the block had to go"
+    play.say(1, 1, 1, return_in_s=100.0)
+    play.tick(80.0)
+    assert (play.here(1, 1, 1), cache.ahead.blocks) == ((left, 3), 0)
+    play.tick(11.0)  # a tenth of the time before
+    assert (play.here(1, 1, 1), cache.ahead.blocks) == ((3, 3), 3 - left)
+    asked = cache.counters.match_requests
+    play.fill(range(30, 34))
+    assert play.here(1, 1, 1) == (3, 3), "kept until it is asked for"
+    assert cache.counters.match_requests == asked + 4, "no request has asked for what was brought up"
+    assert play.ask(1, 1, 1) == Outcome(3, 0)
+
+
+def test_nothing_is_brought_up_that_would_not_be_kept() -> None:
+    play = Play(dram=16, nvme=64)
+    chains = [[number] * 3 for number in range(1, 9)]
+    for ids in chains:
+        play.ask(*ids)
+    play.fill(range(10, 26))
+    for ids in chains:
+        play.say(*ids, return_in_s=100.0)
+    play.tick(95.0)
+    ahead = play.simulation.cache.ahead
+    assert (ahead.blocks, ahead.plans) == (3, 0), "a quarter of DRAM is four blocks"
+    play.say(1, 1, 1, return_in_s=50.0)
+    play.say(1, 1, 1, done=True)
+    assert ahead.plans == 0, "and none for a client that does not return"
+
+
+def test_a_return_that_is_put_off_has_its_own_time() -> None:
+    play = Play(dram=16, nvme=64)
+    play.ask(1, 1, 1)
+    play.fill(range(10, 26))
+    play.say(1, 1, 1, return_in_s=20.0)
+    play.say(1, 1, 1, return_in_s=1000.0)
+    play.tick(30.0)
+    assert play.here(1, 1, 1) == (0, 3)
+    play.tick(900.0)
+    assert play.here(1, 1, 1) == (3, 3)
+
+
+def test_figures_of_hints() -> None:
+    play = Play(dram=16, nvme=64)
+    play.ask(1, 1)
+    play.say(1, 1, return_in_s=50.0)
+    play.ask(2, 2)
+    play.say(2, 2, priority=int(Priority.HIGH))
+    play.tick(2.0)
+    play.ask(3)
+    stats = play.simulation.cache.space.policies.hints.stats()
+    assert {name: value for name, value in stats.items() if value} == {
+        "hints": 2,
+        "returning": 1,
+        "priority": 1,
+        "marks": 4,
+        "awaited_blocks": 4,
+        "high_blocks": 4,
+    }
