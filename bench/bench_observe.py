@@ -33,7 +33,7 @@ from common import ROOT, Daemon, Report, percentile, wait_populated
 import tiercache
 from tiercache.ground.isolated import python_command
 
-sys.path.insert(0, str(ROOT / "tests" / "http_port"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "http")]
 from chromium import Browser, missing
 
 CASES = (Case("2m", 2 * MIB, 64, 0), Case("128k", 128 << 10, 1024, 0))

@@ -20,7 +20,7 @@ from common import ROOT, SEED
 
 import tiercache
 
-sys.path.insert(0, str(ROOT / "tests" / "http_port"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "http")]
 from chromium import Browser
 
 PICTURES = ROOT / "daemon" / "pictures"

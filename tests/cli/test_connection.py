@@ -59,9 +59,7 @@ class TestStopped:
         assert (status, told["ok"], told["pid"]) == (EXIT_NO_ANSWER, False, stopped.pid)
 
 
-def test_the_files_of_a_killed_daemon_are_no_daemon(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_killed_daemon_are_no_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "CONNECT_DEADLINE_S", 0.01)
     (tmp_path / "lock").write_text(f"{os.getpid()}\n")
     (tmp_path / "session.sock").touch()

@@ -8,13 +8,13 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-START_S = 60.0
+from waiting import wait_until
+
 COMMAND_S = 60.0
 FLAGS = (
     "--headless=new",
@@ -119,13 +119,9 @@ class Browser:
         sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [str(one["request"]["url"]) for one in sent]
 
-    def wait(self, script: str, what: str, timeout_s: float = 60.0) -> Any:
+    def wait(self, script: str, what: str) -> Any:
         """Poll until the function body returns something true, and return that."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := self.run(script)):
-            assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
-            time.sleep(0.05)
-        return found
+        return wait_until(lambda: self.run(script), what)
 
     def wait_for_text(self, text: str) -> None:
         """Poll until a text is on the page, with any kind of space."""
@@ -142,5 +138,5 @@ class Browser:
                 self._ask("DELETE", self._session)
         finally:
             self._driver.terminate()
-            self._driver.communicate(timeout=10)
+            self._driver.communicate(timeout=COMMAND_S)
             shutil.rmtree(self._profile, ignore_errors=True)

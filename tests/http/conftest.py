@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from http_helpers import request, url_in
+from http_helpers import connect, request, url_in
 from waiting import wait_until
 
 import tiercache
@@ -15,7 +16,7 @@ import tiercache
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.LaunchedDaemon]:
     log = tmp_path_factory.mktemp("http") / "log"
-    with tiercache.launch("32MiB", region="8MiB", http="127.0.0.1:0", log=log) as daemon:
+    with tiercache.launch("32MiB", region="8MiB", policy="lru", http="127.0.0.1:0", log=log) as daemon:
         yield daemon
 
 
@@ -29,6 +30,13 @@ def url(daemon: tiercache.LaunchedDaemon) -> str:
 @pytest.fixture
 def client(daemon: tiercache.LaunchedDaemon) -> Iterator[tiercache.Client]:
     """A client of a daemon that has forgotten everything."""
-    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client:
+    with tiercache.Client.connect(daemon.address, map_arena=False) as client:
         client.flush()
         yield client
+
+
+@pytest.fixture
+def opened(client: tiercache.Client) -> Iterator[Callable[[tiercache.NamespaceSpec], tiercache.Connector]]:
+    """Connectors to the daemon that are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda namespace: stack.enter_context(connect(client.address, namespace))

@@ -1,20 +1,25 @@
-"""The daemon's port without a daemon: its routes when the client behind them fails, waits or is overloaded."""
+"""The port without a daemon: its routes when the client behind them fails, waits or is overloaded."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import pytest
 
 from tiercache.client.client import Client
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import app
+from tiercache.http.affinity import Affinity
+from tiercache.http.app import HttpError
 from tiercache.http.history import History
 from tiercache.http.probe import Probe
+from tiercache.http.trees import Trees
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+SEARCH = json.dumps({"model": "m", "segments": [{"unordered": [[1], [2]]}], "salt": ""}).encode()
 
 
 class NoDaemon:
@@ -37,7 +42,7 @@ class Answer(NamedTuple):
 
     @property
     def code(self) -> str:
-        return str(msgspec.json.decode(self.body)["error"]["code"])
+        return str(json.loads(self.body)["error"]["code"])
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +52,14 @@ def no_history(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def port(error: Exception | None = None) -> Any:
     client = NoDaemon(error or DaemonUnavailable("the daemon has gone"))
-    return app.build_app(cast("Client", client), 30.0)
+    return app.build_app(cast("Client", client), DEADLINE_S)
 
 
 class Query:
-    """One request; its body comes when `body` is set."""
+    """One request; its body comes when `comes` is set."""
 
-    def __init__(self, port: Any, path: str, method: str = "GET") -> None:
-        self._port = port
+    def __init__(self, port: Any, path: str, method: str = "GET", body: bytes = b"[]") -> None:
+        self._port, self._body = port, body
         path, _, query = path.partition("?")
         self._scope = {
             "type": "http",
@@ -67,7 +72,7 @@ class Query:
             "scheme": "http",
             "http_version": "1.1",
         }
-        self.body = asyncio.Event()
+        self.comes = asyncio.Event()
         self.asked = asyncio.Event()
 
     async def answer(self) -> Answer:
@@ -75,8 +80,8 @@ class Query:
 
         async def receive() -> Any:
             self.asked.set()
-            await self.body.wait()
-            return {"type": "http.request", "body": b"[]", "more_body": False}
+            await self.comes.wait()
+            return {"type": "http.request", "body": self._body, "more_body": False}
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -92,7 +97,7 @@ class Query:
 def ask(path: str, method: str = "GET", error: Exception | None = None) -> Answer:
     async def run() -> Answer:
         query = Query(port(error), path, method)
-        query.body.set()
+        query.comes.set()
         return await query.answer()
 
     return asyncio.run(run())
@@ -101,11 +106,9 @@ def ask(path: str, method: str = "GET", error: Exception | None = None) -> Answe
 def test_without_a_daemon_the_probes_say_so_and_metrics_are_served() -> None:
     for path in ("/healthz", "/v1/stats"):
         answer = ask(path)
-        assert (answer.status, answer.code) == (503, "daemon_unavailable")
-        assert answer.headers["retry-after"] == "1"
+        assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "daemon_unavailable", "1")
     metrics = ask("/metrics")
-    assert metrics.status == 200
-    assert b"\ntiercache_up 0" in metrics.body
+    assert (metrics.status, b"\ntiercache_up 0" in metrics.body) == (200, True)
 
 
 def test_a_daemon_that_is_not_ready_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +116,13 @@ def test_a_daemon_that_is_not_ready_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     answer = ask("/readyz")
     assert (answer.status, answer.code) == (503, "not_ready")
     monkeypatch.setattr(Probe, "ask", lambda self: ("", "the arena is full"))
-    assert msgspec.json.decode(ask("/readyz").body) == {"status": "ready", "remark": "the arena is full"}
+    assert json.loads(ask("/readyz").body) == {"status": "ready", "remark": "the arena is full"}
 
 
 def test_a_defect_is_answered_without_its_words() -> None:
     answer = ask("/healthz", error=RuntimeError("/etc/secret"))
     assert (answer.status, answer.code) == (500, "failed")
-    assert b"RuntimeError" in answer.body
-    assert b"secret" not in answer.body
+    assert (b"RuntimeError" in answer.body, b"secret" in answer.body) == (True, False)
 
 
 def test_a_wrong_method_is_told_which_one_is_right() -> None:
@@ -133,20 +135,86 @@ def test_what_is_no_number_of_a_sample_is_refused(after: str) -> None:
     assert ask(f"/v1/history?after={after}").code == "bad_query"
 
 
-def test_so_many_queries_are_answered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "bodies"), [("MAX_QUERIES", (b"[]", b"[]")), ("MAX_SEARCHES", (SEARCH, SEARCH))], ids=["bodies", "orders"]
+)
+def test_more_queries_than_a_few_are_told_to_come_again(
+    limit: str, bodies: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests whose bodies are still arriving count too, and each only as long as it takes."""
-    monkeypatch.setattr(app, "MAX_QUERIES", 1)
+    monkeypatch.setattr(app, limit, 1)
 
     async def run() -> None:
-        its = port()
-        for _ in range(3):
-            first, second = (Query(its, "/v1/affinity", "POST") for _ in range(2))
+        its, searching, end = port(), asyncio.Event(), asyncio.Event()
+
+        async def hold(self: Any, question: Callable[[], Any]) -> dict[str, Any]:
+            searching.set()
+            await end.wait()
+            return {"order": [[0, 1]]}
+
+        monkeypatch.setattr(app.PortRoutes, "_ask", hold)
+        monkeypatch.setattr(Affinity, "ask", None)
+        for _ in range(2):
+            first, second = (Query(its, "/v1/affinity", "POST", body) for body in bodies)
             task = asyncio.create_task(first.answer())
             await asyncio.wait_for(first.asked.wait(), DEADLINE_S)
-            second.body.set()
+            if limit == "MAX_SEARCHES":
+                first.comes.set()
+                await asyncio.wait_for(searching.wait(), DEADLINE_S)
+            second.comes.set()
             busy = await second.answer()
             assert (busy.status, busy.code, busy.headers["retry-after"]) == (503, "busy", "1")
-            first.body.set()
-            assert (await task).code == "bad_query"
+            first.comes.set()
+            end.set()
+            assert (await task).status == (200 if limit == "MAX_SEARCHES" else 400)
+            searching.clear()
+            end.clear()
 
     asyncio.run(run())
+
+
+# --- questions to the daemon that many clients share --------------------------------------------------
+
+
+def test_many_clients_share_few_requests_and_each_gets_an_answer_newer_than_its_question() -> None:
+    asked: list[asyncio.Event] = []
+
+    async def question() -> dict[str, Any]:
+        number, gate = len(asked) + 1, asyncio.Event()
+        asked.append(gate)
+        await gate.wait()
+        return {"number": number}
+
+    async def many() -> list[int]:
+        trees = Trees(question)
+        first = asyncio.create_task(trees.get())
+        while not asked:
+            await asyncio.sleep(0)
+        later = [asyncio.create_task(trees.get()) for _ in range(100)]  # while the first question is under way
+        await asyncio.sleep(0)
+        asked[0].set()
+        found = [await first]
+        while len(asked) < 2:
+            await asyncio.sleep(0)
+        asked[1].set()
+        return [tree["number"] for tree in [*found, *await asyncio.gather(*later)]]
+
+    assert asyncio.run(many()) == [1] + [2] * 100
+
+
+def test_a_question_that_failed_is_no_answer_to_the_next() -> None:
+    answers = iter([HttpError(503, "daemon_unavailable", "gone"), {"back": True}])
+
+    async def question() -> dict[str, Any]:
+        if isinstance(answer := next(answers), HttpError):
+            raise answer
+        return cast("dict[str, Any]", answer)
+
+    async def twice() -> list[Any]:
+        trees = Trees(question)
+        return [*await asyncio.gather(trees.get(), trees.get(), return_exceptions=True), await trees.get()]
+
+    first, second, third = asyncio.run(twice())
+    assert isinstance(first, HttpError)
+    assert isinstance(second, HttpError)
+    assert third == {"back": True}

@@ -94,13 +94,6 @@ def test_all_families_are_there_and_have_a_meaning(busy: tuple[str, tiercache.Cl
         assert labels - {"le"} == set(family.labels), name
 
 
-def test_quotas_by_tier(busy: tuple[str, tiercache.Client, Path]) -> None:
-    told = Told(request(f"{busy[0]}/metrics").text)
-    for tier, limit_bytes in (("dram", 4 << 20), ("nvme", 8 << 20)):
-        assert told("quota_bytes", "team-a", tier) == limit_bytes
-        assert told("quota_used_bytes", "team-a", tier) == told("quota_refused_blocks_total", "team-a", tier) == 0
-
-
 def test_the_process_is_the_daemons(busy: tuple[str, tiercache.Client, Path]) -> None:
     tree = busy[1].stats()
     pid = tree["daemon"]["pid"]
@@ -120,26 +113,11 @@ def test_the_process_is_the_daemons(busy: tuple[str, tiercache.Client, Path]) ->
 def test_counters_that_alerts_watch_begin_at_zero(busy: tuple[str, tiercache.Client, Path]) -> None:
     told = Told(request(f"{busy[0]}/metrics").text)
     assert told("disk_failures_total", str(busy[2])) == 0
-    tree = _tree(busy)
+    tree = busy[1].stats(histograms=True)
     tree["tiers"]["nvme"]["directories"][0]["errors"] = {"5": 2, "28": 1}
     told = Told(metrics_text(tree).decode())
     assert told("disk_failures_total", str(busy[2])) == 3
     assert told("disk_errors_total", str(busy[2]), "5") == 2
-
-
-def test_engines_are_the_clients_that_are_none_of_ours(busy: tuple[str, tiercache.Client, Path]) -> None:
-    told = Told(request(f"{busy[0]}/metrics").text)
-    assert (told("engines"), told("sessions")) == (1, 2), "the HTTP process is a client too"
-
-
-def test_a_family_says_by_itself_what_it_is() -> None:
-    for family in FAMILIES:
-        first = family.text.split()[0]
-        assert first not in {"Those", "Their", "These", "It", "Likewise", "Its"}, family.name
-        assert len(family.text.split()) >= 4, family.name
-        assert family.text.endswith("."), family.name
-        if family.name.endswith("_seconds") and family.kind != "gauge":
-            assert "seconds" in family.text, family.name
 
 
 def test_histograms_hold_together(busy: tuple[str, tiercache.Client, Path]) -> None:
@@ -190,18 +168,10 @@ def test_metrics_are_what_stats_say(busy: tuple[str, tiercache.Client, Path]) ->
     assert told("namespace_bytes", *name, "nvme") == told("namespace_bytes", *name, "dram") == 30 * block
     assert told("namespace_asked_blocks_total", *name) == 70
     assert told("namespace_hit_blocks_total", *name, "dram") == 30
-
-
-def test_health_checks_are_no_traffic(busy: tuple[str, tiercache.Client, Path]) -> None:
-    url, client, _ = busy
-    before = client.stats(hot_prefixes=64)
-    wait_until(lambda: request(f"{url}/readyz").tree["status"] == "ready", "the port is ready")
-    after = client.stats(hot_prefixes=64)
-    assert after["counters"]["match_requests"] > before["counters"]["match_requests"]
-    for branch in ("traffic", "hot_prefixes"):
-        assert after[branch] == before[branch]
-    assert {one["engine"] for one in after["namespaces"]} == {"test/1", "tiercache/probe"}
-    assert "tiercache/probe" not in request(f"{url}/metrics").text
+    for tier, limit_bytes in (("dram", 4 << 20), ("nvme", 8 << 20)):
+        assert told("quota_bytes", "team-a", tier) == limit_bytes
+        assert told("quota_used_bytes", "team-a", tier) == told("quota_refused_blocks_total", "team-a", tier) == 0
+    assert (told("engines"), told("sessions")) == (1, 2), "the HTTP process is a client too"
 
 
 def test_histograms_and_prefixes_come_only_if_they_are_asked_for(busy: tuple[str, tiercache.Client, Path]) -> None:
@@ -213,44 +183,22 @@ def test_histograms_and_prefixes_come_only_if_they_are_asked_for(busy: tuple[str
     assert hot["name"] == chain(tokens_of("busy", 30))[-16:].hex()[:8]
 
 
-def _tree(busy: tuple[str, tiercache.Client, Path], **changes: Any) -> dict[str, Any]:
-    return {**busy[1].stats(histograms=True), **changes}
-
-
-def test_what_clients_name_can_forge_no_line(busy: tuple[str, tiercache.Client, Path]) -> None:
-    tree = _tree(busy)
-    tree["namespaces"][0]["engine"] = 'x"} 1\ntiercache_up 7\\'
-    told = Told(metrics_text(tree).decode())
-    assert told("up") == 1
-    fingerprint, rank = tree["namespaces"][0]["fingerprint"], tree["namespaces"][0]["rank"]
-    assert told("namespace_bytes", fingerprint, 'x"} 1\ntiercache_up 7\\', rank, "dram")
-
-
 def test_the_number_of_series_has_a_limit(busy: tuple[str, tiercache.Client, Path]) -> None:
-    one = _tree(busy)["namespaces"][0]
+    tree = busy[1].stats(histograms=True)
+    one = tree["namespaces"][0]
     many = [{**one, "id": number, "fingerprint": f"{number:032x}", "asked_blocks": number} for number in range(500)]
     health = {"state": "degraded", "reasons": [f"disk {number} hangs for {number} s" for number in range(99)]}
     health["reasons"] += ["it has hung for 3 s", "it has hung for 4.5 s"] * 2
-    told = Told(metrics_text(_tree(busy, namespaces=many, health={**health, "parts": {"nvme": 99}})).decode())
+    told = Told(metrics_text({**tree, "namespaces": many, "health": {**health, "parts": {"nvme": 99}}}).decode())
     samples = told.families["tiercache_namespace_asked_blocks"].samples
     assert {sample.labels["namespace"] for sample in samples} == {
         f"{number:032x}" for number in range(500 - MAX_NAMESPACES, 500)
     }
     assert len(told.families["tiercache_health_reason_info"].samples) == MAX_REASONS
     assert (told("healthy"), told("health_problems", "nvme"), told("namespaces")) == (0, 99, 500)
-    told = Told(metrics_text(_tree(busy, health={**health, "reasons": health["reasons"][-4:], "parts": {}})).decode())
+    told = Told(metrics_text({**tree, "health": {**health, "reasons": health["reasons"][-4:], "parts": {}}}).decode())
     assert told("health_reason_info", "it has hung for N s") == 1
     assert len(told.families["tiercache_health_reason_info"].samples) == 1
-
-
-def test_an_older_daemon_tells_what_it_has(busy: tuple[str, tiercache.Client, Path]) -> None:
-    tree = _tree(busy)
-    for branch in ("histograms", "traffic", "leases"):
-        del tree[branch]
-    told = Told(metrics_text(tree).decode())
-    assert told("up") == 1
-    assert told("stored_blocks_total") == tree["counters"]["stored_blocks"]
-    assert "tiercache_asked_tokens" not in told.families
 
 
 def test_a_silent_daemon_is_down_and_nothing_else() -> None:

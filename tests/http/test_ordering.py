@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from itertools import permutations, product
 from typing import Any, cast
 
 import pytest
-from http_helpers import BLOCK, SALT, affinity, card, chain, connect, spec, tokens_of
+from http_helpers import BLOCK, SALT, affinity, ask_affinity, card, chain, spec, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import wait_until
 
 import tiercache
-from tiercache.cli.main import main
 from tiercache.client.session import Session
 from tiercache.connectors.vllm.hashes import hash_seed
 from tiercache.http import ordering
-from tiercache.http.affinity import Affinity, Query, UnknownModel
-from tiercache.http.app import MAX_SEARCHES, THREADS, HttpError, PortRoutes
+from tiercache.http.affinity import Query
 from tiercache.http.ordering import Budget, OrderSearch
 from tiercache.http.peeking import ModelBlocks, ModelsKnown
-from tiercache.http.query import MAX_SEGMENTS, Order, Unordered
+from tiercache.http.query import Order, Unordered
 from tiercache.protocol.keys import content_id
 from tiercache.protocol.messages import CHAIN_HASHING, KEY_BYTES, ModelCard, Peeked
 
 Part = list[int] | Unordered
-Connect = Callable[..., tiercache.Connector]
+Opened = Callable[[tiercache.NamespaceSpec], tiercache.Connector]
 
 
 class Blocks:
@@ -150,23 +143,7 @@ def test_a_search_beyond_its_limits_says_so(limit: dict[str, Any]) -> None:
     assert found.matched == stored.matched(query.prompt(found.order)) >= found.as_given
 
 
-def test_an_older_daemon_does_not_say_enough() -> None:
-    query = Query(model="m", segments=[Unordered(documents(3, 8))], salt="")
-    blocks = Blocks([0])
-    stored = stored_in(blocks, query)
-    stored.windows = None
-    assert OrderSearch(stored, query, Budget()).find()[0::3] == ([[0, 1, 2]], False)
-    blocks.store(stored.names.keys(query.prompt(query.as_given)))
-    assert OrderSearch(stored, query, Budget()).find().complete
-
-
 # --- with a daemon --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def opened() -> Iterator[Connect]:
-    with ExitStack() as stack:
-        yield lambda *arguments, **options: stack.enter_context(connect(*arguments, **options))
 
 
 @pytest.fixture
@@ -174,132 +151,38 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordering, "SEARCH_S", 60.0)
 
 
-def ask(client: tiercache.Client, query: Query) -> dict[str, Any]:
-    finder, answers = Affinity(client), []
-
-    def known() -> bool:
-        try:
-            answers.append(finder.ask(query))
-        except UnknownModel:
-            return False
-        return True
-
-    wait_until(known, "the model is announced")
-    return dict(answers[0])
-
-
 @pytest.mark.usefixtures("patient")
-def test_a_daemon_finds_it_among_all_orders(client: tiercache.Client, opened: Connect, url: str) -> None:
+def test_a_daemon_finds_it_among_all_orders(client: tiercache.Client, opened: Opened, url: str) -> None:
     forms = [spec(), spec(group="window", window_blocks=3)]
     documents = [tokens_of(f"document {number}", 3)[: 12 - number] for number in range(4)]
     parts: list[Part] = [[1, 2, 3], Unordered(documents), [4], Unordered([[5, 6], [7, 8]]), [9, 10, 11]]
     query = Query(model="demo", segments=parts, salt=SALT)
     for form in forms:
-        connector = opened(client.address, form)
+        connector = opened(form)
         connector.announce([card(*forms)])
         for order, blocks in (([[2, 0, 1, 3], [0, 1]], 5), ([[2, 3, 1, 0], [1, 0]], 99)):
             keys = chain(query.prompt(order))[: blocks * 16]
             connector.store(keys, range(len(keys) // 16))
-    plain = [
-        (ask(client, Query(model="demo", tokens=query.prompt(order), salt=SALT)), order) for order in every_order(query)
-    ]
+    plain = [(ask_affinity(client, tokens=query.prompt(order)), order) for order in every_order(query)]
     best, order = max(plain, key=lambda pair: int(pair[0]["matched"]))
-    answer = ask(client, query)
-    given = next(one for one, order in plain if order == query.as_given)
-    assert (answer.pop("order"), answer.pop("complete"), answer.pop("matched_as_given")) == (
-        order,
-        True,
-        given["matched"],
-    )
+    as_given = next(one["matched"] for one, order in plain if order == query.as_given)
+    answer = ask_affinity(client, segments=parts)
     assert order == [[2, 3, 1, 0], [1, 0]]
-    assert answer == best
+    assert answer == {**best, "order": order, "complete": True, "matched_as_given": as_given}
     body = [part if isinstance(part, list) else {"unordered": part.unordered} for part in parts]
     assert affinity(url, model="demo", segments=body, salt=SALT).tree["order"] == order
     assert affinity(url, model="demo", segments=body, salt="other").tree["order"] == query.as_given
 
 
 @pytest.mark.usefixtures("patient")
-def test_of_models_with_one_name_the_longest_run_decides(client: tiercache.Client, opened: Connect) -> None:
-    connector = opened(client.address, spec())
+def test_of_models_with_one_name_the_longest_run_decides(client: tiercache.Client, opened: Opened) -> None:
+    connector = opened(spec())
     connector.announce([card(spec(), name="two", model="a"), card(spec(), name="two", model="b")])
     segments = [tokens_of(f"two {number}", 2) for number in range(3)]
     query = Query(model="two", segments=[Unordered(segments)], salt=SALT)
     for model, order, blocks in (("a", [1, 0, 2], 3), ("b", [2, 1, 0], 4)):
         keys = chain(query.prompt([order]), model)[: blocks * 16]
         connector.store(keys, range(blocks))
-    answer = ask(client, query)
+    answer = ask_affinity(client, model="two", segments=query.segments)
     assert (answer["order"], answer["matched"], answer["complete"]) == ([[2, 1, 0]], 16, True)
     assert [one["matched"] for one in answer["chains"]] == [0, 16]
-
-
-def test_the_command_prints_the_order(
-    client: tiercache.Client,
-    opened: Connect,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    connector = opened(client.address, spec())
-    connector.announce([card(spec(), name="told")])
-    segments = [tokens_of(f"told {number}", 2) for number in range(3)]
-    connector.store(chain(segments[2] + segments[0]), range(4))
-    ask(client, Query(model="told", tokens=[1], salt=SALT))
-    for address in (client.address, url):
-        monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([{"unordered": segments}, [1]])))
-        command = ["affinity", "--model", "told", "--segments", "-", "--salt", SALT, "--address", address]
-        assert main(command) == 0
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert ["stored", "16", "(64.0%)"] in lines
-        assert ["stored", "in", "the", "order", "given", "0"] in lines
-        assert ["group", "0", "2", "0", "1"] in lines
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"unordered": []}'))
-    assert main([*command[:-1], client.address]) == 2
-    assert "Expected `array`, got `object` - at `$.segments`" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, "either as tokens or as segments"),
-        ({"tokens": [1], "segments": []}, "either as tokens or as segments"),
-        ({"segments": "x"}, "Expected `array`"),
-        ({"segments": [5]}, "Expected `object | array`, got `int` - at `$.segments[0]`"),
-        ({"segments": [[1], {"unordered": [[1], ["a"]]}]}, "$.segments[1].unordered[1][0]"),
-        ({"segments": [[1], {"unordered": [1]}]}, "Expected `array`"),
-        ({"segments": [[-1]]}, ">= 0"),
-        ({"segments": [{}]}, "missing required field `unordered`"),
-        ({"segments": [{"unordered": [], "order": 1}]}, "unknown field `order`"),
-        ({"segments": [{"unordered": [[1]] * MAX_SEGMENTS}, [1]]}, f"{MAX_SEGMENTS + 1} segments: at most"),
-        ({"segments": [{"unordered": []}] * 100_000}, "100000 segments: at most"),
-    ],
-)
-def test_wrong_segments_are_told_what_is_wrong(url: str, fields: dict[str, Any], words: str) -> None:
-    answer = affinity(url, model="m", salt="", **fields)
-    assert (answer.status, answer.code) == (400, "bad_query")
-    message = answer.tree["error"]["message"]
-    assert words in message
-    assert "\n" not in message
-
-
-def test_more_searches_than_a_few_are_told_to_come_again() -> None:
-    assert MAX_SEARCHES < THREADS // 2, "others have threads left"
-    routes = PortRoutes.__new__(PortRoutes)
-    query, release = Query(model="m", segments=[Unordered([[1], [2]])], salt=""), asyncio.Event()
-
-    async def wait(question: Any) -> dict[str, Any]:
-        await release.wait()
-        return {"order": [[0, 1]]}
-
-    routes._searches, routes._ask = 0, wait  # type: ignore[method-assign, assignment]
-
-    async def ask() -> list[Any]:
-        under_way = [asyncio.ensure_future(routes._search(query)) for _ in range(MAX_SEARCHES)]
-        await asyncio.sleep(0)
-        with pytest.raises(HttpError, match="try again") as refused:
-            await routes._search(query)
-        assert (refused.value.status, refused.value.code) == (503, "busy")
-        release.set()
-        await asyncio.gather(*under_way)
-        return [await routes._search(query)]
-
-    assert asyncio.run(ask())[0].status_code == 200

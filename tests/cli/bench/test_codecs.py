@@ -68,7 +68,7 @@ def test_figures_follow_from_each_other() -> None:
     assert figures.write_pays_below == pytest.approx(0.2e9)
     assert figures.read_pays_below == pytest.approx(0.6e9)
     # At that bandwidth a block takes as long with the codec as without.
-    assert 1 / 1e9 + 1 / 1.25 / 0.2e9 == pytest.approx(1 / 0.2e9)
+    assert pytest.approx(1 / 0.2e9) == 1 / 1e9 + 1 / 1.25 / 0.2e9
     assert command._cores(1e9, figures.write_pays_below) == "5.0"
     assert command._cores(1e9, CodecFigures("lz4", 1.0, 1.0, 1e9, 3e9).write_pays_below) == "never"
 

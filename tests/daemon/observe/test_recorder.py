@@ -1,4 +1,4 @@
-"""What a daemon records of its requests, and what a replay reads of that."""
+"""What a daemon records of its requests, as a replay reads it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chains import chain_of
 from waiting import wait_until
 
 import tiercache
-from tiercache.config.daemon_config import DaemonConfig, load_config
+from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import recorder as recording
 from tiercache.daemon.observe.recorder import Recorder
@@ -21,10 +22,10 @@ from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.errors import ConfigError, DaemonUnavailable
-from tiercache.replay.formats.lines import BadTrace
+from tiercache.protocol.messages import Priority
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Trace
-from tiercache.replay.requests import RequestKind, TraceRequest
+from tiercache.replay.requests import RequestKind, Told, TraceRequest
 
 
 class Recording:
@@ -43,16 +44,18 @@ class Recording:
     def look(self, keys: bytes, *had: int, namespaces: list[Namespace] | None = None) -> None:
         self.recorder.looked(namespaces or [self.chain], keys, *(had or (0, 0)), promote=True)
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Everything that was written, once the recorder is closed."""
+    def close(self) -> Path:
+        """The file, with everything in it."""
         self.recorder.close()
-        content = self.path.read_bytes()
+        return self.path
+
+    def lines(self) -> list[dict[str, Any]]:
+        content = self.close().read_bytes()
         text = gzip.decompress(content) if self.path.suffix == ".gz" else content
         return [json.loads(line) for line in text.splitlines()]
 
     def requests(self) -> list[TraceRequest]:
-        self.recorder.close()
-        return list(Trace(self.path, [Recorded()], lambda tokens: 1))
+        return list(Trace(self.close(), [Recorded()], lambda tokens: 1))
 
 
 @pytest.fixture(params=["run.jsonl", "run.jsonl.gz"])
@@ -163,21 +166,10 @@ def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch
     monkeypatch.setattr(recording, "MAX_QUEUED_BYTES", 100)
     one.look(chain_of("a", 7))
     one.look(chain_of("b", 2))
-    one.recorder.close()
-    assert one.recorder.stats()["lost_requests"] == 1
-    one.lines()
-    assert [request.blocks for request in one.requests()] == [2]
-
-
-def test_a_replay_is_told_of_lost_requests(tmp_path: Path) -> None:
-    one = Recording(tmp_path / "run.jsonl")
-    one.recorder.lost = 3
-    one.look(chain_of("a", 2))
-    one.recorder.close()
-    trace = Trace(one.path, [Recorded()], lambda tokens: 1)
-    assert len(list(trace)) == 1
+    trace = Trace(one.close(), [Recorded()], lambda tokens: 1)
+    assert [request.blocks for request in trace] == [2]
     assert isinstance(trace.reader, RecordedReader)
-    assert trace.reader.lost_requests == 3
+    assert trace.reader.lost_requests == one.recorder.stats()["lost_requests"] == 1
 
 
 def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
@@ -219,41 +211,23 @@ def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> N
             Recorder(DaemonConfig(record=path), lambda: 0.0)
 
 
-def test_the_settings() -> None:
-    config = load_config(env={}, flags={"record": "run.jsonl.gz", "record_max": "2MiB"})
-    assert (config.record, config.record_max_bytes) == (Path("run.jsonl.gz").absolute(), 2 << 20)
-    with pytest.raises(ConfigError, match="record_max"):
-        load_config(env={}, flags={"record_max": "1k"})
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ({"t": 1, "o": "m", "n": [7], "c": 0, "k": ""}, "must name namespaces of lines before it"),
-        ({"t": 1, "o": "x"}, "o is 'x'"),
-        ({"o": "m"}, "`t`"),
-        ({"t": 1, "o": "m", "n": [1], "b": 3, "c": 3, "at": 2}, "2 blocks of chain 3, which has 0"),
-        ({"t": 1, "o": "m", "n": [1], "c": 0, "k": "AAAA"}, "k has 3 bytes"),
-        ({"t": 1, "o": "m", "n": [1], "c": 0, "k": "%"}, "k is no base64"),
-        ({"t": 1, "o": "m", "n": [1], "c": 0, "had": [1]}, "had is [1]"),
-        ({"t": 1, "o": "s", "n": [1], "c": 0, "k": "A" * 16, "f": 9}, "f is 9"),
-        ({"t": 1, "o": "ns", "number": 2}, "block_bytes is 0"),
-    ],
-)
-def test_bad_lines_of_a_recording(tmp_path: Path, line: dict[str, Any], words: str) -> None:
-    path = tmp_path / "run.jsonl"
-    declared = {"t": 0, "o": "ns", "number": 1, "block_tokens": 16, "block_bytes": 4096}
-    path.write_text("\n".join(json.dumps(one) for one in ({"tiercache_trace": 1}, declared, line)))
-    with pytest.raises(BadTrace, match="line 3: ") as raised:
-        list(Trace(path, [Recorded()], lambda tokens: 1))
-    assert words in str(raised.value)
-
-
-def test_recordings_of_other_versions_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"tiercache_trace": 2}')
-    with pytest.raises(BadTrace, match="version 2 of recordings: this release reads version 1"):
-        Trace(path, [Recorded()], lambda tokens: 1)
+def test_a_daemon_records_hints(tmp_path: Path) -> None:
+    path, pool = tmp_path / "trace.jsonl", tiercache.Pool.from_blocks(np.zeros((8, 4096), np.uint8))
+    spec = tiercache.NamespaceSpec(engine="t", layout="x", dtype="uint8", block_size=4, block_bytes=4096)
+    chain = tiercache.KeyChain(tiercache.root_key("m"), 4, range(16)).packed()
+    with (
+        tiercache.launch("16MiB", region="8MiB", record=str(path)) as daemon,
+        tiercache.connect(daemon.address, namespace=spec, pool=pool, required=True) as engine,
+    ):
+        engine.store(chain[:48], [0, 1, 2], hint=tiercache.Hint(priority=Priority.LOW))
+        engine.hint(chain, tiercache.Hint(return_in_s=1.5, ttl_s=60), first=1)
+        engine.hint(chain, tiercache.Hint(done=True))
+    found = [one for one in Trace(path, [Recorded()], lambda tokens: 4096) if one.kind is RequestKind.HINT]
+    assert [(one.first, one.blocks, one.told) for one in found] == [
+        (0, 3, Told(priority=1)),
+        (1, 4, Told(return_in_s=1.5, ttl_s=60.0)),
+        (0, 4, Told(done=True)),
+    ]
 
 
 def test_a_daemon_that_cannot_record_does_not_start(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Sockets that listen, or say in one line why they cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from tiercache.errors import ConfigError
+from tiercache.ground import listening
+
+
+def test_an_address_that_is_taken_is_one_line_and_leaves_no_socket() -> None:
+    with listening.bind("127.0.0.1", 0, "here") as first:
+        listening.listen(first, 1, "here")
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConfigError, match="http = here cannot be listened on: Address already in use: choose"):
+            listening.bind("127.0.0.1", first.getsockname()[1], "http = here")
+        assert len(os.listdir("/proc/self/fd")) == before
+        peer = socket.create_connection(first.getsockname())
+        first.accept()[0].close()  # the port is in TIME_WAIT now, which must not stop a new server
+        peer.close()
+        again = first.getsockname()[1]
+    listening.bind("127.0.0.1", again, "here").close()
+
+
+def test_of_two_that_are_bound_one_listens() -> None:
+    """Both may be, as long as none of them listens."""
+    first = listening.bind("127.0.0.1", 0, "here")
+    with first, listening.bind("127.0.0.1", first.getsockname()[1], "there") as second:
+        listening.listen(first, 1, "here")
+        with pytest.raises(ConfigError, match="there cannot be listened on: Address already in use: choose"):
+            listening.listen(second, 1, "there")
+
+
+def test_a_host_that_is_none_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="http = nowhere cannot be listened on"):
+        listening.bind("nowhere.invalid", 80, "http = nowhere")
