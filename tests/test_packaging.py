@@ -90,19 +90,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel's content, as pip puts it there."""
     target = tmp_path_factory.mktemp("installed")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(target),
-        str(wheel),
-        cwd=target,
-    )
+    options = ["--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    run(sys.executable, "-m", "pip", "install", *options, str(wheel), cwd=target)
     return target
 
 
@@ -119,22 +108,20 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None
 def test_the_installed_package_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'transformers', 'kvikio')))\n"
-        "import tiercache, tiercache.client.client, tiercache.connector.connector, tiercache.daemon\n"
-        "import tiercache.cli.app\n"
-        "print(tiercache.__file__, *tiercache.daemon.__path__)"
+        "import tiercache, tiercache.connector.connector, tiercache.daemon, tiercache.cli.app\n"
+        "from tiercache.ground.extras import install_extra\n"
+        "print(tiercache.__file__, *tiercache.daemon.__path__)\n"
+        "print(install_extra('http')); print(install_extra('nothing'))\n"
+        "from tiercache.cli.main import main; main(['daemon', '--help'])"
     )
-    places = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed).split()
-    assert places == [str(installed / "tiercache" / "__init__.py"), str(installed / "tiercache" / "daemon")]
-
-
-def test_the_installed_daemon_explains_itself(installed: Path, tmp_path: Path) -> None:
-    as_module = run(sys.executable, "-m", "tiercache.daemon", "--help", cwd=tmp_path, python_path=installed)
-    as_command = run(
-        sys.executable, "-m", "tiercache.cli.main", "daemon", "--help", cwd=tmp_path, python_path=installed
-    )
-    assert as_module == as_command
-    assert "--arena" in as_module
-    assert "tiercache daemon --" in as_module.rstrip().splitlines()[-1]
+    out = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed)
+    places, line, unknown, as_command = out.split("\n", 3)
+    assert places.split() == [str(installed / "tiercache" / "__init__.py"), str(installed / "tiercache" / "daemon")]
+    packages = PROJECT["optional-dependencies"]["http"]
+    assert shlex.split(line) == [sys.executable, "-m", "pip", "install", *packages], "those of a wheel, by name"
+    assert "pyproject.toml" in unknown
+    assert "--arena" in as_command
+    assert as_command == run(sys.executable, "-m", "tiercache.daemon", "--help", cwd=tmp_path, python_path=installed)
 
 
 # --- what to do about a package that is missing -----------------------------------------------------
@@ -145,17 +132,7 @@ def test_a_checkout_gets_its_extras_from_itself(monkeypatch: pytest.MonkeyPatch)
     line = extras.install_extra("engine", "serve")
     assert shlex.split(line) == ["/venv/bin/python", "-m", "pip", "install", "--editable", f"{ROOT}[engine,serve]"]
     assert extras.install_packages("lz4") == "/venv/bin/python -m pip install lz4"
-
-
-def test_a_wheel_gets_the_packages_of_its_extras(installed: Path, tmp_path: Path) -> None:
-    code = "from tiercache.ground.extras import *; print(install_extra('http')); print(install_extra('nothing'))"
-    line, unknown = run(sys.executable, "-c", code, cwd=tmp_path, python_path=installed).splitlines()
-    wanted = PROJECT["optional-dependencies"]["http"]
-    assert shlex.split(line) == [sys.executable, "-m", "pip", "install", *wanted]
-    assert "pyproject.toml" in unknown
-
-
-def test_without_pip_it_is_said_what_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert extras.install_packages("lz4", "zstandard") == f"install lz4 zstandard into {sys.prefix}"
 
@@ -175,24 +152,13 @@ FROM_AN_INDEX = re.compile(
 """Lines with which pip would look for us on an index, where the name belongs to another project, or could."""
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("pip install tiercache", True),
-        ("RUN pip install --quiet 'tiercache[http,zstd]'", True),
-        ("uv pip install tiercache==0.1.0", True),
-        ("pip install tiercache-kv", True),
-        ("needs the extra: 'tiercache[gpu]'", True),
-        ("/opt/tiercache/bin/pip install '.[http]'", False),
-        ("pip install 'dist/tiercache_kv-0.2.0-py3-none-any.whl[http]'", False),
-        ("helm install tiercache daemon/deploy/helm/tiercache --set arena=64GiB", False),
-    ],
-)
-def test_lines_that_ask_an_index_are_noticed(line: str, found: bool) -> None:
-    assert bool(FROM_AN_INDEX.search(line.replace("helm install", ""))) == found
+def asks_an_index(line: str) -> bool:
+    return bool(FROM_AN_INDEX.search(line.replace("helm install", "")))
 
 
 def test_nothing_installs_the_package_of_that_name_on_pypi() -> None:
+    assert asks_an_index("RUN pip install --quiet 'tiercache[http,zstd]'")
+    assert not asks_an_index("helm install tiercache daemon/deploy/helm/tiercache --set arena=64GiB")
     if not (ROOT / ".git").exists():
         pytest.skip("no repository: which files are ours is not known")
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
@@ -206,7 +172,7 @@ def test_nothing_installs_the_package_of_that_name_on_pypi() -> None:
             lines = path.read_text().splitlines()
         except UnicodeDecodeError:
             continue
-        bad += [f"{name}: {line}" for line in lines if FROM_AN_INDEX.search(line.replace("helm install", ""))]
+        bad += [f"{name}: {line}" for line in lines if asks_an_index(line)]
     assert bad == []
 
 
@@ -262,8 +228,3 @@ def test_integration_runs_each_ring_once() -> None:
         "make test-vllm",
         "make stress",
     ]
-
-
-def test_make_test_runs_pytest() -> None:
-    for target in ("test", "stress"):
-        assert " -m pytest " in run("make", "--dry-run", "--no-print-directory", target, cwd=ROOT)

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 from kubernetes_objects import objects_of, validate
 
+from tiercache import __version__
 from tiercache.cli.commands import COMMANDS
 from tiercache.config.settings import SETTINGS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "daemon" / "deploy"
 CHART = DEPLOY / "helm" / "tiercache"
 RULE_TESTS = sorted(CHART.glob("alerts*_test.yaml"))
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
+GUIDE = (ROOT / "daemon" / "OPERATING.md").read_text()
+each_manifest = pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 
 
 def documented_metrics() -> dict[str, str]:
@@ -28,24 +31,21 @@ def documented_metrics() -> dict[str, str]:
     return dict(re.findall(r"^\| `(tiercache_\w+)` \| (\w+) \|", text, re.MULTILINE))
 
 
-def used_metrics(text: str) -> set[str]:
-    recorded = re.compile(r"\binstance:\w+:\w+")
-    return set(re.findall(r"\btiercache_[a-z0-9_]+", recorded.sub("", text)))
+def queries() -> list[str]:
+    """The queries of the dashboard's panels."""
+    panels = json.loads((CHART / "dashboard.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
 
 
-@pytest.mark.parametrize("path", [CHART / "alerts.yaml", CHART / "dashboard.json"], ids=lambda path: path.name)
-def test_metrics_in_rules_and_panels_exist(path: Path) -> None:
+def test_metrics_in_rules_and_panels_exist() -> None:
     known = documented_metrics()
     assert len(known) > 50
-    text = path.read_text()
-    if path.suffix == ".json":
-        panels = json.loads(text)["panels"]
-        text = " ".join(target["expr"] for panel in panels for target in panel.get("targets", []))
-    used = used_metrics(text)
-    assert used
-    for name in used:
-        base = re.sub(r"_(bucket|count|sum)$", "", name)
-        assert name in known or known.get(base) == "histogram", name
+    for text in ((CHART / "alerts.yaml").read_text(), " ".join(queries())):
+        used = set(re.findall(r"\btiercache_[a-z0-9_]+", re.sub(r"\binstance:\w+:\w+", "", text)))
+        assert used
+        for name in used:
+            base = re.sub(r"_(bucket|count|sum)$", "", name)
+            assert name in known or known.get(base) == "histogram", name
 
 
 def test_settings_in_manifests_and_chart_exist() -> None:
@@ -55,18 +55,24 @@ def test_settings_in_manifests_and_chart_exist() -> None:
     assert {name.lower() for name in named} - {"config"} <= set(SETTINGS)
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_all_is_of_this_release() -> None:
+    text = (CHART / "Chart.yaml").read_text()
+    assert f'appVersion: "{__version__}"' in text
+    assert f"\nversion: {__version__}\n" in text
+    for path in MANIFESTS:
+        assert f"image: tiercache:{__version__}" in path.read_text(), path.name
+
+
+@each_manifest
 def test_memory_counts_the_arena(path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    documents = [one for one in yaml.safe_load_all(path.read_text()) if one["kind"] in ("Deployment", "DaemonSet")]
+    documents = [one for one in objects_of(path.read_text()) if one["kind"] in ("Deployment", "DaemonSet")]
     specs = [one["spec"]["template"]["spec"] for one in documents]
-    found = [
+    [(spec, container)] = [
         (spec, one)
         for spec in specs
         for one in [*spec.get("initContainers", []), *spec["containers"]]
         if one["name"] == "tiercache"
     ]
-    [(spec, container)] = found
     env = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     arena_gib = int(env["TIERCACHE_ARENA"].removesuffix("GiB"))
     assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > arena_gib
@@ -74,12 +80,12 @@ def test_memory_counts_the_arena(path: Path) -> None:
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     for name, default in (("RUN_DIR", "/run/tiercache"), ("NVME", ""), ("SHARED_STATE", "")):
-        path = env.get(f"TIERCACHE_{name}", default)
-        if not path:
+        place = env.get(f"TIERCACHE_{name}", default)
+        if not place:
             continue
-        [mount] = [mount for mount in mounts if path == mount or path.startswith(f"{mount}/")]
+        [mount] = [mount for mount in mounts if place == mount or place.startswith(f"{mount}/")]
         # The kubelet makes them as root's, and open to all users: the daemon uses only a folder of its own.
-        assert "emptyDir" not in mounts[mount] or path != mount, f"{name} is the emptyDir itself"
+        assert "emptyDir" not in mounts[mount] or place != mount, f"{name} is the emptyDir itself"
 
 
 def test_only_pods_with_a_daemon_reach_the_shared_store() -> None:
@@ -95,25 +101,20 @@ def test_only_pods_with_a_daemon_reach_the_shared_store() -> None:
     assert allowed["podSelector"]["matchLabels"].items() <= whose.items()
     assert not allowed["podSelector"]["matchLabels"].items() <= labels.items()
     assert policy["egress"] == []
-    assert engines["replicas"] == 2
     [valkey] = store["template"]["spec"]["containers"]
-    script = valkey["args"][0]
-    assert "--maxmemory-policy volatile-ttl" in script
-    room_gib = int(str(re.findall(r"--maxmemory (\d+)gb", script)[0]))
+    assert "--maxmemory-policy volatile-ttl" in valkey["args"][0]
+    room_gib = int(str(re.findall(r"--maxmemory (\d+)gb", valkey["args"][0])[0]))
     assert room_gib < int(valkey["resources"]["limits"]["memory"].removesuffix("Gi"))
     [daemon] = [one for one in engines["template"]["spec"]["initContainers"] if one["name"] == "tiercache"]
     [url] = [one for one in daemon["env"] if one["name"] == "TIERCACHE_SHARED"]
     assert "valueFrom" in url, "it has a password"
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+@each_manifest
 def test_every_container_has_tiercache(path: Path) -> None:
     images = set(re.findall(r"^ +image: (\S+)", path.read_text(), re.MULTILINE))
     assert images
     assert all(re.match(r"(vllm-)?tiercache:|valkey/valkey:", image) for image in images), images
-    stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    assert stages[-1] == "daemon", "the image that is built without --target"
-    assert "engine" in stages, "what makes vllm-tiercache"
 
 
 def test_the_image_takes_what_the_package_is_made_of() -> None:
@@ -123,28 +124,12 @@ def test_the_image_takes_what_the_package_is_made_of() -> None:
     assert copied == allowed
     assert copied >= {"tiercache", "daemon", "connectors", "kernels", "pyproject.toml", "constraints.txt"}
     assert all((ROOT / name).exists() for name in copied)
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE)
+    assert stages[-1] == "daemon", "the image that is built without --target"
+    assert "engine" in stages, "what makes vllm-tiercache"
 
 
-# --- the real validators, where they are installed --------------------------------------------------
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def needs(program: str) -> str:
-    found = shutil.which(program)
-    if found is None:
-        pytest.skip(f"{program} is not installed")
-    return found
-
-
-def test_promtool_takes_the_rules_and_their_tests() -> None:
-    promtool = needs("promtool")
-    run(promtool, "check", "rules", str(CHART / "alerts.yaml"))
-    run(promtool, "test", "rules", *map(str, RULE_TESTS))
+# --- the guide ---------------------------------------------------------------------------------------
 
 
 def test_every_rule_is_tested_and_explained() -> None:
@@ -152,17 +137,15 @@ def test_every_rule_is_tested_and_explained() -> None:
     tests = "".join(path.read_text() for path in RULE_TESTS)
     fired = set(re.findall(r"alertname: (\w+)\n +exp_alerts:\n", tests))
     assert set(alerts) - fired == set(), "each has a case in which it fires"
-    guide = (ROOT / "daemon" / "OPERATING.md").read_text()
-    assert [name for name in alerts if f"`{name}`" not in guide] == [], "each has its remedy in OPERATING.md"
+    assert [name for name in alerts if f"`{name}`" not in GUIDE] == [], "each has its remedy in OPERATING.md"
 
 
 def test_the_guide_names_commands_and_settings_that_exist() -> None:
-    guide = (ROOT / "daemon" / "OPERATING.md").read_text()
-    named = set(re.findall(r"`tiercache ([a-z]+)", guide))
+    named = set(re.findall(r"`tiercache ([a-z]+)", GUIDE))
     assert named > {"doctor", "set", "check", "keygen"}
     assert named - set(COMMANDS) == set()
     figures = {"other_key_rows", *documented_metrics()}
-    assert set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", guide)) - figures - set(SETTINGS) == set()
+    assert set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", GUIDE)) - figures - set(SETTINGS) == set()
 
 
 def logged_texts() -> set[str]:
@@ -181,36 +164,49 @@ def logged_texts() -> set[str]:
 def test_every_line_of_the_log_is_explained() -> None:
     texts = logged_texts()
     assert len(texts) > 25
-    guide = (ROOT / "daemon" / "OPERATING.md").read_text()
     lines = {re.sub(r"(%[sdg]|%\.\d+f)+", "…", text) for text in texts} - {"…"}
-    unknown = sorted(line for line in lines if f"`{line}`" not in guide)
+    unknown = sorted(line for line in lines if f"`{line}`" not in GUIDE)
     assert unknown == [], "say in daemon/OPERATING.md, under 'Lines of the log', what to do about these"
 
 
-def test_promtool_takes_the_queries_of_the_dashboard(tmp_path: Path) -> None:
-    promtool = needs("promtool")
-    panels = json.loads((CHART / "dashboard.json").read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    plain = [query.replace("$__rate_interval", "5m").replace("$instance", ".*") for query in queries]
-    rules = [{"record": f"q{number}", "expr": query} for number, query in enumerate(plain)]
-    path = tmp_path / "queries.yaml"
-    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
-    assert f"{len(queries)} rules found" in run(promtool, "check", "rules", str(path))
+# --- the real validators, where they are installed --------------------------------------------------
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a validator; the test is skipped where it is not installed."""
+    if (found := shutil.which(program)) is None:
+        pytest.skip(f"{program} is not installed")
+    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@each_manifest
 def test_manifests_fit_the_schema_of_kubernetes(path: Path) -> None:
     validate(path.read_text())
 
 
+@pytest.mark.stress
+def test_promtool_takes_rules_their_tests_and_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+    plain = [query.replace("$__rate_interval", "5m").replace("$instance", ".*") for query in queries()]
+    rules = [{"record": f"q{number}", "expr": query} for number, query in enumerate(plain)]
+    path = tmp_path / "queries.yaml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
+    for arguments in (
+        ("check", "rules", str(CHART / "alerts.yaml")),
+        ("test", "rules", *map(str, RULE_TESTS)),
+        ("check", "rules", str(path)),
+    ):
+        done = run("promtool", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
+
+
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    analyze = needs("systemd-analyze")
     unit = tmp_path / "tiercache.service"
     text = (DEPLOY / "systemd" / "tiercache.service").read_text()
-    unit.write_text(text.replace("/opt/tiercache/bin/tiercache", "/bin/true"))
-    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
-    assert str(unit.name) not in done.stderr, done.stderr
     families = next(line for line in text.splitlines() if line.startswith("RestrictAddressFamilies="))
+    assert "AF_NETLINK" in families, "ZeroMQ asks for the interfaces when it binds to TCP, and aborts where it may not"
     assert "\nEnvironment=TIERCACHE_SHARED_STATE=/var/lib/tiercache/" in text, "it is in the StateDirectory"
     assert "\nStateDirectory=tiercache\n" in text
-    assert "AF_NETLINK" in families, "ZeroMQ asks for the interfaces when it binds to TCP, and aborts where it may not"
+    unit.write_text(text.replace("/opt/tiercache/bin/tiercache", "/bin/true"))
+    done = run("systemd-analyze", "verify", str(unit))
+    assert unit.name not in done.stderr, done.stderr

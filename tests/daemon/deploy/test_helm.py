@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from kubernetes_objects import RefusedValues, render, validate
 
-from tiercache import __version__
 from tiercache.config.daemon_config import DaemonConfig, load_config, render_toml
 from tiercache.config.settings_schema import settings_schema
 from tiercache.copies.arena import worker_bytes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.protocol.curve import load_allowed, load_server, make_client, make_server
 
-CHART = Path(__file__).parents[1] / "daemon" / "deploy" / "helm" / "tiercache"
+CHART = Path(__file__).parents[3] / "daemon" / "deploy" / "helm" / "tiercache"
 GIB = 1 << 30
 SECRET_URL = "valkey://:open-sesame@kv:6379"
 """What a Secret holds."""
@@ -54,19 +53,18 @@ def memory_bytes(values: dict[str, Any]) -> int:
     "values",
     [
         {},
-        {"nvme": {"type": "emptyDir"}},
-        {"http": {"enabled": False}},
+        {"http": {"enabled": False}, "nvme": {"type": "emptyDir"}, "podAnnotations": {"a": "b"}},
         {"nvme": {"enabled": False}, "settings": {"lock_memory": "require"}},
         {"nvme": {"paths": ["/mnt/a", "/mnt/b"]}, "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}},
         SHARED,
         {"shared": {"enabled": True, "url": "s3://kv/prefix", "plain": True}},
-        {"grafanaDashboard": {"enabled": True, "labels": {"team": "serving"}}},
         {
+            "grafanaDashboard": {"enabled": True, "labels": {"team": "serving"}},
+            "imagePullSecrets": [{"name": "s"}],
             "extraEnv": [{"name": "A", "value": "b"}],
             "extraVolumes": [{"name": "v", "emptyDir": {}}],
             "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
         },
-        {"podAnnotations": {"a": "b"}, "imagePullSecrets": [{"name": "s"}]},
     ],
     ids=str,
 )
@@ -76,44 +74,41 @@ def test_it_renders_to_what_kubernetes_takes(values: dict[str, Any]) -> None:
 
 def test_settings_come_out_as_they_were_meant() -> None:
     # As Helm reads YAML: `no` and `off` are false, and whole numbers are floats.
-    config = config_of(
-        {
-            "settings": {
-                "what_if": False,
-                "lock_memory": False,
-                "kv_events_allow_remote": "yes",
-                "record_max": 5_000_000_000.0,
-                "pin_share": 0.25,
-                "max_sessions": 512.0,
-                "quota": {"team-a": "16GiB", "*": 1_000_000_000.0},
-                "nvme_quota": "team-a=1TiB",
-            },
-        }
-    )
+    values = {
+        "user": 1_000_650_000.0,
+        "group": 1_000_650_000.0,
+        "socketGroup": 2_000_000_000.0,
+        "arena": 34359738368.0,
+        "settings": {
+            "what_if": False,
+            "lock_memory": False,
+            "kv_events_allow_remote": "yes",
+            "record_max": 5_000_000_000.0,
+            "pin_share": 0.25,
+            "max_sessions": 512.0,
+            "quota": {"team-a": "16GiB", "*": 1_000_000_000.0},
+            "nvme_quota": "team-a=1TiB",
+        },
+    }
+    spec, config = daemon_set(values), config_of(values)
+    assert spec["containers"][0]["securityContext"]["runAsUser"] == 1_000_650_000
+    assert "--owner=1000650000" in spec["initContainers"][0]["command"]
+    assert spec["securityContext"]["supplementalGroups"] == [2_000_000_000]
+    assert (config.group, config.arena_bytes) == ("2000000000", 32 * GIB)
     assert (config.what_if, config.lock_memory, config.kv_events_allow_remote) == (False, "off", True)
     assert (config.record_max_bytes, config.pin_share, config.max_sessions) == (5_000_000_000, 0.25, 512)
     assert dict(config.quota) == {"team-a": 16 * GIB, "*": 1_000_000_000}
     assert config.nvme_quota == (("team-a", 1 << 40),)
 
 
-def test_large_numbers_stay_whole() -> None:
-    values = {"user": 1_000_650_000.0, "group": 1_000_650_000.0, "socketGroup": 2_000_000_000.0, "arena": 34359738368.0}
-    spec = daemon_set(values)
-    assert spec["containers"][0]["securityContext"]["runAsUser"] == 1_000_650_000
-    assert "--owner=1000650000" in spec["initContainers"][0]["command"]
-    assert spec["securityContext"]["supplementalGroups"] == [2_000_000_000]
-    assert (config_of(values).group, config_of(values).arena_bytes) == ("2000000000", 32 * GIB)
-
-
-@pytest.mark.parametrize("arena", ["64GiB", "1.5TiB", "64gb", 68719476736.0, "64 GiB"])
-def test_memory_follows_from_the_arena(arena: str | float) -> None:
-    arena_bytes = config_of({"arena": arena}).arena_bytes
-    assert arena_bytes + (256 << 20) <= memory_bytes({"arena": arena}) <= arena_bytes * 1.05 + (1 << 30)
-
-
-@pytest.mark.parametrize("grace", ["50s", "0.5min", 30.0, "900ms"])
-def test_the_pod_is_given_its_grace(grace: str | float) -> None:
-    assert config_of({"grace": grace}).grace_s < daemon_set({"grace": grace})["terminationGracePeriodSeconds"]
+@pytest.mark.parametrize(
+    ("arena", "grace"), [("64GiB", "50s"), ("1.5TiB", "0.5min"), ("64gb", 30.0), (68719476736.0, "900ms")]
+)
+def test_memory_and_grace_follow_from_the_settings(arena: str | float, grace: str | float) -> None:
+    values = {"arena": arena, "grace": grace}
+    config = config_of(values)
+    assert config.arena_bytes + (256 << 20) <= memory_bytes(values) <= config.arena_bytes * 1.05 + (1 << 30)
+    assert config.grace_s < daemon_set(values)["terminationGracePeriodSeconds"]
 
 
 def test_directories_may_have_sizes_of_their_own() -> None:
@@ -137,11 +132,9 @@ def test_memory_may_be_said() -> None:
 @pytest.mark.parametrize(
     ("paths", "settings", "workers"),
     [
-        (1, {}, 0),
         (1, {"nvme_workers": "on"}, 1),
         (4, {}, 4),
         (4, {"nvme_workers": "auto"}, 4),
-        (4, {"nvme_workers": "off"}, 0),
         (4, {"nvme_workers": False}, 0),
         (0, {"nvme_workers": "on"}, 0),
     ],
@@ -326,7 +319,7 @@ def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
     assert mounted <= {one["name"] for one in pod["spec"]["volumes"]}
 
 
-# --- the schema, which is made from the settings (tests/test_config.py holds it to them) ----------
+# --- the schema, which is made from the settings (tests/config holds it to them) ----------
 
 
 def test_the_schema_takes_what_a_printed_file_holds() -> None:
@@ -337,11 +330,3 @@ def test_the_schema_takes_what_a_printed_file_holds() -> None:
     for wrong in ({"what_if": 3}, {"arena": "lots"}, {"grace": "soon"}, {"pin_share": 2}, {"policy": "x"}, {"x": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, settings_schema())
-
-
-def test_the_chart_is_of_this_release() -> None:
-    text = (CHART / "Chart.yaml").read_text()
-    assert f'appVersion: "{__version__}"' in text
-    assert f"\nversion: {__version__}\n" in text
-    for path in CHART.parents[1].glob("kubernetes/*.yaml"):
-        assert f"image: tiercache:{__version__}" in path.read_text(), path.name
