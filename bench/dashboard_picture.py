@@ -16,12 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from bench_http import url_in
+from chromium import Browser
 from common import ROOT, SEED
 
 import tiercache
-
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "http")]
-from chromium import Browser
 
 PICTURES = ROOT / "daemon" / "pictures"
 SIZE = 1200, 900

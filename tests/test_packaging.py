@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache.config.settings import SETTINGS
 from tiercache.ground import extras
 
 if sys.version_info >= (3, 11):
@@ -137,15 +136,6 @@ def test_a_checkout_gets_its_extras_from_itself(monkeypatch: pytest.MonkeyPatch)
     assert extras.install_packages("lz4", "zstandard") == f"install lz4 zstandard into {sys.prefix}"
 
 
-def test_every_extra_that_is_named_exists() -> None:
-    known = set(PROJECT["optional-dependencies"])
-    for name in python_files():
-        for arguments in re.findall(r"install_extra\(([^)]*)\)", (ROOT / name).read_text()):
-            assert set(re.findall(r"""["'](\w+)["']""", arguments)) <= known, name
-    for setting in SETTINGS.values():
-        assert set(re.findall(r"extra (\w+)", setting.doc)) <= known, setting.key
-
-
 FROM_AN_INDEX = re.compile(
     r"""(\binstall\b|--with|requirement)[^\n#]*?[\s'"=]tiercache(-kv)?(\[[\w,-]*\])?\s*([=<>~!@'"`)]|$)|[\s'"]tiercache(-kv)?\[[a-z]"""
 )
@@ -185,15 +175,6 @@ def test_links_are_tracked_and_relative() -> None:
             assert entry.startswith("120000 "), f"tiercache/{name} is not tracked as a symbolic link"
 
 
-@pytest.mark.parametrize("name", OUTER)
-def test_a_package_of_the_same_name_wins_over_our_folder(name: str, tmp_path: Path) -> None:
-    theirs = tmp_path / name / "__init__.py"
-    theirs.parent.mkdir()
-    theirs.touch()
-    code = f"import sys; assert sys.path[0] == ''; import {name}; print({name}.__file__)"
-    assert run(sys.executable, "-c", code, cwd=ROOT, python_path=tmp_path).strip() == str(theirs)
-
-
 def requirements(extra: str | None = None) -> set[str]:
     """Names that the base install or an extra asks for, in lower case."""
     lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
@@ -212,12 +193,6 @@ def test_the_base_install_is_enough_for_daemon_and_client() -> None:
             tops = {module.split(".")[0] for module in found} - set(sys.stdlib_module_names) - {"tomllib"}
             missing |= {f"{name}: {top}" for top in tops - declared}
     assert missing == set()
-
-
-def test_constraints_hold_what_setup_installs_by_name() -> None:
-    pinned = set(re.findall(r"^([a-z0-9-]+)[=<>]", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    wanted = requirements().union(*(requirements(extra) for extra in ("engine", "test", "stress", "dev")))
-    assert wanted - pinned == set()
 
 
 def test_integration_runs_each_ring_once() -> None:

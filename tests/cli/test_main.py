@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,18 +78,6 @@ def test_a_wrong_name_of_a_client_makes_no_keys(run: Run, tmp_path: Path) -> Non
     assert not (tmp_path / "keys").exists()
 
 
-def test_ctrl_c_while_a_command_is_imported_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name.startswith("tiercache.daemon"):
-                raise KeyboardInterrupt
-
-    for name in [name for name in sys.modules if name.startswith("tiercache.daemon")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    assert run("daemon", "--help") == (2, "", "tiercache: stopped\n")
-
-
 @pytest.mark.parametrize("command", ["--help", "config"])
 def test_an_output_on_a_full_disk_is_one_line(command: str) -> None:
     with open("/dev/full", "w") as full:
@@ -109,21 +94,6 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         assert child.stderr is not None
         assert child.stderr.read() == ""
     assert child.returncode == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
-def test_a_run_dir_of_another_user_is_not_called_missing() -> None:
-    """Nor does its owner's daemon seem to be dead."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    try:
-        call = f"main(['ping', '--address', '{folder}'])"
-        # Run it once as root, to import everything: the other user may not be able to read the interpreter's files.
-        first = "import os; from tiercache.cli.main import main; main(['ping', '--address', '/nowhere'])"
-        code = f"{first}; os.setuid(54321); {call}"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        assert f"{folder} may not be entered: run this as the daemon's user" in done.stderr
-    finally:
-        folder.rmdir()
 
 
 def test_the_processes_exit_with_the_status() -> None:

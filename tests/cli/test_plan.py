@@ -45,11 +45,6 @@ def test_what_the_tiers_hold(plan: Plan) -> None:
     assert sequence["in_gpu"] == pool_bytes // (512 << 20)
 
 
-def test_requests_per_second(plan: Plan) -> None:
-    by_requests = plan("Qwen3-8B --length 2048 --requests-per-s 0.5")
-    assert by_requests["tiers"] == plan("Qwen3-8B --length 2048 --tokens-per-s 1024")["tiers"]
-
-
 def test_load_or_compute(plan: Plan) -> None:
     rates = "--tflops 100 --mfu 0.5 --bus 10GB --dram-bandwidth 5GB/s --nvme-bandwidth 1GB"
     [one] = plan(f"Llama-3.1-8B {rates} --length 8192")["loads"]
@@ -73,15 +68,6 @@ def test_a_shared_store(plan: Plan) -> None:
     assert enough["shared_s"] < enough["compute_s"]
     assert 0 < plan(f"{line} --shared-round-trip 0.5ms")["shared"]["pays_from_tokens"] < pays
     assert plan("Llama-3.1-8B")["shared"] is None
-
-
-def test_a_network_that_is_slower_than_computing_never_pays(plan: Plan, run: Run) -> None:
-    line = "Llama-3.1-8B --gpu H100 --shared 2TiB --shared-bandwidth"
-    assert plan(f"{line} 100MB")["shared"]["pays_from_tokens"] is None
-    assert "no hit in the shared store pays" in run("plan", *line.split(), "100MB")[1]
-    out = run("plan", *line.split(), "100Gbit")[1]
-    for words in ("from shared", "1,048,576", "a hit in the shared store pays from"):
-        assert words in out
 
 
 def test_a_model_with_states(plan: Plan, run: Run) -> None:

@@ -15,7 +15,6 @@ import pytest
 from command_line import Run, assert_refused
 
 from tiercache.cli import replay as command
-from tiercache.ground.extras import install_extra
 
 SAMPLE = Path(__file__).parents[1] / "replay" / "sample.jsonl.gz"
 SHORT_REQUESTS = 100
@@ -42,19 +41,6 @@ def points(run: Run) -> Points:
         return found
 
     return one
-
-
-def test_a_table_for_people(run: Run, short: Path) -> None:
-    status, out, err = run("replay", short, "--dram", "2%,10%", "--nvme", "5x")
-    assert (status, err) == (0, "")
-    assert "blocks of 512 tokens, 64.0 MiB" in out
-    assert "Llama-3.1-8B" in out
-    rows = [line.split() for line in out.splitlines() if line.startswith(("2%", "10%"))]
-    assert [row[0] for row in rows] == ["2%", "10%"]
-    dram, nvme, both, best_dram, best = (float(cell.rstrip("%")) for cell in rows[0][4:9])
-    assert both == pytest.approx(dram + nvme, abs=0.11)
-    assert 0 < dram < best_dram
-    assert both < best < 100
 
 
 def test_more_cache_has_more_hits_and_the_optimum_has_most(points: Points) -> None:
@@ -85,35 +71,6 @@ def test_policies_are_compared_in_one_run(points: Points, short: Path) -> None:
     for name in ("hit_rates", "tallies", "optimum"):
         assert [point[name] for point in both[0::2]] == [point[name] for point in alone]
     assert both[1]["optimum"] == both[0]["optimum"] != both[2]["optimum"]
-
-
-def test_slower_machines_take_longer(points: Points, short: Path) -> None:
-    arguments = ["--dram", "5%", "--no-optimum", "--gpu"]
-    machines = [["H200"], ["L4"], ["L4", "--mfu", "0.25"]]
-    quick, slow, slower = (points(short, *arguments, *more)[0]["ttft_without"]["mean_s"] for more in machines)
-    assert quick < slow
-    assert slower == pytest.approx(2 * slow, rel=0.05)
-
-
-def test_sizes_in_blocks_bytes_and_shares_are_the_same(points: Points) -> None:
-    found = points(SAMPLE, "--dram", "5%,204,12.75GiB", "--no-optimum")
-    assert [point["dram_blocks"] for point in found] == [204, 204, 204]
-    assert len({point["hit_rates"]["all"] for point in found}) == 1
-    assert found[0]["optimum"] == {"dram": None, "all": None}
-
-
-def test_the_whole_of_the_daemon_agrees_with_the_quick_way(points: Points, short: Path) -> None:
-    quick, exact = (points(short, "--dram", "2%", "--nvme", "5x", *more)[0] for more in ([], ["--exact"]))
-    for name in ("hit_rates", "tallies", "tiers"):
-        assert quick[name] == exact[name]
-
-
-def test_a_gpu_pool_in_front(points: Points, short: Path) -> None:
-    without, with_pool = (points(short, "--dram", "5%", *more)[0] for more in ([], ["--gpu-pool", "100"]))
-    assert set(with_pool["hit_rates"]) == {"gpu", "dram", "all"}
-    assert with_pool["hit_rates"]["gpu"] > 0
-    assert with_pool["hit_rates"]["all"] >= without["hit_rates"]["all"]
-    assert with_pool["ttft_without"]["mean_s"] < without["ttft_without"]["mean_s"]
 
 
 def test_hosts_that_share_a_store(run: Run, points: Points, short: Path) -> None:
@@ -212,12 +169,6 @@ def test_bad_lines_are_told_or_left_out(run: Run, tmp_path: Path) -> None:
     assert found["points"][0]["tiers"]["dram"] == {"blocks": 4, "tokens": 2048}
 
 
-def test_a_picture_without_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    told = run("replay", SAMPLE, "--dram", "5%", "--plot", "sizes.png")
-    assert_refused(told, f"--plot needs matplotlib: {install_extra('plot')}")
-
-
 def test_progress_is_told_on_a_terminal_alone(run: Run, monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
     monkeypatch.setattr(command, "TELL_EVERY_S", 0.0)
     assert run("replay", short, "--dram", "5%")[2] == ""
@@ -228,10 +179,3 @@ def test_progress_is_told_on_a_terminal_alone(run: Run, monkeypatch: pytest.Monk
     assert {what for what, _ in told} == {"first pass, for the optimum", "5%, hazard", "5%: the optimum"}
     assert err.endswith("\r\x1b[K")
     assert "\r" not in out
-
-
-def test_several_traces_are_played_apart(run: Run, short: Path) -> None:
-    status, out, _ = run("replay", short, short, "--dram", "5%", "--no-optimum", "--json")
-    first, second = json.loads(out)
-    assert status == 0
-    assert first["points"][0]["hit_rates"] == second["points"][0]["hit_rates"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiercache.cli.report import Section, align, fitting, human, print_sections, sections, with_human
+from tiercache.cli.report import Section, fitting, human, print_sections, sections, with_human
 
 
 @pytest.mark.parametrize(
@@ -73,22 +73,6 @@ def test_reasons_are_shown_whole_and_each_in_its_line() -> None:
     assert found.rows == [("state", "degraded"), ("reasons", first), ("", second), ("parts.nvme", "2")]
 
 
-def test_few_rows_with_many_figures_stand_beside_each_other() -> None:
-    figures = {f"figure_{number}": number for number in range(20)}
-    [found] = sections({"tiers": {"dram": {"blocks": 2}, "nvme": {"blocks": 3, **figures}}})
-    assert found.columns == ("tiers", "dram", "nvme")
-    assert found.rows[:2] == [("blocks", "2", "3"), ("figure_0", "-", "0")]
-
-
-def test_tables_within_a_table_stand_below_it_and_figures_within_a_row_beside_it() -> None:
-    disk = {"path": "/mnt/a", "latency": {"read": {"p99_us": 5}}, "none": {}}
-    found = sections({"tiers": {"nvme": {"blocks": 3, "directories": [disk]}}})
-    assert found == [
-        Section("tiers", ("tiers", "blocks"), [("nvme", "3")]),
-        Section("tiers nvme directories", ("path", "latency.read.p99_us"), [("/mnt/a", "5 us")]),
-    ]
-
-
 def test_a_table_that_is_too_wide_is_turned_or_cut_into_several() -> None:
     columns = tuple(f"column{number}" for number in range(6))
     row = tuple("1234567" for _ in columns)
@@ -115,10 +99,3 @@ def test_names_of_clients_cannot_control_the_terminal(
     out = capsys.readouterr().out
     assert out.count("vllm?[2J") == out.count("0?1") == out.count("tab?") == 2
     assert [text for text in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\r", "\t", "\u202e") if text in out] == []
-
-
-def test_piped_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = Section("a", ("", ""), [("x", "1"), ("long", "20")])
-    print_sections([pairs, Section("b", ("n", "v"), [("k", "w")])])
-    assert capsys.readouterr().out == "# a\nx      1\nlong  20\n\n# b\nn  v\nk  w\n"
-    assert align([("a", "1"), ("bb", "22")], [True, False]) == [" a  1", "bb  22"]

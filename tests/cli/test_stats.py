@@ -83,14 +83,6 @@ def test_a_narrow_terminal_gets_the_columns_that_matter_most(columns: int | None
     assert columns is None or sum(stats._WIDTHS[place] + 1 for place in places) - 1 <= columns
 
 
-def test_the_hit_rate_is_of_all_tiers() -> None:
-    counters = {"match_blocks_asked": 100, "match_blocks_hit": 40, "match_blocks_below": 20}
-    for shared, told in ((0, "20.0% from NVMe"), (15, "5.0% from NVMe, 15.0% from the shared store")):
-        counters |= {"match_blocks_shared": shared} if shared else {}
-        row = ("hit rate", f"60.0% of 100 blocks asked for, {told}")
-        assert row in stats.summary({"counters": counters}).rows
-
-
 def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
     counts = {"match_blocks_asked": 120, "match_blocks_hit": 71, "match_blocks_below": 4}  # in DRAM, and on NVMe
     later = {**TREE, "counters": {**TREE["counters"], **counts}}

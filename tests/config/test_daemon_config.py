@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -11,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.config import daemon_config as config_module
 from tiercache.config.daemon_config import (
     DaemonConfig,
-    add_config_flags,
     control_endpoint,
     default_address,
     default_run_dir,
-    flags_from_args,
     load_config,
     render_toml,
     resolve_config,
@@ -112,11 +108,6 @@ def test_switches_take_the_same_words_from_everywhere(tmp_path: Path, word: str 
         assert getattr(load_config(None, {}, {key: word}), key) is is_on
 
 
-def test_false_is_off_where_there_is_an_off(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "lock_memory = false"), {}).lock_memory == "off"
-    assert load_config(None, {"TIERCACHE_LOCK_MEMORY": "false"}).lock_memory == "off"
-
-
 def test_variables_that_kubernetes_sets_are_left_alone() -> None:
     from_kubernetes = {"TIERCACHE_PORT": "tcp://10.0.0.1:80", "TIERCACHE_SERVICE_HOST": "10.0.0.1"}
     assert load_config(None, {**from_kubernetes, "TIERCACHE_ARENA": "1GiB"}).arena_bytes == GIB
@@ -163,16 +154,6 @@ def test_the_printed_file_teaches_and_says_where_values_came_from() -> None:
     assert "pin_share = 0.5  # from --pin-share\n" in text
     assert '\n#region = "256MiB"\n' in text
     assert [setting.key for setting in SETTINGS.values() if setting.doc.split()[0] not in text] == []
-
-
-def test_flags_go_through_argparse() -> None:
-    parser = argparse.ArgumentParser()
-    add_config_flags(parser)
-    args = parser.parse_args(["--arena", "1GiB", "--lease-ttl-max", "5s", "--config", "a.toml"])
-    assert flags_from_args(args) == {"arena": "1GiB", "lease_ttl_max": "5s"}
-    assert args.config == "a.toml"
-    text = " ".join(parser.format_help().split())
-    assert [key for key in SETTINGS if config_module.flag_name(key) not in text] == []
 
 
 def test_daemon_and_client_come_to_the_same_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -258,11 +239,6 @@ def test_settings_that_cannot_work_together_or_would_let_others_in(flags: dict[s
 )
 def test_settings_that_do_work_together(flags: dict[str, str]) -> None:
     load_config(None, {}, flags)
-
-
-def test_an_object_made_by_hand_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match=r"region = 5: .*2MiB"):
-        DaemonConfig(region_bytes=5)
 
 
 def test_the_schema_is_that_of_the_settings() -> None:

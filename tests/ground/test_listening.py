@@ -32,8 +32,3 @@ def test_of_two_that_are_bound_one_listens() -> None:
         listening.listen(first, 1, "here")
         with pytest.raises(ConfigError, match="there cannot be listened on: Address already in use: choose"):
             listening.listen(second, 1, "there")
-
-
-def test_a_host_that_is_none_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="http = nowhere cannot be listened on"):
-        listening.bind("nowhere.invalid", 80, "http = nowhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,9 @@ from http_helpers import connect, request, url_in
 from waiting import wait_until
 
 import tiercache
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+"""The browser of the page's tests is that of the benchmarks."""
 
 
 @pytest.fixture(scope="session")

@@ -201,26 +201,3 @@ def test_the_command_asks_a_daemon_or_a_port(
         assert ["stored", "16", "(64.0%)"] in lines
         assert ["stored", "in", "the", "order", "given", "0"] in lines
         assert ["group", "0", "2", "0", "1"] in lines
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["--tokens", "-"], 2, "--salt is missing"),
-        (["--salt", ""], 2, "give either --text, --tokens or --segments"),
-        (["--salt", "", "--tokens", "/nowhere"], 2, "--tokens /nowhere cannot be read"),
-        (["--salt", "", "--tokens", "-"], 2, "has no list of token ids"),
-        (["--salt", "", "--tokens", "-", "--segments", "-"], 2, "give either --text, --tokens or --segments"),
-        (["--salt", "", "--segments", "/nowhere"], 2, "--segments /nowhere cannot be read"),
-        (["--salt", "", "--segments", "-"], 2, "has no JSON of a prompt in parts"),
-        (["--address", "http://127.0.0.1:1", "--salt", "", "--tokens", "/dev/null"], 1, "does not answer"),
-        (["--address", "/nowhere", "--salt", "", "--tokens", "/dev/null"], 1, "no daemon at /nowhere"),
-    ],
-)
-def test_a_wrong_command_is_one_line(
-    arguments: list[str], status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("one two"))
-    assert main(["affinity", "--model", "x", *arguments]) == status
-    told = capsys.readouterr().err
-    assert (told.count("\n"), words in told) == (1, True)

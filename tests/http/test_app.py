@@ -13,10 +13,7 @@ from tiercache.client.client import Client
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import app
 from tiercache.http.affinity import Affinity
-from tiercache.http.app import HttpError
 from tiercache.http.history import History
-from tiercache.http.probe import Probe
-from tiercache.http.trees import Trees
 
 DEADLINE_S = 60.0
 SEARCH = json.dumps({"model": "m", "segments": [{"unordered": [[1], [2]]}], "salt": ""}).encode()
@@ -111,28 +108,10 @@ def test_without_a_daemon_the_probes_say_so_and_metrics_are_served() -> None:
     assert (metrics.status, b"\ntiercache_up 0" in metrics.body) == (200, True)
 
 
-def test_a_daemon_that_is_not_ready_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Probe, "ask", lambda self: ("it stores nothing", ""))
-    answer = ask("/readyz")
-    assert (answer.status, answer.code) == (503, "not_ready")
-    monkeypatch.setattr(Probe, "ask", lambda self: ("", "the arena is full"))
-    assert json.loads(ask("/readyz").body) == {"status": "ready", "remark": "the arena is full"}
-
-
 def test_a_defect_is_answered_without_its_words() -> None:
     answer = ask("/healthz", error=RuntimeError("/etc/secret"))
     assert (answer.status, answer.code) == (500, "failed")
     assert (b"RuntimeError" in answer.body, b"secret" in answer.body) == (True, False)
-
-
-def test_a_wrong_method_is_told_which_one_is_right() -> None:
-    answer = ask("/v1/affinity")
-    assert (answer.status, answer.headers["allow"]) == (405, "POST")
-
-
-@pytest.mark.parametrize("after", ["-1", "x", "1" * 16, "%C2%B2"])
-def test_what_is_no_number_of_a_sample_is_refused(after: str) -> None:
-    assert ask(f"/v1/history?after={after}").code == "bad_query"
 
 
 @pytest.mark.parametrize(
@@ -174,47 +153,3 @@ def test_more_queries_than_a_few_are_told_to_come_again(
 
 
 # --- questions to the daemon that many clients share --------------------------------------------------
-
-
-def test_many_clients_share_few_requests_and_each_gets_an_answer_newer_than_its_question() -> None:
-    asked: list[asyncio.Event] = []
-
-    async def question() -> dict[str, Any]:
-        number, gate = len(asked) + 1, asyncio.Event()
-        asked.append(gate)
-        await gate.wait()
-        return {"number": number}
-
-    async def many() -> list[int]:
-        trees = Trees(question)
-        first = asyncio.create_task(trees.get())
-        while not asked:
-            await asyncio.sleep(0)
-        later = [asyncio.create_task(trees.get()) for _ in range(100)]  # while the first question is under way
-        await asyncio.sleep(0)
-        asked[0].set()
-        found = [await first]
-        while len(asked) < 2:
-            await asyncio.sleep(0)
-        asked[1].set()
-        return [tree["number"] for tree in [*found, *await asyncio.gather(*later)]]
-
-    assert asyncio.run(many()) == [1] + [2] * 100
-
-
-def test_a_question_that_failed_is_no_answer_to_the_next() -> None:
-    answers = iter([HttpError(503, "daemon_unavailable", "gone"), {"back": True}])
-
-    async def question() -> dict[str, Any]:
-        if isinstance(answer := next(answers), HttpError):
-            raise answer
-        return cast("dict[str, Any]", answer)
-
-    async def twice() -> list[Any]:
-        trees = Trees(question)
-        return [*await asyncio.gather(trees.get(), trees.get(), return_exceptions=True), await trees.get()]
-
-    first, second, third = asyncio.run(twice())
-    assert isinstance(first, HttpError)
-    assert isinstance(second, HttpError)
-    assert third == {"back": True}

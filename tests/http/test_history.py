@@ -66,24 +66,6 @@ def test_rates_and_shares_are_of_the_time_between_two_looks(told: Told) -> None:
     assert (quiet["hit_dram"], quiet["asked_tokens"], quiet["match_p99_s"]) == (None, 0, None)
 
 
-def test_percentiles_are_of_the_time_between_two_looks(told: Told) -> None:
-    told.match.observe(5_000_000_000)
-    told.note()
-    for ns in (1_000_000, 1_000_000, 2_000_000):
-        told.match.observe(ns)
-    sample = told.note()
-    assert (sample["match_p50_s"], sample["match_p99_s"]) == (0.001, 0.002)
-
-
-def test_a_daemon_that_was_restarted_begins_with_nothing(told: Told) -> None:
-    told.note()
-    told.note(asked_tokens=1000)
-    told.tree["daemon"]["generation"] = 2
-    told.tree["traffic"]["asked_tokens"] = 0
-    assert set(told.note().values()) == {None}
-    assert told.note(asked_tokens=10)["asked_tokens"] == 5
-
-
 def test_a_silent_daemon_is_a_gap_and_what_it_said_last_stays(told: Told) -> None:
     found = told.told()
     assert (found["reachable"], found["stats"], found["samples"]) == (False, None, [])
@@ -99,18 +81,6 @@ def test_a_silent_daemon_is_a_gap_and_what_it_said_last_stays(told: Told) -> Non
     assert [sample[2] == [None] * len(COLUMNS) for sample in found["samples"]] == [True, False, True]
     assert set(told.note(asked_tokens=2).values()) == {None}, "their time is unknown"
     assert told.told()["reachable"]
-
-
-def test_a_page_gets_what_it_does_not_have(told: Told) -> None:
-    for _ in range(5):
-        told.note()
-    life = told.told()["life"]
-
-    def numbers(after: int, life: str) -> list[int]:
-        return [sample[0] for sample in told.told(after, life)["samples"]]
-
-    assert (numbers(0, life), numbers(3, life), numbers(99, life)) == ([1, 2, 3, 4, 5], [4, 5], [])
-    assert len(numbers(3, "another life")) == 5
 
 
 def test_half_an_hour_is_kept(told: Told) -> None:
@@ -175,16 +145,6 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, told: To
     assert asked.asked[:7].count(history.HOT_PREFIXES) == 1, "prefixes are asked for now and then"
     wait_until(lambda: json.loads(kept.encode(0, ""))["problem"] == "no daemon there", "the history says why")
     assert json.loads(kept.encode(0, ""))["stats"]["hot_prefixes"] == [{"name": "abcd"}]
-
-
-def test_an_opened_page_gets_news_soon(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread sleeps while no page is open; opening one wakes it."""
-    monkeypatch.setattr(history, "IDLE_S", 1e6)
-    asked = Asked(repeat(told.tree))
-    kept = started(asked)
-    asked.wait(1)
-    kept.encode(0, "")
-    asked.wait(2)
 
 
 def test_over_http_it_is_what_happened(url: str, client: tiercache.Client) -> None:

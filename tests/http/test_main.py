@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,6 @@ def connected(daemon: tiercache.LaunchedDaemon) -> int:
 def wait_until_gone(pid: int) -> None:
     """Until a process has ended, be it a zombie that its parent has not reaped."""
     wait_until(lambda: state_of(pid) in ("", "Z", "X"), "the HTTP process has ended")
-
-
-def children_of(pid: int) -> list[int]:
-    """The children of all threads of a process."""
-    found: list[int] = []
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
 
 
 def test_a_stopped_daemon_ends_it_first(launched: Launch) -> None:
@@ -98,15 +89,6 @@ def test_a_killed_daemon_leaves_nothing(launched: Launch, hung: bool) -> None:
     if hung:
         os.kill(pid, signal.SIGSTOP)
     os.kill(daemon.pid, signal.SIGKILL)
-    wait_until_gone(pid)
-
-
-@pytest.mark.stress
-def test_a_daemon_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(tmp_path / "run"), "--arena", "8MiB"]
-    with subprocess.Popen([*command, "--region", "2MiB", "--http", "127.0.0.1:0"]) as daemon:
-        [pid] = wait_until(lambda: children_of(daemon.pid), "the HTTP process is started")
-        daemon.kill()  # long before the child has loaded what it needs
     wait_until_gone(pid)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from http_helpers import BLOCK, BLOCK_BYTES, chain, connect, request, spec, tokens_of, url_in
-from prometheus_client import ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
@@ -94,32 +93,6 @@ def test_all_families_are_there_and_have_a_meaning(busy: tuple[str, tiercache.Cl
         assert labels - {"le"} == set(family.labels), name
 
 
-def test_the_process_is_the_daemons(busy: tuple[str, tiercache.Client, Path]) -> None:
-    tree = busy[1].stats()
-    pid = tree["daemon"]["pid"]
-    told = Told(request(f"{busy[0]}/metrics").text)
-    collector = ProcessCollector(pid=lambda: pid, registry=None)
-    its = {sample.name: sample.value for family in collector.collect() for sample in family.samples}
-    assert set(its) == {sample.name for family in told.families.values() for sample in family.samples} & set(its)
-    assert len(its) == 6
-    assert told("process_start_time_seconds") == pytest.approx(its["process_start_time_seconds"], abs=1.5)
-    assert told("process_cpu_seconds_total") == pytest.approx(its["process_cpu_seconds_total"], abs=1)
-    for name in ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds"):
-        assert told(name) == pytest.approx(its[name], rel=0.2), name
-    assert told("process_max_fds") == its["process_max_fds"]
-    assert told("process_resident_memory_bytes") > told("resident_bytes"), "the arena counts"
-
-
-def test_counters_that_alerts_watch_begin_at_zero(busy: tuple[str, tiercache.Client, Path]) -> None:
-    told = Told(request(f"{busy[0]}/metrics").text)
-    assert told("disk_failures_total", str(busy[2])) == 0
-    tree = busy[1].stats(histograms=True)
-    tree["tiers"]["nvme"]["directories"][0]["errors"] = {"5": 2, "28": 1}
-    told = Told(metrics_text(tree).decode())
-    assert told("disk_failures_total", str(busy[2])) == 3
-    assert told("disk_errors_total", str(busy[2]), "5") == 2
-
-
 def test_histograms_hold_together(busy: tuple[str, tiercache.Client, Path]) -> None:
     told = Told(request(f"{busy[0]}/metrics").text)
     checked = 0
@@ -172,15 +145,6 @@ def test_metrics_are_what_stats_say(busy: tuple[str, tiercache.Client, Path]) ->
         assert told("quota_bytes", "team-a", tier) == limit_bytes
         assert told("quota_used_bytes", "team-a", tier) == told("quota_refused_blocks_total", "team-a", tier) == 0
     assert (told("engines"), told("sessions")) == (1, 2), "the HTTP process is a client too"
-
-
-def test_histograms_and_prefixes_come_only_if_they_are_asked_for(busy: tuple[str, tiercache.Client, Path]) -> None:
-    client = busy[1]
-    more = client.stats(histograms=True, hot_prefixes=5)
-    assert set(more) - set(client.stats()) == {"histograms", "hot_prefixes"}
-    (hot,) = more["hot_prefixes"]
-    assert (hot["blocks"], hot["hits"], hot["dram_blocks"], hot["parent"]) == (30, 2.0, 30, None)
-    assert hot["name"] == chain(tokens_of("busy", 30))[-16:].hex()[:8]
 
 
 def test_the_number_of_series_has_a_limit(busy: tuple[str, tiercache.Client, Path]) -> None:

@@ -119,18 +119,6 @@ def test_a_peek_asks_for_the_new_blocks_only() -> None:
     assert ordering.MAX_BYTES - budget.left_bytes <= (tried * ordering.FIRST_BLOCKS + 1600) * KEY_BYTES
 
 
-def test_a_window_reaches_back_over_the_border() -> None:
-    """Block 1 is missing, and a window of 3 that ends with block 3, of the second segment, needs it."""
-    query = Query(model="m", segments=[Unordered([[1] * 8, [2] * 12, [3] * 8])], salt="")
-    blocks = Blocks([0, 3])
-    stored = stored_in(blocks, query)
-    blocks.store(stored.names.keys(query.prompt([[1, 2, 0]]))[: 4 * KEY_BYTES], missing={1})
-    found = OrderSearch(stored, query, Budget(until_s=math.inf)).find()
-    assert (found.order, found.matched) == ([[1, 0, 2]], 4)
-    blocks.store(stored.names.keys(query.prompt([[1, 2, 0]]))[: 5 * KEY_BYTES], missing={1})
-    assert OrderSearch(stored, query, Budget(until_s=math.inf)).find()[:2] == ([[1, 2, 0]], 20)
-
-
 @pytest.mark.parametrize("limit", [{"looks": 10}, {"left_bytes": 200 * KEY_BYTES}, {"until_s": 0.0}], ids=str)
 def test_a_search_beyond_its_limits_says_so(limit: dict[str, Any]) -> None:
     query = Query(model="m", segments=[[7] * 8, Unordered(documents(64, 100)), [9]], salt="")
@@ -172,17 +160,3 @@ def test_a_daemon_finds_it_among_all_orders(client: tiercache.Client, opened: Op
     body = [part if isinstance(part, list) else {"unordered": part.unordered} for part in parts]
     assert affinity(url, model="demo", segments=body, salt=SALT).tree["order"] == order
     assert affinity(url, model="demo", segments=body, salt="other").tree["order"] == query.as_given
-
-
-@pytest.mark.usefixtures("patient")
-def test_of_models_with_one_name_the_longest_run_decides(client: tiercache.Client, opened: Opened) -> None:
-    connector = opened(spec())
-    connector.announce([card(spec(), name="two", model="a"), card(spec(), name="two", model="b")])
-    segments = [tokens_of(f"two {number}", 2) for number in range(3)]
-    query = Query(model="two", segments=[Unordered(segments)], salt=SALT)
-    for model, order, blocks in (("a", [1, 0, 2], 3), ("b", [2, 1, 0], 4)):
-        keys = chain(query.prompt([order]), model)[: blocks * 16]
-        connector.store(keys, range(blocks))
-    answer = ask_affinity(client, model="two", segments=query.segments)
-    assert (answer["order"], answer["matched"], answer["complete"]) == ([[2, 1, 0]], 16, True)
-    assert [one["matched"] for one in answer["chains"]] == [0, 16]

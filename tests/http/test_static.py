@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 from chromium import Browser, missing
-from http_helpers import TIMEOUT_S, chain, connect, http_alone, request, spec, tokens_of, url_in
+from http_helpers import TIMEOUT_S, chain, connect, http_alone, spec, tokens_of, url_in
 from waiting import wait_until
 
 import tiercache
@@ -126,62 +126,6 @@ def test_charts_and_tables_have_what_happened(browser: Browser, url: str, client
     }
 
 
-def test_before_anything_happened_it_says_so(browser: Browser, told: tuple[str, Told]) -> None:
-    url, story = told
-    browser.open(url)
-    browser.wait(LIVE, "the page is live")
-    text = browser.words()
-    for words in (
-        "Nothing has been looked up",
-        "No disk has been used",
-        "Not enough data yet",
-        "No prefix has been hit yet",
-        "No engine has stored anything yet",
-        "not configured",
-        "Connect an engine",
-    ):
-        assert words in text
-    assert story.tree is not None
-    run_dir = story.tree["daemon"]["run_dir"]
-    assert f'"kv_connector_extra_config": {{"address": "{run_dir}"}}' in text
-    assert f"tiercache serve MODEL_DIR --daemon {run_dir}" in text
-
-
-def test_prefixes_stand_below_each_other_and_sizes_on_a_curve(browser: Browser, told: tuple[str, Told]) -> None:
-    url, story = told
-    assert story.tree is not None
-    place = {"namespace": "f" * 32, "bytes": 1 << 20, "dram_blocks": 3}
-    names = [("aaaaaaaa", None, 9.0), ("bbbbbbbb", 0, 5.0), ("cccccccc", None, 4.5), ("dddddddd", 1, 2.0)]
-    story.tree["hot_prefixes"] = [
-        {**place, "name": name, "parent": parent, "blocks": 4 + number, "tokens": 64, "hits": hits}
-        for number, (name, parent, hits) in enumerate(names)
-    ]
-    curve = [{"capacity_bytes": size << 30, "hit_rate": rate} for size, rate in ((1, 0.2), (4, 0.5), (16, 0.75))]
-    story.tree["what_if"] = {
-        "sample_rate": 0.01,
-        "sampled_blocks": 1000,
-        "accessed_blocks": 100_000,
-        "window_s": 3600.0,
-        "hit_rate": 0.5,
-        "curve": curve,
-    }
-    story.tree["tiers"]["dram"]["capacity_bytes"] = 4 << 30
-    browser.open(url)
-    browser.wait(LIVE, "the page is live")
-    browser.wait_for_text("cccccccc")
-    rows = "[...document.querySelectorAll('#prefixes tbody th')]"
-    cells = browser.run(f"return {rows}.map((one) => one.innerText.trim())")
-    assert [cell.split()[0] for cell in cells] == ["aaaaaaaa", "bbbbbbbb", "dddddddd", "cccccccc"]
-    assert "below bbbbbbbb" in cells[2]
-    label = browser.run("return document.querySelector('#whatif svg').getAttribute('aria-label')")
-    assert label.replace("\u202f", " ").endswith("1 GiB 20 %, 4 GiB 50 %, 16 GiB 75 %")
-    assert browser.run("return document.querySelectorAll('#whatif path.series').length") == 1
-    assert browser.run("return document.querySelector('#whatif .note.end, #whatif text.note').textContent") == (
-        "now 4\u202fGiB"
-    )
-    assert "Estimated from 1 % of blocks over 1 h" in browser.words()
-
-
 def test_what_clients_name_is_text(browser: Browser, told: tuple[str, Told]) -> None:
     url, story = told
     assert story.tree is not None
@@ -196,60 +140,6 @@ def test_what_clients_name_is_text(browser: Browser, told: tuple[str, Told]) -> 
 
 
 # --- how it looks ------------------------------------------------------------------------------
-
-COLORS = """
-const seen = (place, property) => getComputedStyle(document.querySelector(place))[property];
-const style = getComputedStyle(document.documentElement);
-const card = seen('.card', 'backgroundColor');
-const line = (name) => { const probe = document.createElement('i'); probe.style.color = style.getPropertyValue(name);
-    document.body.append(probe); const color = getComputedStyle(probe).color; probe.remove(); return color; };
-return { page: seen('body', 'backgroundColor'), card, ink: seen('h1', 'color'), soft: seen('.note', 'color'),
-         pill: [seen('#health', 'color'), seen('#health', 'backgroundColor')],
-         lines: ['--dram', '--nvme', '--tail', '--median'].map(line) };
-"""
-
-
-def luminance(color: str) -> float:
-    """Of `rgb(r, g, b)`, as WCAG 2 has it."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted([luminance(one), luminance(other)])
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_light_and_dark_can_both_be_read(browser: Browser, told: tuple[str, Told]) -> None:
-    pages = []
-    for scheme in ("light", "dark"):
-        browser.prefer(scheme)
-        browser.open(told[0])
-        browser.wait(LIVE, "the page is live")
-        colors = browser.run(COLORS)
-        pages.append(luminance(colors["page"]))
-        for text, back in (
-            (colors["ink"], colors["card"]),
-            (colors["soft"], colors["card"]),
-            (colors["soft"], colors["page"]),
-            tuple(colors["pill"]),
-        ):
-            assert contrast(text, back) >= 4.5, (scheme, text, back)
-        for line in colors["lines"]:
-            assert contrast(line, colors["card"]) >= 3.0, (scheme, line)
-    assert pages[0] > 0.8 > 0.05 > pages[1]
-
-
-@pytest.mark.parametrize("width", [375, 1600])
-def test_it_fits_the_screen(browser: Browser, told: tuple[str, Told], width: int) -> None:
-    browser.resize(width, 900)
-    browser.open(told[0])
-    browser.wait(LIVE, "the page is live")
-    assert browser.run("return document.documentElement.scrollWidth") == width
-    places = "[...document.querySelectorAll('#charts .card')].map((one) => one.offsetLeft)"
-    columns = browser.run(f"return new Set({places}).size")
-    assert columns == (1 if width == 375 else 3)
 
 
 def test_a_keyboard_is_enough(browser: Browser, told: tuple[str, Told]) -> None:

@@ -70,14 +70,6 @@ def test_no_choice_of_what_to_keep_has_more_hits(capacity: int) -> None:
         assert Accesses(Prompts(chains)).best_hits(capacity) == best, f"seed {seed}: {chains}"
 
 
-def test_stores_are_kept_for_later_matches_and_are_no_hits_themselves() -> None:
-    for seed in range(40):
-        chains, chance = tiny(seed), random.Random(seed)
-        kinds = [chance.choice((RequestKind.ASK, RequestKind.LOOK, RequestKind.KEEP)) for _ in chains]
-        best = best_by_trying(chains, 3, [kind is not RequestKind.KEEP for kind in kinds])
-        assert Accesses(Prompts(chains, kinds)).best_hits(3) == best, f"seed {seed}: {chains} {kinds}"
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_has_more(policy: str) -> None:
     chance = random.Random(5)
@@ -90,9 +82,3 @@ def test_no_policy_has_more(policy: str) -> None:
         assert sum(tier.blocks for tier in played.tiers.values()) <= accesses.best_hits(4 * blocks)
     assert accesses.asked_blocks == sum(prompt.blocks for prompt in prompts)
     assert accesses.best_hits(600) == accesses.asked_blocks - accesses.unique_blocks
-
-
-def test_an_empty_trace_has_no_hits() -> None:
-    accesses = Accesses(Prompts([[], []]))
-    assert (accesses.unique_blocks, accesses.asked_blocks, accesses.best_hits(5)) == (0, 0, 0)
-    assert Accesses(Prompts([])).best_hits(5) == 0

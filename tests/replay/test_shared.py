@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from replayed_prompts import BLOCK_BYTES, SPEC, TOKENS, ask, conversations, keys_of, sizes
+from replayed_prompts import BLOCK_BYTES, SPEC, TOKENS, ask, conversations, sizes
 
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -68,17 +68,6 @@ def test_hits_by_tier_add_up(hosts: int, nvme: int, spread: str) -> None:
     assert played.rate(*played.tiers) == pytest.approx(sum(map(played.rate, played.tiers)))
 
 
-@pytest.mark.parametrize("nvme", [0, 40])
-def test_a_store_without_room_changes_nothing(nvme: int) -> None:
-    its = sizes(20, nvme)
-    alone, beside = Simulation(its, {1: SPEC}), Simulation(its, {1: SPEC}, store=PaperStore(0))
-    for request in Prompts(2):
-        assert alone.play(request) == beside.play(request)
-        assert alone.resident(1) == beside.resident(1)
-    assert alone.tallies() == beside.tallies()
-    assert beside.check_integrity() == []
-
-
 @pytest.mark.parametrize(("policy", "nvme"), [("lru", 0), ("hazard", 60)])
 def test_with_a_huge_store_a_host_finds_all_that_was_ever_stored(policy: str, nvme: int) -> None:
     its = shared(HUGE, LONGEST, nvme, policy)
@@ -108,12 +97,6 @@ def test_hosts_by_prefix_and_in_turn_find_the_same_in_a_huge_store() -> None:
     assert alone.rate(*alone.tiers) < in_turn.rate(*in_turn.tiers)
 
 
-def test_the_quick_engine_plays_hosts_that_share_nothing_as_the_daemon_does() -> None:
-    its = shared(0, 30, 40, hosts=2)
-    quick, exact = (play(Prompts(5), its, exact=how) for how in (False, True))
-    assert (quick.tiers, quick.tallies) == (exact.tiers, exact.tallies)
-
-
 # --- the daemon's rules ---------------------------------------------------------------------------
 
 
@@ -126,46 +109,6 @@ def test_a_prompt_of_one_host_is_a_hit_on_the_other_and_then_in_its_dram() -> No
     assert (engine.tallies().shared_written, engine.tallies().shared_fetched) == (4, 4)
 
 
-@pytest.mark.parametrize("nvme", [0, 20])
-def test_the_store_extends_what_a_host_has_even_where_it_has_lost_the_root(nvme: int) -> None:
-    store = PaperStore(100 * BLOCK_BYTES)
-    here, there = (Simulation(sizes(20, nvme), {1: SPEC}, store=store, host=host) for host in (0, 1))
-    assert there.play(ask(0.0, [1, 2])) == Outcome(0, 0)
-    assert here.play(ask(100.0, [1, 2, 3, 4])) == Outcome(0, 0, 2, 2)
-    for name in list(store._values)[:2]:
-        store.drop(name)
-    assert there.play(ask(200.0, [1, 2, 3, 4, 5])) == Outcome(2, 0, 2, 2)
-    assert there.play(ask(300.0, [1, 2, 3, 4, 5])) == Outcome(5, 0)
-
-
-def test_what_is_fetched_goes_to_dram_and_to_nvme_as_promoted_blocks_do() -> None:
-    here, there = hosts_over(100, 2, nvme=40)
-    here.play(ask(0.0, [1, 2, 3]))
-    there.play(ask(100.0, [1, 2, 3]))
-    keys = keys_of([1, 2, 3])
-    assert there.resident(1) == (keys, keys)
-    assert there.check_integrity() == []
-    assert there.tallies().shared_written == 0
-
-
-def test_a_host_finds_again_what_it_has_evicted_and_that_is_not_of_others() -> None:
-    [engine] = hosts_over(100, 1, dram=4)
-    engine.play(ask(0.0, [1, 2, 3]))
-    engine.play(ask(100.0, [7, 8, 9, 10]))
-    assert engine.play(ask(200.0, [1, 2, 3])) == Outcome(0, 0, 3, 0)
-
-
-def test_deeper_blocks_expire_earlier_and_a_fetch_renews() -> None:
-    store = PaperStore(100 * BLOCK_BYTES)
-    here, there = (Simulation(sizes(20, 0), {1: SPEC}, store=store, host=host) for host in (0, 1))
-    here.play(ask(0.0, [1, 2, 3]))
-    ends = [value.until_s for value in store._values.values()]
-    assert ends == sorted(ends, reverse=True)
-    assert len(set(ends)) == 3
-    there.play(ask(100.0, [1, 2, 3]))
-    assert all(value.until_s > end for value, end in zip(store._values.values(), ends, strict=True))
-
-
 @pytest.mark.parametrize("tier", ["", "shared"])
 def test_a_flush_of_one_host_is_one_for_all(tier: str) -> None:
     here, there, third = hosts_over(100, 3)
@@ -174,13 +117,6 @@ def test_a_flush_of_one_host_is_one_for_all(tier: str) -> None:
     here.play(ask(200.0, [], kind=RequestKind.FORGET, tier=tier))
     assert third.play(ask(300.0, [1, 2, 3], kind=RequestKind.LOOK)) == Outcome(0, 0)
     assert here.play(ask(400.0, [1, 2, 3], kind=RequestKind.LOOK)) == Outcome(3 if tier else 0, 0)
-
-
-def test_prefetches_ask_the_store_too() -> None:
-    here, there = hosts_over(100, 2)
-    here.play(ask(0.0, [1, 2, 3]))
-    assert there.play(ask(100.0, [1, 2, 3], kind=RequestKind.FETCH)) == Outcome(0, 0, 3)
-    assert there.play(ask(200.0, [1, 2, 3])) == Outcome(3, 0)
 
 
 def test_windows_are_shared_too() -> None:
@@ -213,18 +149,6 @@ def test_a_full_store_drops_what_would_expire_first() -> None:
     assert store.find(b"b") is None
     assert store.put(b"f", 1, 1.0, 0)
     assert (store.used_bytes, store.evicted) == (3, 2)  # what had expired was not evicted
-
-
-def test_renewals_do_not_pile_up() -> None:
-    store = PaperStore(10)
-    for name in (b"a", b"b"):
-        store.put(name, 1, 1.0, 0)
-    for number in range(20_000):
-        store.now_s = number / 1000
-        store.renew(b"a", 1.0)
-    assert len(store._ends) < 5000
-    store.put(b"c", 9, 1.0, 0)
-    assert store.find(b"a") is not None
 
 
 def test_hosts_take_their_turns_or_keep_their_conversations() -> None:

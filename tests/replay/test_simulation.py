@@ -7,10 +7,6 @@ from typing import Any, ClassVar
 import pytest
 from replayed_prompts import SPEC, TOKENS, ask, keys_of, sizes
 
-from tiercache.daemon.ground.slices import finish
-from tiercache.daemon.hints.hints import hint_given_at
-from tiercache.daemon.hints.switched_policy import SwitchedPolicy
-from tiercache.protocol.messages import KEY_BYTES, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay import played as played_module
 from tiercache.replay.fast_cache import FastCache
@@ -54,16 +50,6 @@ class Play:
         return len(keys_of(ids) & dram), len(keys_of(ids) & nvme)
 
 
-def test_a_block_leaves_after_its_descendants_and_the_least_recent_chain_goes_first() -> None:
-    play = Play(dram=7, nvme=0)
-    a, b, c, d = [1, 2, 3], [11, 12, 13], [21, 22], [31]
-    for ids in (a, b, d, a, c):
-        play.ask(*ids)
-    assert [play.here(*ids)[0] for ids in (a, b, c, d)] == [3, 1, 2, 1]
-    assert play.ask(*a) == Outcome(3, 0)
-    assert play.ask(*b) == Outcome(1, 0)
-
-
 def test_what_dram_has_lost_comes_up_from_nvme() -> None:
     play = Play(dram=3, nvme=20)
     assert [play.ask(1, 2, 3), play.ask(11, 12, 13)] == [Outcome(0, 0)] * 2
@@ -84,14 +70,6 @@ def test_looks_keeps_and_flushes_are_played_too() -> None:
     assert play.here(*ids) == play.here(1, 2) == (2, 2)
     play.ask(kind=RequestKind.FORGET)
     assert play.here(*ids) == (0, 0)
-
-
-def test_a_look_at_what_another_daemon_had_stores_it() -> None:
-    play = Play(dram=10, nvme=0)
-    play.ask(1, 2, 3, kind=RequestKind.LOOK, had=(2, 0))
-    assert play.here(1, 2, 3) == (2, 0)
-    play.ask(5, 6, 7, kind=RequestKind.KEEP, first=2)
-    assert play.here(5, 6, 7) == (3, 0)
 
 
 class Listed(list[TraceRequest]):
@@ -151,25 +129,6 @@ def test_what_is_of_no_use_any_more_leaves_both_tiers() -> None:
     assert play.ask(1, 1, 1) == Outcome(0, 0)
 
 
-def test_what_was_said_is_known_where_a_block_comes_later() -> None:
-    """The write to NVMe is only done when the hint has come."""
-    play = Play(dram=8, nvme=16)
-    simulation, keys = play.simulation, chain_keys([1, 1])
-    namespace = simulation._namespaces[1]
-    got = simulation.cache.writes.reserve(simulation._owner, namespace, b"", keys, 10.0)
-    simulation.cache.writes.commit(simulation._owner, got.lease_id, [0, 1])
-    finish(simulation.cache.hint([namespace], keys, 0, hint_given_at(0.0, False, 0.0, 0.0, Priority.LOW)))
-    assert play.here(1, 1) == (2, 0)
-    simulation._settle()
-    assert play.here(1, 1) == (2, 2)
-    assert simulation._shelf is not None
-    table = simulation._shelf.table(namespace)
-    assert isinstance(table.policy, SwitchedPolicy)
-    mark = table.policy.hinted.mark_of(table.get(keys[KEY_BYTES:]))
-    assert mark is not None
-    assert mark.priority is Priority.LOW
-
-
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
     play = Play(dram=16, nvme=64, policy=policy)
@@ -188,50 +147,3 @@ def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
     assert play.here(1, 1, 1) == (3, 3), "kept until it is asked for"
     assert cache.counters.match_requests == asked + 4, "no request has asked for what was brought up"
     assert play.ask(1, 1, 1) == Outcome(3, 0)
-
-
-def test_nothing_is_brought_up_that_would_not_be_kept() -> None:
-    play = Play(dram=16, nvme=64)
-    chains = [[number] * 3 for number in range(1, 9)]
-    for ids in chains:
-        play.ask(*ids)
-    play.fill(range(10, 26))
-    for ids in chains:
-        play.say(*ids, return_in_s=100.0)
-    play.tick(95.0)
-    ahead = play.simulation.cache.ahead
-    assert (ahead.blocks, ahead.plans) == (3, 0), "a quarter of DRAM is four blocks"
-    play.say(1, 1, 1, return_in_s=50.0)
-    play.say(1, 1, 1, done=True)
-    assert ahead.plans == 0, "and none for a client that does not return"
-
-
-def test_a_return_that_is_put_off_has_its_own_time() -> None:
-    play = Play(dram=16, nvme=64)
-    play.ask(1, 1, 1)
-    play.fill(range(10, 26))
-    play.say(1, 1, 1, return_in_s=20.0)
-    play.say(1, 1, 1, return_in_s=1000.0)
-    play.tick(30.0)
-    assert play.here(1, 1, 1) == (0, 3)
-    play.tick(900.0)
-    assert play.here(1, 1, 1) == (3, 3)
-
-
-def test_figures_of_hints() -> None:
-    play = Play(dram=16, nvme=64)
-    play.ask(1, 1)
-    play.say(1, 1, return_in_s=50.0)
-    play.ask(2, 2)
-    play.say(2, 2, priority=int(Priority.HIGH))
-    play.tick(2.0)
-    play.ask(3)
-    stats = play.simulation.cache.space.policies.hints.stats()
-    assert {name: value for name, value in stats.items() if value} == {
-        "hints": 2,
-        "returning": 1,
-        "priority": 1,
-        "marks": 4,
-        "awaited_blocks": 4,
-        "high_blocks": 4,
-    }

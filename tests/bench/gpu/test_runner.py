@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import runner, tell, wheels
+from gpu import runner, tell
 from gpu.parts import PARTS, Part
 
 ROOT = Path(__file__).parents[3]
@@ -108,16 +107,6 @@ def test_the_deadline_shortens_parts_and_leaves_the_least_to_later_ones(run: Run
     assert "out of time" in late["part 0"]["why"]
 
 
-def test_parts_side_by_side_run_together(run: Run) -> None:
-    wait = SAID + "import pathlib, sys, time\nmine, other = map(pathlib.Path, ({!r}, {!r}))\nmine.touch()\n"
-    wait += "while not other.exists(): time.sleep(0.01)\nsay(kind='check', name='met', passed=True, detail='')"
-    folder = run.results.path.parent
-    one, two = str(folder / "one"), str(folder / "two")
-    program = wait.replace("{!r}, {!r}", "%r, %r")
-    found = run(program % (one, two), program % (two, one), beside=True)
-    assert [part["status"] for part in found.values()] == ["passed", "passed"]
-
-
 def test_every_part_is_there_and_the_least_fits_the_deadline() -> None:
     for part in PARTS:
         assert callable(importlib.import_module(f"gpu.{part.module}").run)
@@ -126,27 +115,6 @@ def test_every_part_is_there_and_the_least_fits_the_deadline() -> None:
     assert sum(together) < 465
     named = {file for part in PARTS if part.module == "gpu_tests" for file in part.arguments[1:]}
     assert named == {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-
-
-def wheel(folder: Path, name: str) -> None:
-    """A wheel of one module."""
-    module = name.replace("-", "_")
-    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as file:
-        info = f"{module}-1.0.dist-info"
-        file.writestr(f"{module}.py", "there = True\n")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
-
-
-def test_only_what_is_lacking_is_installed_and_beside_the_rest(tmp_path: Path) -> None:
-    wheel(tmp_path, "pytest")
-    wheel(tmp_path, "a-package-of-this-test")
-    assert [path.name.split("-")[0] for path in wheels.lacking(tmp_path)] == ["a_package_of_this_test"]
-    assert wheels.install(tmp_path, tmp_path / "site") == "installed a_package_of_this_test"
-    assert sorted(path.name for path in (tmp_path / "site").glob("*.py")) == ["a_package_of_this_test.py"]
-    (tmp_path / "a_package_of_this_test-1.0-py3-none-any.whl").unlink()
-    assert wheels.install(tmp_path, tmp_path / "site") == "nothing was lacking"
 
 
 def test_without_a_card_it_rehearses_only_when_asked(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Run, assert_refused
 
-from tiercache.cli.bench import codecs, command, disk
-from tiercache.cli.bench.codecs import CodecFigures
+from tiercache.cli.bench import codecs, disk
 
 
 @pytest.fixture
@@ -48,29 +47,12 @@ def test_blocks_of_files(bench: Run, tmp_path: Path) -> None:
     assert (both["blocks"], both["codecs"][0]["encoded_share"]) == (20, 0.5)
 
 
-def test_blocks_are_taken_from_all_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "MAX_SAMPLE_BYTES", 4 * 100)
-    path = tmp_path / "long"
-    path.write_bytes(b"".join(bytes([number]) * 100 for number in range(40)))
-    assert [block[0] for block in codecs.blocks_of([path], 100)] == [0, 10, 20, 30]
-
-
 def test_the_disk_is_measured_and_left_as_it_was(bench: Run, tmp_path: Path) -> None:
     measured = json.loads(bench("--dir", tmp_path, "--block-bytes", "64KiB", "--json")[1])["disk"]
     assert (measured["directory"], measured["bytes"]) == (str(tmp_path), 8 << 20)
     assert measured["write_bytes_per_s"] > 0
     assert measured["read_bytes_per_s"] > 0
     assert os.listdir(tmp_path) == []
-
-
-def test_figures_follow_from_each_other() -> None:
-    figures = CodecFigures("lz4", 1.25, 1.0, encode_bytes_per_s=1e9, decode_bytes_per_s=3e9)
-    assert figures.write_pays_below == pytest.approx(0.2e9)
-    assert figures.read_pays_below == pytest.approx(0.6e9)
-    # At that bandwidth a block takes as long with the codec as without.
-    assert pytest.approx(1 / 0.2e9) == 1 / 1e9 + 1 / 1.25 / 0.2e9
-    assert command._cores(1e9, figures.write_pays_below) == "5.0"
-    assert command._cores(1e9, CodecFigures("lz4", 1.0, 1.0, 1e9, 3e9).write_pays_below) == "never"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +68,3 @@ def test_figures_follow_from_each_other() -> None:
 )
 def test_a_wrong_command_line_is_one_line(bench: Run, arguments: list[str], words: str) -> None:
     assert_refused(bench(*arguments), words)
-
-
-def test_a_full_disk_is_refused(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "DISK_BYTES", 1 << 60)
-    assert_refused(bench("--dir", tmp_path), "more room")
-    assert os.listdir(tmp_path) == []

@@ -20,11 +20,10 @@ from tiercache.cli.demo import show as demo
 from tiercache.demo import chat as demo_chat
 from tiercache.demo import model as demo_model
 from tiercache.demo import valkey as demo_valkey
-from tiercache.demo.chat import ChatDemo, ServerProcess
-from tiercache.demo.child import ChildFailed
+from tiercache.demo.chat import ChatDemo
 from tiercache.demo.hosts import TwoHosts
 from tiercache.engine.prompts import load_tokenizer
-from tiercache.errors import ConfigError, TierCacheError
+from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
@@ -56,32 +55,6 @@ def test_what_cannot_be_shown_is_said_in_a_line(
     monkeypatch.setattr(demo, "has_vllm", lambda: False)
     with pytest.raises(ConfigError, match=words):
         demo.show(**{**DEFAULTS, **options})
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TierCacheError, match="no tokenizer"):
-        demo.show(**{**DEFAULTS, "model": tmp_path})
-
-
-WELL = {"tokens_identical": True, "shared_hit_tokens": 8, "dram_hit_tokens": 8, "local_hit_tokens": 8}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tokens_identical": False},
-        {"shared_hit_tokens": 0},
-        {"dram_hit_tokens": 0},
-        {"local_hit_tokens": 0},
-        {"down_hit_tokens": 8},
-    ],
-    ids=str,
-)
-def test_two_hosts_are_well_only_if_all_is(wrong: dict[str, object]) -> None:
-    well = {**WELL, "down_hit_tokens": 0}
-    assert shown_hosts.is_well(well)
-    assert not shown_hosts.is_well({**well, **wrong})
 
 
 def test_sigterm_ends_the_demo_as_ctrl_c_does(tmp_path: Path) -> None:
@@ -160,12 +133,6 @@ def test_a_second_host_finds_what_the_first_has_computed_and_computes_it_when_th
     assert "are the same" in text
 
 
-@pytest.mark.stress
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ChildFailed, match=r"did not start(.|\n)*is no folder"):
-        ServerProcess(demo.SERVER, tmp_path / "log", str(tmp_path / "nowhere"))
-
-
 def descendants(pid: int) -> dict[int, str]:
     """Command lines of the processes below `pid`."""
     parents: dict[int, int] = {}
@@ -214,16 +181,3 @@ def test_the_whole_demo() -> None:
     assert figures["tokens_identical"] is figures["served"]["texts_identical"] is True
     assert figures["hit_tokens"] == figures["nvme_hit_tokens"] == figures["back_hit_tokens"] == 1008
     assert figures["served"]["tier_tokens"] > 0
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("has_valkey")
-def test_the_whole_demo_of_two_hosts() -> None:
-    command = [*COMMAND, "demo", "--tokens", "1024", "--hosts", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WHOLE_DEMO_S)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    assert figures["tokens_identical"] is True
-    assert figures["shared_hit_tokens"] == figures["dram_hit_tokens"] == figures["local_hit_tokens"] == 1008
-    assert figures["down_hit_tokens"] == 0

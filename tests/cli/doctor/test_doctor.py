@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ import tiercache
 from tiercache.cli.doctor import cuda, daemon, disk, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
-from tiercache.copies import cuda_driver
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)
@@ -94,16 +91,6 @@ def test_a_good_host_has_no_remedies(tmp_path: Path) -> None:
     assert found["kernel"].state is not State.NOT_APPLICABLE
 
 
-def test_a_distribution_of_the_same_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, host = host_checks._version, host_with(tmp_path, {})
-    monkeypatch.setattr(host_checks, "_version", lambda name: "0.1.13" if name == "tiercache" else real(name))
-    found = look(host)["distribution"]
-    assert found.state is State.WARNING
-    assert "tiercache 0.1.13 is installed beside tiercache-kv" in found.figure
-    monkeypatch.setattr(host_checks, "_version", lambda name: "" if name == "tiercache" else real(name))
-    assert "distribution" not in look(host)
-
-
 def test_a_check_that_fails_is_a_finding_itself() -> None:
     def broken_check() -> list[Finding]:
         raise PermissionError(13, "no")
@@ -132,13 +119,6 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch:
     assert states == [("room", "warning"), ("speed", "not applicable")]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_of_another_user_is_a_failure(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    [one] = disk.examine(NEEDS, (tmp_path / "kv",), measure=True)
-    assert one.state is State.FAILURE
-
-
 def test_a_disk_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     end = threading.Event()
 
@@ -151,41 +131,6 @@ def test_a_disk_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path
     [one] = disk.examine(NEEDS, (tmp_path,), measure=True)
     end.set()
     assert (one.state, "does not answer within" in one.figure) == (State.FAILURE, True)
-
-
-class Driver:
-    """As much of CUDA's driver as the doctor tries."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-        self.registered: list[tuple[int, int]] = []
-
-    def any_context(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def register(self, address: int, length: int) -> int:
-        self.registered.append((address, length))
-        return self.code
-
-    def unregister(self, address: int) -> int:
-        assert [address] == [first for first, _ in self.registered]
-        return 0
-
-    def error_name(self, code: int) -> str:
-        return "CUDA_ERROR_OUT_OF_MEMORY"
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "words"), [(0, 0, "works, "), (2, 1, "64 MiB cannot be registered: CUDA_ERROR_OUT_OF_MEMORY")]
-)
-def test_memory_is_registered_with_cuda(
-    code: int, status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in = Driver(code)
-    monkeypatch.setattr(cuda_driver, "driver", lambda: stand_in)
-    assert cuda.main() == status
-    assert capsys.readouterr().out.startswith(words)
-    assert [length for _, length in stand_in.registered] == [cuda.TRIED_BYTES]
 
 
 # --- the daemon --------------------------------------------------------------------------------------
@@ -299,15 +244,6 @@ def test_two_engines_that_pass_each_other_by_are_told_in_what_they_differ() -> N
     assert "extra.rope (None and yarn)" in told
     assert "namespace 1 is asked for, 3 holds" not in told, "only the nearest spec is named"
     assert "under other keys" not in told
-
-
-def test_what_the_shared_store_had_for_nobody() -> None:
-    told = told_of([space(1, asked=9, hit=1)], shared={"lookups": 1000, "lookups_late": 300, "bad_blocks": 2})
-    assert "look-ups: 300 requests did not wait for the end of theirs, of 1,000 in the shared store" in told
-    assert "--shared-lookup-timeout" in told
-    assert "bad blocks: 2 in the shared store" in told
-    told = told_of([space(1, asked=9, hit=1)], shared={"lookups": 1000, "lookups_late": 100, "bad_blocks": 0})
-    assert ("look-ups" in told, "bad blocks" in told) == (False, False)
 
 
 # --- the command -------------------------------------------------------------------------------------

@@ -124,21 +124,6 @@ def test_system_messages_that_differ_by_a_time_are_one_finding(lint: Lint) -> No
     assert found["lost"] >= 0.95 * len(RULES)
 
 
-def test_a_name_in_the_middle_of_what_is_the_same(lint: Lint) -> None:
-    texts = [f"You work for {name}.\n\n{RULES}\n\n{DOCUMENTS[0]}" for name in ("Ada", "Grace Hopper")]
-    [found] = lint(*texts)
-    assert found["kind"] == "text"
-    assert "'Grace Hopper' here, 'Ada' in " in found["what"]
-    assert found["remedy"] == "put what changes behind what stays the same"
-    assert (found["position"], found["total"]) == (len("You work for "), len(texts[1]))
-
-
-def test_a_question_before_the_documents(lint: Lint) -> None:
-    [found] = lint(*(f"{prose(name, 2)}\n\n{DOCUMENTS[0]}\n\n{DOCUMENTS[1]}" for name in ("why", "how")))
-    assert found["kind"] == "text"
-    assert found["lost"] > 0.8 * found["total"]
-
-
 def turned(value: Any) -> Any:
     """The same with the keys the other way round."""
     return {key: turned(one) for key, one in reversed(value.items())} if isinstance(value, dict) else value
@@ -181,12 +166,6 @@ def test_documents_in_changing_order(lint: Lint, number: str) -> None:
     assert "tiercache affinity --segments" in found["remedy"]
     assert ("numbers" in found["remedy"]) == bool(number)
     assert lint(prompt([0, 1, 2], "Why?"), prompt([0, 1, 2], "How?")) == []
-
-
-def test_other_documents_before_the_same_ones(lint: Lint) -> None:
-    told = ["\n\n".join(DOCUMENTS[one] for one in order) for order in ([0, 1, 2], [3, 0, 4])]
-    [found] = lint(*(f"{RULES}\n\n{one}\n\nWhat is new?" for one in told))
-    assert (found["kind"], found["what"]) == ("order", "the same documents behind other ones")
 
 
 # --- the command -------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from terminal import Terminal
 from waiting import wait_until
 
 import tiercache
-from tiercache.cli.readings import Change, Reading
-from tiercache.cli.top.history import RecentReadings, sparkline
+from tiercache.cli.readings import Reading
+from tiercache.cli.top.history import RecentReadings
 from tiercache.cli.top.view import ViewState, frame
 
 PARTS = ("TIER", "dram", "nvme", "HITS", "leases:", "queues:", "NAMESPACE", "HOT PREFIX", "CLIENT", "an engine")
@@ -36,14 +36,6 @@ def tree(generation: int = 1, asked: int = 0, dram: int = 0, below: int = 0, **m
     }
 
 
-def test_rates_are_of_one_life_of_the_daemon() -> None:
-    change = Change(Reading(1.0, tree(asked=100)), Reading(3.0, tree(asked=140)))
-    assert (change.rate("traffic.asked_tokens"), change.restarted) == (20, False)
-    again = Change(Reading(1.0, tree(asked=100)), Reading(2.0, tree(generation=2, asked=30)))
-    assert (again.rate("traffic.asked_tokens"), again.restarted) == (30, True)
-    assert again.rate("nothing.like.that") == 0
-
-
 def test_hits_are_kept_by_tier_and_interval() -> None:
     history = RecentReadings()
     for second, (asked, dram, below) in enumerate([(0, 0, 0), (100, 50, 0), (100, 50, 0), (200, 75, 75)]):
@@ -52,38 +44,6 @@ def test_hits_are_kept_by_tier_and_interval() -> None:
     assert [point.share("nvme") for point in history.points] == [0.0, None, 0.75]
     history.take(Reading(9.0, {}, "no answer"))
     assert (history.problem, history.gone_since_s, len(history.points)) == ("no answer", 9.0, 3)
-
-
-@pytest.mark.parametrize(
-    ("shares", "width", "drawn"), [([0.0, None, 0.5, 1.0], 6, "  ▁·▅█"), ([None, 0.5, 1.0], 2, "▅█"), ([0.1], 0, "")]
-)
-def test_hits_are_drawn_as_bars(shares: list[float | None], width: int, drawn: str) -> None:
-    assert sparkline(shares, width) == drawn
-
-
-def test_rows_with_equal_names_are_told_apart() -> None:
-    history = RecentReadings()
-
-    def sessions(*loaded: int) -> list[dict[str, Any]]:
-        return [{"pid": 5, "name": "rank", "counters": {"loaded_bytes": value}} for value in loaded]
-
-    history.take(Reading(0.0, tree(sessions=sessions(0, 100))))
-    keys, names = ("pid", "name"), ("counters.loaded_bytes",)
-    assert history.rates("sessions", keys, names) == [None, None]
-    history.take(Reading(2.0, tree(sessions=sessions(10, 120, 4))))
-    assert history.rates("sessions", keys, names) == [{names[0]: 5.0}, {names[0]: 10.0}, {names[0]: 2.0}]
-    assert history.rates("sessions", keys, names, least_s=3.0) == [None] * 3
-
-
-def test_quotas_and_how_far_they_are_used() -> None:
-    history = RecentReadings()
-    for second in range(2):
-        bytes_of = {"used_bytes": 3 << 20, "limit_bytes": 4 << 20}
-        rows = [{"name": "team-a", "tier": "nvme", **bytes_of, "refused_blocks": 7 * second}]
-        history.take(Reading(float(second), tree(quotas=rows)))
-    lines = [line.plain.split() for line in frame(history, ViewState("/run", 1.0), 100, 40)]
-    assert ["QUOTA", "TIER", "USED", "OF", "FULL", "NO", "ROOM/S"] in lines
-    assert ["team-a", "nvme", "3.0", "MiB", "4.0", "MiB", "75%", "7"] in lines
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (20, 5), (1, 1), (200, 60)])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from kubernetes_objects import RefusedValues, render, validate
 
-from tiercache.config.daemon_config import DaemonConfig, load_config, render_toml
-from tiercache.config.settings_schema import settings_schema
+from tiercache.config.daemon_config import DaemonConfig, load_config
 from tiercache.copies.arena import worker_bytes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.protocol.curve import load_allowed, load_server, make_client, make_server
@@ -109,24 +108,6 @@ def test_memory_and_grace_follow_from_the_settings(arena: str | float, grace: st
     config = config_of(values)
     assert config.arena_bytes + (256 << 20) <= memory_bytes(values) <= config.arena_bytes * 1.05 + (1 << 30)
     assert config.grace_s < daemon_set(values)["terminationGracePeriodSeconds"]
-
-
-def test_directories_may_have_sizes_of_their_own() -> None:
-    values = {"nvme": {"paths": ["/mnt/nvme0:2TiB", "/mnt/by-path/pci-0000:01", "/mnt/c"], "size": "1TiB"}}
-    spec, config = daemon_set(values), config_of(values)
-    assert list(config.nvme_shares().values()) == [2 << 40, 1 << 39, 1 << 39]
-    assert [str(path) for path in config.nvme_paths] == [f"/nvme/{number}/tiercache" for number in range(3)]
-    hosts = [one["hostPath"]["path"] for one in spec["volumes"] if one["name"].startswith("tiercache-nvme")]
-    assert hosts == ["/mnt/nvme0", "/mnt/by-path/pci-0000:01", "/mnt/c"]
-    assert spec["initContainers"][0]["command"][-3:] == [f"/nvme/{number}/tiercache" for number in range(3)]
-    assert memory_bytes(values) >= memory_bytes({}) + (2 << 40) // 2000
-
-
-def test_memory_may_be_said() -> None:
-    assert memory_bytes({"arenaMemoryLimit": "40Gi"}) == 40 * GIB
-    assert memory_bytes({"arena": "8GiB", "memoryOverhead": "2Gi"}) == 10 * GIB
-    blocks = (4 << 40) // (512 << 10)
-    assert memory_bytes({"nvme": {"size": "4TiB"}}) >= 32 * GIB + (128 << 20) + 250 * blocks
 
 
 @pytest.mark.parametrize(
@@ -242,43 +223,6 @@ def test_a_shared_store_is_reached_by_a_secret(tmp_path: Path) -> None:
     assert len(daemon_set(plain)["initContainers"]) == 1, "there are no keys to copy"
 
 
-def test_the_credentials_of_an_object_store_are_a_secret_of_their_own() -> None:
-    store = {**SHARED["shared"], "url": "s3://kv/prefix", "credentialsSecret": "s3-kv"}
-    its = container({"shared": store})
-    assert its["envFrom"] == [{"secretRef": {"name": "s3-kv"}}]
-    config = config_of({"shared": store})
-    assert (config.shared.full, str(config.shared_key)) == ("s3://kv/prefix", "/keys/shared.key")
-    assert "envFrom" not in container(SHARED), "the pod may have a role"
-    assert "envFrom" not in container({"shared": {**store, "enabled": False}})
-
-
-def test_labels_reach_what_is_to_be_found_by_them() -> None:
-    objects = validate(
-        render(
-            CHART,
-            {
-                "podLabels": {"team": "serving"},
-                "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-                "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
-                "image": {"repository": "registry/tiercache", "digest": f"sha256:{'0' * 64}"},
-            },
-        )
-    )
-    by_kind = {one["kind"]: one for one in objects}
-    template = by_kind["DaemonSet"]["spec"]["template"]
-    assert template["metadata"]["labels"]["team"] == "serving"
-    assert "annotations" not in template["metadata"], "it is scraped once"
-    for selector in (by_kind["DaemonSet"]["spec"]["selector"], by_kind["PodMonitor"]["spec"]["selector"]):
-        assert selector["matchLabels"].items() <= template["metadata"]["labels"].items()
-        assert "team" not in selector["matchLabels"], "a selector never changes"
-    for kind in ("PodMonitor", "PrometheusRule"):
-        assert by_kind[kind]["metadata"]["labels"]["release"] == "prometheus"
-    images = {one["image"] for one in [*template["spec"]["containers"], *template["spec"]["initContainers"]]}
-    assert images == {f"registry/tiercache@sha256:{'0' * 64}"}
-    assert by_kind["PodMonitor"]["spec"]["jobLabel"] == "app.kubernetes.io/name", 'the rules look for job="tiercache"'
-    assert by_kind["PrometheusRule"]["spec"]["groups"]
-
-
 ENGINES_CHART = """\
 apiVersion: v1
 kind: Pod
@@ -320,13 +264,3 @@ def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
 
 
 # --- the schema, which is made from the settings (tests/config holds it to them) ----------
-
-
-def test_the_schema_takes_what_a_printed_file_holds() -> None:
-    jsonschema: Any = pytest.importorskip("jsonschema")
-    tomllib: Any = pytest.importorskip("tomllib")
-    for config in (DaemonConfig(), DaemonConfig(grace_s=0.5, nvme_write_budget_bytes=1, arena_bytes=3 << 40)):
-        jsonschema.validate(tomllib.loads(render_toml(config, comments=False)), settings_schema())
-    for wrong in ({"what_if": 3}, {"arena": "lots"}, {"grace": "soon"}, {"pin_share": 2}, {"policy": "x"}, {"x": 1}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, settings_schema())

@@ -121,17 +121,6 @@ def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> No
     assert one.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_conversation_is_said_by_what_is_new_in_it(one: Recording) -> None:
-    keys = chain_of("a", 400)
-    for blocks in range(8, 401, 8):
-        one.look(keys[: 16 * (blocks - 4)])
-        last = 16 * (blocks - 5)
-        one.recorder.stored(one.chain, keys[last : last + 16], keys[last + 16 : 16 * blocks])
-    said = sum(len(line.get("k", "")) for line in one.lines())
-    assert said == 400 * 16  # twelve bytes for each block, once
-    assert [request.blocks for request in one.requests()][-2:] == [396, 400]
-
-
 def test_a_fork_leaves_the_first_conversation_as_it_is(one: Recording) -> None:
     a, b = chain_of("a", 8), chain_of("a", 3) + chain_of("b", 5)
     for keys in (a, b, a[:32], a + chain_of("c", 1), b + chain_of("d", 1)):
@@ -143,23 +132,6 @@ def test_a_fork_leaves_the_first_conversation_as_it_is(one: Recording) -> None:
     assert found[3].keys[:-16] == found[0].keys
     assert found[4].keys[:-16] == found[1].keys
     assert [line.get("at") for line in one.lines()[2:]] == [0, 3, 2, 8, 8]
-
-
-def test_more_chains_than_are_remembered(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MAX_CHAINS", 4)
-    chains = [chain_of(str(number), 3 + number % 5) for number in range(12)]
-    for keys in chains * 3:
-        one.look(keys)
-    found = one.requests()
-    assert [request.blocks for request in found] == [len(keys) // 16 for keys in chains * 3]
-    assert [request.keys for request in found[:12]] == [request.keys for request in found[12:24]]
-
-
-def test_a_store_below_a_block_that_was_not_looked_for_is_not_rooted(one: Recording) -> None:
-    keys = chain_of("a", 5)
-    one.recorder.stored(one.chain, keys[32:48], keys[48:])
-    (found,) = one.requests()
-    assert (found.kind, found.first, found.blocks, found.rooted) == (RequestKind.KEEP, 1, 3, False)
 
 
 def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,25 +156,6 @@ def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
     assert 1 << 20 < one.path.stat().st_size < (1 << 20) + 20_000
     assert len(one.requests()) == len(lines) - 3
     assert one.recorder.stats()["lost_requests"] == 0
-
-
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(line: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(one.recorder._thread, "_say", fail)
-    one.look(chain_of("a", 3))
-    wait_until(lambda: one.recorder.stats()["ended"])
-    assert "No space left" in one.recorder.stats()["ended"]
-    one.look(chain_of("a", 3))
-
-
-def test_an_earlier_file_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text("an earlier one")
-    Recording(path).recorder.close()
-    assert path.with_name("run.jsonl.1").read_text() == "an earlier one"
-    assert "tiercache_trace" in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:

@@ -70,16 +70,6 @@ def test_the_size_of_blocks_is_guessed_from_the_lengths(write: Write, size: int,
     assert trace(path, block_tokens=2 * size).specs[1].block_size == 2 * size
 
 
-def test_lengths_that_fit_no_size_are_told(write: Write) -> None:
-    with pytest.raises(BadTrace, match=r"7 hash_ids for 100 tokens: no usual size .* --block-size"):
-        trace(write(mooncake(0, 100, list(range(7))), mooncake(0, 99999, [1])))
-
-
-def test_ids_that_name_blocks_alone_make_chains_all_the_same(write: Write) -> None:
-    first, second = trace(write(mooncake(0, 1024, [1, 9]), mooncake(1, 1024, [2, 9])))
-    assert first.keys[16:] != second.keys[16:]
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -8,14 +8,14 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from waiting import wait_until
-
 COMMAND_S = 60.0
+WAIT_S = 60.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -121,7 +121,12 @@ class Browser:
 
     def wait(self, script: str, what: str) -> Any:
         """Poll until the function body returns something true, and return that."""
-        return wait_until(lambda: self.run(script), what)
+        deadline_s = time.monotonic() + WAIT_S
+        while not (found := self.run(script)):
+            if time.monotonic() > deadline_s:
+                raise BrowserError(f"{what}: not within {WAIT_S:g} s")
+            time.sleep(0.05)
+        return found
 
     def wait_for_text(self, text: str) -> None:
         """Poll until a text is on the page, with any kind of space."""
