@@ -79,10 +79,7 @@ MAY_IMPORT_HEAVY = {
     "tiercache.demo.worker": {"torch", "transformers"},  # the main module of a process of its own
     "tiercache.demo.vllm_worker": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
 }
-MAY_IMPORT_HEAVY_LAZILY = {
-    "tiercache.cli": {"torch", "transformers"},
-    "tiercache.demo": {"torch", "transformers"},
-}
+MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}, "tiercache.demo": {"torch", "transformers"}}
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.forms.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
 ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "worths")}

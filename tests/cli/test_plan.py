@@ -91,14 +91,6 @@ def test_a_model_with_states(plan: Plan, run: Run) -> None:
     assert plan("Qwen3-8B")["state"] is None
 
 
-def test_the_tables(run: Run) -> None:
-    status, out, _ = run("plan", "mistralai/mistral_7b_v0.1", "--kv-cache-dtype", "int8", "--nvme", "0")
-    assert status == 0
-    for words in ("Mistral-7B-v0.1: 7.2B parameters", "68.5 KiB in int8", "look back 4,096 tokens", "from DRAM"):
-        assert words in out
-    assert ("NVMe" in out, "shared" in out) == (False, False)
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [

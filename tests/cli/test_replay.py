@@ -5,16 +5,12 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Run, assert_refused
-
-from tiercache.cli import replay as command
 
 SAMPLE = Path(__file__).parents[1] / "replay" / "sample.jsonl.gz"
 SHORT_REQUESTS = 100
@@ -71,27 +67,6 @@ def test_policies_are_compared_in_one_run(points: Points, short: Path) -> None:
     for name in ("hit_rates", "tallies", "optimum"):
         assert [point[name] for point in both[0::2]] == [point[name] for point in alone]
     assert both[1]["optimum"] == both[0]["optimum"] != both[2]["optimum"]
-
-
-def test_hosts_that_share_a_store(run: Run, points: Points, short: Path) -> None:
-    arguments = [short, "--dram", "5%", "--nvme", "2x", "--hosts", "2"]
-    apart = points(*arguments)[0]
-    found = points(*arguments, "--shared", "20x", "--spread", "round-robin")[0]
-    rates = found["hit_rates"]
-    assert rates["all"] == pytest.approx(rates["dram"] + rates["nvme"] + rates["shared"])
-    assert apart["hit_rates"]["all"] < rates["all"] <= found["optimum"]["all"]
-    assert 0 < found["others_share"] < 1
-    assert (found["hosts"], found["spread"]) == (2, "round-robin")
-    assert found["shared_blocks"] == pytest.approx(20 * found["dram_blocks"], abs=1)
-    network = ["--shared-bandwidth", "1Gbit/s", "--shared-round-trip", "2ms"]
-    status, out, _ = run("replay", *arguments, "--shared", "20x", *network)
-    assert status == 0
-    for words in ("2 hosts by round-robin", "hit shared", "of others", "0.125 GB/s with round trips of 2.0 ms"):
-        assert words in out
-    [row] = [line.split() for line in out.splitlines() if line.startswith("5%")]
-    dram, nvme, shared, every, others = (float(cell.rstrip("%")) for cell in row[4:9])
-    assert every == pytest.approx(dram + nvme + shared, abs=0.16)
-    assert others == pytest.approx(100 * found["others_share"], abs=0.06)
 
 
 def test_a_write_budget_is_kept(points: Points) -> None:
@@ -167,15 +142,3 @@ def test_bad_lines_are_told_or_left_out(run: Run, tmp_path: Path) -> None:
     (found,) = json.loads(out)
     assert found["bad_lines"] == 1
     assert found["points"][0]["tiers"]["dram"] == {"blocks": 4, "tokens": 2048}
-
-
-def test_progress_is_told_on_a_terminal_alone(run: Run, monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
-    monkeypatch.setattr(command, "TELL_EVERY_S", 0.0)
-    assert run("replay", short, "--dram", "5%")[2] == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, out, err = run("replay", short, "--dram", "5%")
-    told = re.findall(r"\rshort.jsonl.gz: ([^\r]+): (\d+)%", err)
-    assert status == 0
-    assert {what for what, _ in told} == {"first pass, for the optimum", "5%, hazard", "5%: the optimum"}
-    assert err.endswith("\r\x1b[K")
-    assert "\r" not in out

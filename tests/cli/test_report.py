@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiercache.cli.report import Section, fitting, human, print_sections, sections, with_human
+from tiercache.cli.report import Section, human, print_sections, sections, with_human
 
 
 @pytest.mark.parametrize(
@@ -63,30 +63,6 @@ def test_a_tree_becomes_sections() -> None:
     assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
     assert found["namespaces"].rows == [("none", "")]
     assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
-
-
-def test_reasons_are_shown_whole_and_each_in_its_line() -> None:
-    """Long messages are not cut: their ends say what to do."""
-    reasons = [f"nvme directory /mnt/nvme{number} cannot be used: {'why ' * 20}\x1b: mount it" for number in range(2)]
-    [found] = sections({"health": {"state": "degraded", "reasons": reasons, "parts": {"nvme": 2}}})
-    first, second = [reason.replace("\x1b", "?") for reason in reasons]
-    assert found.rows == [("state", "degraded"), ("reasons", first), ("", second), ("parts.nvme", "2")]
-
-
-def test_a_table_that_is_too_wide_is_turned_or_cut_into_several() -> None:
-    columns = tuple(f"column{number}" for number in range(6))
-    row = tuple("1234567" for _ in columns)
-    wide = Section("wide", columns, [row])
-    assert fitting(wide, 80) == [wide]
-    assert fitting(wide, 40) == [Section("wide", ("column0", "1234567"), [(name, "1234567") for name in columns[1:]])]
-    long = Section("wide", columns, [row] * 9)
-    assert [(part.title, part.columns) for part in fitting(long, 40)] == [
-        ("wide (1 of 3)", ("column0", "column1", "column2")),
-        ("wide (2 of 3)", ("column0", "column3", "column4")),
-        ("wide (3 of 3)", ("column0", "column5")),
-    ]
-    pairs = Section("pairs", ("", ""), [("name", "x" * 60)])
-    assert fitting(pairs, 40) == [pairs]
 
 
 def test_names_of_clients_cannot_control_the_terminal(

@@ -10,7 +10,7 @@ import pytest
 from command_line import Run
 
 import tiercache
-from tiercache.cli.what_if import points, sentence, table
+from tiercache.cli.what_if import sentence, table
 
 BLOCKS = 320
 ROUNDS = 25
@@ -44,14 +44,6 @@ def test_a_real_daemon_says_what_more_memory_would_bring(run: Run) -> None:
         text = run("stats", "--address", daemon.address)[1]
     assert re.search(r"what if +twice the DRAM \(128.0 MiB\) would have had [78]\d\.\d% of the blocks", text)
     assert "# what if (LRU caches of other sizes)" in text
-
-
-def test_the_sizes_have_names() -> None:
-    tree = curve(*((times, 0.5) for times in (1 / 8, 1 / 2, 1, 2, 4, 7, 8, 13)))
-    labels = [point.label for point in points(tree)]
-    assert labels[:5] == ["1/8 DRAM", "1/2 DRAM", "DRAM", "2 DRAM", "DRAM + 1/2 NVMe"]
-    assert labels[5:] == ["DRAM + NVMe", "8 DRAM", "DRAM + 2 NVMe"]
-    assert [row[1] for row in table(tree)[0].rows] == labels
 
 
 def test_the_sentence() -> None:

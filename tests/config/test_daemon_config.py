@@ -147,15 +147,6 @@ def test_the_printed_file_reads_back_to_an_equal_object(
         assert load_config(path, {}, {}) == config, f"with comments={comments}"
 
 
-def test_the_printed_file_teaches_and_says_where_values_came_from() -> None:
-    config, sources = resolve_config(None, {"TIERCACHE_ARENA": "1GiB"}, {"pin_share": 0.5})
-    text = render_toml(config, sources=sources)
-    assert 'arena = "1GiB"  # from TIERCACHE_ARENA\n' in text
-    assert "pin_share = 0.5  # from --pin-share\n" in text
-    assert '\n#region = "256MiB"\n' in text
-    assert [setting.key for setting in SETTINGS.values() if setting.doc.split()[0] not in text] == []
-
-
 def test_daemon_and_client_come_to_the_same_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_run_dir({"TIERCACHE_RUN_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
     assert default_run_dir({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/tiercache")
@@ -224,21 +215,6 @@ def test_nvme_directories_may_have_sizes_of_their_own(nvme: str, shares: list[in
 def test_settings_that_cannot_work_together_or_would_let_others_in(flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(None, {}, flags)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"arena": "8MiB", "headroom": "4MiB"},
-        {"kv_events": "tcp://0.0.0.0:5557", "kv_events_allow_remote": "yes"},
-        {"listen": "tcp://0.0.0.0:7411", "curve_keys": "/keys"},
-        {"http": "[::1]:8181", "http_hosts": "cache.local, [::1]"},
-        {"http": "localhost:1"},
-        {"http": "0.0.0.0:8181", "http_allow_remote": "yes"},
-    ],
-)
-def test_settings_that_do_work_together(flags: dict[str, str]) -> None:
-    load_config(None, {}, flags)
 
 
 def test_the_schema_is_that_of_the_settings() -> None:

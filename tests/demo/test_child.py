@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,30 +9,8 @@ from pathlib import Path
 import pytest
 from waiting import state_of, wait_until
 
-from tiercache.demo import child as demo_child
 from tiercache.demo import valkey
-from tiercache.demo.child import Child, ChildFailed
 from tiercache.errors import ConfigError
-
-
-def test_a_child_may_finish_at_the_end_and_is_killed_after_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "patient.py").write_text(
-        "import sys, pathlib\nprint('ready', flush=True)\nsys.stdin.read()\npathlib.Path(sys.argv[1]).touch()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(demo_child, "STOP_TIMEOUT_S", 60.0)
-    with Child("patient", str(tmp_path / "finished")) as child:
-        assert child.process.stdout is not None
-        assert child.process.stdout.readline() == "ready\n"
-    assert child.process.returncode == 0
-    assert (tmp_path / "finished").exists()
-    child = Child("patient", str(tmp_path / "killed"))
-    with pytest.raises(ChildFailed), child:
-        raise ChildFailed("something else went wrong")
-    assert child.process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed").exists()
 
 
 def test_a_store_has_a_password_that_others_cannot_see_and_ends_with_its_parent(tmp_path: Path) -> None:

@@ -23,12 +23,3 @@ def test_an_address_that_is_taken_is_one_line_and_leaves_no_socket() -> None:
         peer.close()
         again = first.getsockname()[1]
     listening.bind("127.0.0.1", again, "here").close()
-
-
-def test_of_two_that_are_bound_one_listens() -> None:
-    """Both may be, as long as none of them listens."""
-    first = listening.bind("127.0.0.1", 0, "here")
-    with first, listening.bind("127.0.0.1", first.getsockname()[1], "there") as second:
-        listening.listen(first, 1, "here")
-        with pytest.raises(ConfigError, match="there cannot be listened on: Address already in use: choose"):
-            listening.listen(second, 1, "there")

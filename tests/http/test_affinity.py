@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +15,9 @@ import tiercache
 from tiercache.cli.main import main
 from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes, hash_seed
 from tiercache.connectors.vllm.names import keys_of
-from tiercache.errors import RequestRefused
 from tiercache.http.affinity import Affinity, Query, UnknownModel
 from tiercache.protocol.keys import content_id, salted_root
-from tiercache.protocol.messages import ModelCard, ModelList, Models, Report
+from tiercache.protocol.messages import ModelCard, ModelList, Models
 
 Opened = Callable[[tiercache.NamespaceSpec], tiercache.Connector]
 
@@ -48,35 +44,6 @@ def test_the_answer_is_what_a_match_finds(client: tiercache.Client, opened: Open
     assert by_content["chains"] == answer["chains"]
     assert ask_affinity(client, tokens=tokens[:3])["matched"] == 0, "no full block"
     assert [ask_affinity(client, tokens=tokens, salt=salt)["matched"] for salt in ("", "S3cret")] == [0, 0]
-
-
-@pytest.mark.stress
-def test_blocks_on_nvme_are_told_apart(tmp_path: Path) -> None:
-    run_dir, nvme = tmp_path / "run", tmp_path / "nvme"
-    settings: dict[str, Any] = {"nvme": nvme, "nvme_size": "64MiB", "nvme_segment": "16MiB", "region": "2MiB"}
-    tokens, other = tokens_of("nvme", 30), tokens_of("nvme and dram", 30)
-    on_nvme = {"dram": 0, "nvme": 120, "shared": 0}
-    with tiercache.launch("16MiB", run_dir=run_dir, **settings) as daemon:
-        connector = connect(daemon.address, spec())
-        connector.announce([card(spec())])
-        connector.store(chain(tokens), range(30))
-        connector.store(chain(other)[: 12 * 16], range(12))
-
-        def is_recorded() -> bool:
-            tier = connector.client.stats()["tiers"]["nvme"]
-            return tier["blocks"] == 42 and not any(one["database_queue"] for one in tier["directories"])
-
-        wait_until(is_recorded, "all blocks are on NVMe, and will be found there after a kill")
-        connector.flush(tier="dram")
-        connector.store(chain(other)[: 5 * 16], range(5))
-        assert ask_affinity(connector.client, tokens=tokens)["matched_tokens"] == on_nvme
-        found = ask_affinity(connector.client, tokens=other)["matched_tokens"]
-        assert found == {"dram": 20, "nvme": 28, "shared": 0} == matched(connector, chain(other))
-        assert ask_affinity(connector.client, tokens=tokens)["matched_tokens"] == on_nvme, "nothing came up for it"
-        os.kill(daemon.pid, signal.SIGKILL)
-    with tiercache.launch("16MiB", run_dir=run_dir, **settings), connector:
-        wait_until(lambda: connector.available, "the connector is back, and announces again")
-        wait_until(lambda: ask_affinity(connector.client, tokens=tokens)["matched"] == 120, "the directory is loaded")
 
 
 def test_asking_leaves_no_trace(client: tiercache.Client, opened: Opened) -> None:
@@ -135,23 +102,6 @@ def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) 
     wait_until(lambda: not listed(), "the sessions have ended")
     with pytest.raises(UnknownModel, match="none has announced one"):
         Affinity(client).ask(Query(model="third", tokens=[1], salt=""))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "code", "words"),
-    [
-        ({"content": b"short"}, "bad_value", "content is 5 bytes"),
-        ({"namespaces": []}, "bad_value", "0 namespaces"),
-        ({"block_size": 0}, "bad_value", "must be at least 1 token"),
-        ({"hashing": "vllm/sha256"}, "bad_value", "must be at least 1 token"),
-        ({"names": ["x" * 33_000]}, "too_large", "more than 32768 bytes"),
-    ],
-)
-def test_an_unusable_card_is_refused(client: tiercache.Client, wrong: dict[str, Any], code: str, words: str) -> None:
-    fields = {"names": ["x"], "content": bytes(16), "namespaces": ["f"], "block_size": 4, **wrong}
-    with pytest.raises(RequestRefused, match=words) as refused:
-        client.call(Report, registration="none", counters={}, models=[ModelCard(**fields)])
-    assert refused.value.code == code
 
 
 @pytest.mark.parametrize("algorithm", sorted(ENCODINGS))

@@ -8,10 +8,8 @@ from itertools import repeat
 from typing import Any
 
 import pytest
-from http_helpers import chain, connect, request, spec, tokens_of
 from waiting import wait_until
 
-import tiercache
 from tiercache.errors import DaemonUnavailable
 from tiercache.ground.histograms import LatencyHistogram
 from tiercache.http import history
@@ -126,7 +124,7 @@ class Asked:
             raise answer
         return {**answer, **({"hot_prefixes": [{"name": "abcd"}]} if hot_prefixes else {})}
 
-    def wait(self, count: int) -> None:
+    def wait_for(self, count: int) -> None:
         wait_until(lambda: len(self.asked) >= count, f"the daemon was asked {count} times")
 
 
@@ -141,22 +139,7 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, told: To
     gone = DaemonUnavailable("no daemon there")
     asked = Asked(iter([{"a tree": "of another release"}, gone, *repeat(told.tree, 5), *repeat(gone, 10_000)]))
     kept = started(asked)
-    asked.wait(8)
+    asked.wait_for(8)
     assert asked.asked[:7].count(history.HOT_PREFIXES) == 1, "prefixes are asked for now and then"
     wait_until(lambda: json.loads(kept.encode(0, ""))["problem"] == "no daemon there", "the history says why")
     assert json.loads(kept.encode(0, ""))["stats"]["hot_prefixes"] == [{"name": "abcd"}]
-
-
-def test_over_http_it_is_what_happened(url: str, client: tiercache.Client) -> None:
-    life = request(f"{url}/v1/history").tree["life"]
-    with connect(client.address, spec()) as connector:
-        keys = chain(tokens_of("history", 8))
-        connector.store(keys, range(8))
-
-        def seen() -> bool:
-            connector.release(connector.match(keys + bytes(16 * 8)))
-            told = request(f"{url}/v1/history?after=0&life={life}").tree
-            shares = [dict(zip(told["columns"], sample[2], strict=True))["hit_dram"] for sample in told["samples"]]
-            return 0.5 in shares
-
-        wait_until(seen, "a sample in which DRAM had half of the tokens")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -89,27 +87,6 @@ def test_a_killed_daemon_leaves_nothing(launched: Launch, hung: bool) -> None:
     if hung:
         os.kill(pid, signal.SIGSTOP)
     os.kill(daemon.pid, signal.SIGKILL)
-    wait_until_gone(pid)
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("early", [False, True], ids=["running", "starting"])
-def test_a_port_alone_ends_with_the_process_that_started_it(launched: Launch, tmp_path: Path, early: bool) -> None:
-    log = tmp_path / "alone"
-    program = (
-        "import sys, signal; from pathlib import Path; from http_helpers import http_alone\n"
-        "with http_alone(Path(sys.argv[1]), '127.0.0.1:0', Path(sys.argv[2])) as child:\n"
-        "    print(child.pid, flush=True); signal.pause()"
-    )
-    command = [sys.executable, "-c", program, launched().address, str(log)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ) as starter:
-        assert starter.stdout is not None
-        pid = int(starter.stdout.readline())
-        if not early:
-            url_in(log)
-        starter.kill()
     wait_until_gone(pid)
 
 

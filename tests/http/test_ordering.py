@@ -8,7 +8,7 @@ from itertools import permutations, product
 from typing import Any, cast
 
 import pytest
-from http_helpers import BLOCK, SALT, affinity, ask_affinity, card, chain, spec, tokens_of
+from http_helpers import BLOCK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,31 +132,3 @@ def test_a_search_beyond_its_limits_says_so(limit: dict[str, Any]) -> None:
 
 
 # --- with a daemon --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordering, "SEARCH_S", 60.0)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_daemon_finds_it_among_all_orders(client: tiercache.Client, opened: Opened, url: str) -> None:
-    forms = [spec(), spec(group="window", window_blocks=3)]
-    documents = [tokens_of(f"document {number}", 3)[: 12 - number] for number in range(4)]
-    parts: list[Part] = [[1, 2, 3], Unordered(documents), [4], Unordered([[5, 6], [7, 8]]), [9, 10, 11]]
-    query = Query(model="demo", segments=parts, salt=SALT)
-    for form in forms:
-        connector = opened(form)
-        connector.announce([card(*forms)])
-        for order, blocks in (([[2, 0, 1, 3], [0, 1]], 5), ([[2, 3, 1, 0], [1, 0]], 99)):
-            keys = chain(query.prompt(order))[: blocks * 16]
-            connector.store(keys, range(len(keys) // 16))
-    plain = [(ask_affinity(client, tokens=query.prompt(order)), order) for order in every_order(query)]
-    best, order = max(plain, key=lambda pair: int(pair[0]["matched"]))
-    as_given = next(one["matched"] for one, order in plain if order == query.as_given)
-    answer = ask_affinity(client, segments=parts)
-    assert order == [[2, 3, 1, 0], [1, 0]]
-    assert answer == {**best, "order": order, "complete": True, "matched_as_given": as_given}
-    body = [part if isinstance(part, list) else {"unordered": part.unordered} for part in parts]
-    assert affinity(url, model="demo", segments=body, salt=SALT).tree["order"] == order
-    assert affinity(url, model="demo", segments=body, salt="other").tree["order"] == query.as_given

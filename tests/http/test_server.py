@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_helpers import TIMEOUT_S, affinity, connect, connect_socket, read_all, request, spec, tokens_of, url_in
+from http_helpers import TIMEOUT_S, affinity, connect, connect_socket, read_all, request, spec, url_in
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
 import tiercache
-from tiercache.ground.extras import install_extra
 from tiercache.http.__main__ import main
 from tiercache.http.limits import MAX_CONNECTIONS
-from tiercache.http.probe import FULL, Probe
+from tiercache.http.probe import Probe
 from tiercache.http.query import MAX_SEGMENTS
 from tiercache.http.server import ACCEPTED_AT_ONCE
 
@@ -148,16 +147,6 @@ def test_ready_means_a_block_stored_and_loaded(url: str, client: tiercache.Clien
     wait_until(lambda: client.stats()["arena"]["classes"] == classes, "its frames are free again")
 
 
-def test_a_full_cache_is_ready() -> None:
-    with tiercache.launch("2MiB", region="2MiB") as daemon, connect(daemon.address, spec()) as connector:
-        keys = tiercache.KeyChain(bytes(16), 4, tokens_of("full", 32)).packed()
-        assert connector.store(keys, range(32)).stored == 32
-        match = connector.match(keys)
-        assert match.blocks == 32  # the whole arena, and the frames are leased
-        assert Probe(connector.client).ask() == ("", FULL)
-        connector.release(match)
-
-
 # --- many and slow connections -----------------------------------------------------------------------
 
 
@@ -248,12 +237,3 @@ def test_what_cannot_be_served_is_one_line(
     assert main(["/nowhere", *arguments]) == 2
     told = capsys.readouterr().err
     assert (told.count("\n"), words in told) == (1, True)
-
-
-def test_without_its_packages_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "tiercache.http.server", raising=False)
-    assert main([]) == 2
-    assert capsys.readouterr().err == f"tiercache http: needs uvicorn: {install_extra('http')}\n"

@@ -136,38 +136,6 @@ def test_bytes_of_a_state_are_those_of_vllm(more: dict[str, Any], of_one: int, o
     assert Form(model, "auto", 16, 1).token_bytes == 2 * 64 * 2  # of the layer that has attention
 
 
-def test_work_of_recurrent_layers_grows_with_the_tokens_only() -> None:
-    model = read_config("small", {**SMALL, **DELTA})
-    recurrent = 2 * model.active_parameters + 3 * 6 * 4 * 8 * 16
-    assert model.prefill_flops(1000) == 1000 * recurrent + 4 * 64 * 1000 * 1001 / 2
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("qwen3_next", {"num_experts": 8}),
-        ("qwen3_5_text", {}),
-        ("qwen3_5_moe_text", {"num_experts": 8}),
-        ("lfm2", {"full_attn_idxs": [1, 3]}),
-        ("lfm2_moe", {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2}),
-        ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 2}),
-        ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 0}),
-        ("bamba", {"attn_layer_indices": [1]}),
-        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}),
-    ],
-)
-def test_weights_are_those_of_transformers(family: str, more: dict[str, Any]) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(family, num_hidden_layers=4, **more)
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    matrices = sum(weight.numel() for weight in built.parameters() if weight.ndim > 1)  # no norms, no biases
-    assert read_config(family, config.to_dict()).parameters == matrices
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [

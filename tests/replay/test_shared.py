@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from replayed_prompts import BLOCK_BYTES, SPEC, TOKENS, ask, conversations, sizes
+from replayed_prompts import BLOCK_BYTES, SPEC, ask, conversations, sizes
 
-from tiercache.protocol.messages import KEY_BYTES
-from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.hosts import ByPrefix, Hosts, RoundRobin
 from tiercache.replay.played import Played, engine_for, play
 from tiercache.replay.requests import RequestKind, TraceRequest
@@ -46,44 +43,6 @@ def hosts_over(blocks: int, count: int, dram: int = 20, nvme: int = 0, specs: An
 # --- what must hold for every trace ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hosts", "nvme", "spread"), [(1, 0, "prefix"), (2, 60, "round-robin"), (3, 0, "prefix")])
-def test_hits_by_tier_add_up(hosts: int, nvme: int, spread: str) -> None:
-    outcomes: list[Outcome] = []
-
-    def note(request: TraceRequest, in_gpu: int, outcome: Outcome) -> None:
-        assert outcome.found <= request.blocks
-        assert 0 <= outcome.of_others <= outcome.shared
-        outcomes.append(outcome)
-
-    played = play(Prompts(1), shared(300, LONGEST, nvme, hosts=hosts, spread=spread), exact=True, each=note)
-    assert {name: tier.blocks for name, tier in played.tiers.items()} == {
-        "dram": sum(outcome.dram for outcome in outcomes),
-        **({"nvme": sum(outcome.nvme for outcome in outcomes)} if nvme else {}),
-        "shared": sum(outcome.shared for outcome in outcomes),
-    }
-    assert played.tiers["shared"].blocks == played.tallies.shared_fetched > 0
-    assert played.tallies.shared_written_bytes >= played.tallies.shared_written * BLOCK_BYTES > 0
-    assert played.of_others.tokens == TOKENS * sum(outcome.of_others for outcome in outcomes)
-    assert (played.of_others.blocks > 0) == (hosts > 1)
-    assert played.rate(*played.tiers) == pytest.approx(sum(map(played.rate, played.tiers)))
-
-
-@pytest.mark.parametrize(("policy", "nvme"), [("lru", 0), ("hazard", 60)])
-def test_with_a_huge_store_a_host_finds_all_that_was_ever_stored(policy: str, nvme: int) -> None:
-    its = shared(HUGE, LONGEST, nvme, policy)
-    engine, seen = engine_for(its, exact=True, start_s=0.0), set[bytes]()
-    engine.declare(1, SPEC)
-    without = Simulation(replace(its, shared_bytes=0), {1: SPEC})
-    more = 0
-    for request in Prompts(3):
-        keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
-        found = engine.play(request).found
-        assert found == next((number for number, key in enumerate(keys) if key not in seen), len(keys))
-        more += found - without.play(request).found
-        seen.update(keys)
-    assert more > 0
-
-
 def test_hosts_by_prefix_and_in_turn_find_the_same_in_a_huge_store() -> None:
     def hits(blocks: int, hosts: int, spread: str) -> Played:
         return play(Prompts(4), shared(blocks, LONGEST, hosts=hosts, spread=spread), exact=True)
@@ -117,18 +76,6 @@ def test_a_flush_of_one_host_is_one_for_all(tier: str) -> None:
     here.play(ask(200.0, [], kind=RequestKind.FORGET, tier=tier))
     assert third.play(ask(300.0, [1, 2, 3], kind=RequestKind.LOOK)) == Outcome(0, 0)
     assert here.play(ask(400.0, [1, 2, 3], kind=RequestKind.LOOK)) == Outcome(3 if tier else 0, 0)
-
-
-def test_windows_are_shared_too() -> None:
-    form = {"engine": "t", "layout": "w", "dtype": "uint8", "block_size": TOKENS, "block_bytes": BLOCK_BYTES}
-    windowed = NamespaceSpec(window_blocks=2, **form)  # type: ignore[arg-type]
-    here, there = hosts_over(100, 2, dram=40, specs={1: SPEC, 2: windowed})
-    both = {"namespaces": (1, 2)}
-    assert here.play(ask(0.0, range(1, 7), **both)) == Outcome(0, 0)
-    assert there.play(ask(100.0, range(1, 7), **both)) == Outcome(0, 0, 6, 6)
-    assert there.tallies().shared_fetched == 6 + 2  # of the window only what a cut there needs
-    assert there.play(ask(200.0, range(1, 7), **both)) == Outcome(6, 0)
-    assert there.check_integrity() == []
 
 
 # --- the store, and which host ----------------------------------------------------------------------

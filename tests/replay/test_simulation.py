@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from replayed_prompts import SPEC, TOKENS, ask, keys_of, sizes
+from replayed_prompts import SPEC, ask, keys_of, sizes
 
-from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay import played as played_module
-from tiercache.replay.fast_cache import FastCache
-from tiercache.replay.played import play
-from tiercache.replay.requests import RequestKind, Told, TraceRequest, chain_keys
-from tiercache.replay.simulation import Outcome, Simulation, Sizes
+from tiercache.replay.requests import RequestKind, Told
+from tiercache.replay.simulation import Outcome, Simulation
 
 
 class Play:
@@ -70,38 +66,6 @@ def test_looks_keeps_and_flushes_are_played_too() -> None:
     assert play.here(*ids) == play.here(1, 2) == (2, 2)
     play.ask(kind=RequestKind.FORGET)
     assert play.here(*ids) == (0, 0)
-
-
-class Listed(list[TraceRequest]):
-    specs: ClassVar[dict[int, NamespaceSpec]] = {1: SPEC}
-
-
-def test_a_cache_begins_its_life_with_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace gives the times, not this machine's clock: policies that learn from ages would differ each time."""
-    starts = []
-
-    def made(its: Sizes, exact: bool, start_s: float) -> FastCache:
-        starts.append(start_s)
-        return FastCache(its, start_s)
-
-    monkeypatch.setattr(played_module, "engine_for", made)
-    prompts = Listed(ask(500.0 + number, [number]) for number in range(20))
-    play(prompts, sizes(30, 60, "hazard"))
-    play(prompts, sizes(30, 60, "hazard"), start_s=480.0)
-    assert starts == [500.0, 480.0]
-
-
-def test_hits_are_counted_by_tier_in_blocks_and_tokens() -> None:
-    prompts = Listed(ask(float(at), ids) for at, ids in enumerate(([1, 2, 3], [11, 12, 13], [1, 2, 3], [1, 2, 3])))
-    prompts.append(TraceRequest(4.0, chain_keys([1, 2, 3]), 3 * TOKENS + 5))
-    played = play(prompts, sizes(3, 20), gpu_blocks=2, exact=True)
-    assert (played.requests, played.asked_blocks, played.asked_tokens) == (5, 15, 15 * TOKENS + 5)
-    assert {name: (tier.blocks, tier.tokens) for name, tier in played.tiers.items()} == {
-        "gpu": (4, 4 * TOKENS),
-        "dram": (2, 2 * TOKENS),
-        "nvme": (3, 3 * TOKENS),
-    }
-    assert played.rate("gpu", "dram", "nvme") == pytest.approx(9 * TOKENS / (15 * TOKENS + 5))
 
 
 # --- hints -------------------------------------------------------------------------------------------

@@ -146,44 +146,6 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
 
 
-@pytest.mark.parametrize(
-    ("pid", "starts", "uptime_s", "found"),
-    [
-        (0, 0, 60, []),
-        (7, 1, 60, [(State.OK, "pid 7")]),
-        (7, 2, 60, [(State.OK, "pid 7, 1 ended before it")]),
-        (7, 4, 3600, [(State.WARNING, "pid 7, 3 ended before it")]),
-        (7, 4, 4 * 3600, [(State.OK, "pid 7, 3 ended before it")]),
-        (0, 2, 4 * 3600, [(State.WARNING, "none at the moment, 1 ended before it")]),
-    ],
-)
-def test_worker_processes_of_directories(
-    pid: int, starts: int, uptime_s: float, found: list[tuple[State, str]]
-) -> None:
-    directory = {"path": "/mnt/nvme0", "worker_pid": pid, "worker_starts": starts}
-    tree = {"daemon": {"uptime_s": uptime_s}, "tiers": {"nvme": {"directories": [directory]}}}
-    assert [(one.state, one.figure) for one in daemon._workers(tree)] == found
-
-
-USED_UP = "io_setup: other processes use all of fs.aio-max-nr (see /proc/sys/fs/aio-nr)"
-
-
-@pytest.mark.parametrize(
-    ("io", "reason", "found"),
-    [
-        ("aio", "", [("by aio", State.OK)]),
-        ("threads", "nvme_io = threads", [("by threads: nvme_io = threads", State.OK)]),
-        ("threads", USED_UP, [(f"by threads: {USED_UP}", State.WARNING)]),
-        ("", "", []),
-    ],
-)
-def test_what_carries_the_blocks_of_a_directory(io: str, reason: str, found: list[tuple[str, State]]) -> None:
-    directories = [{"path": "/a", "io": io, "io_reason": reason}]
-    told = list(daemon._disks({"tiers": {"nvme": {"directories": directories}}}))
-    assert [(one.figure, one.state) for one in told] == found
-    assert all("sysctl fs.aio-max-nr" in one.remedy for one in told if one.state is State.WARNING)
-
-
 # --- its hits ----------------------------------------------------------------------------------------
 
 
@@ -234,16 +196,6 @@ def test_why_there_are_no_hits(spaces: list[dict[str, Any]], counters: dict[str,
     told = told_of(spaces, **counters)
     assert words in told
     assert ("found no room" in told) == ("found no room" in words), "what quotas refuse is said only once"
-
-
-def test_two_engines_that_pass_each_other_by_are_told_in_what_they_differ() -> None:
-    near, far = {"rope": "yarn"}, {"rope": "yarn", "x": "1"}
-    specs = {1: spec(), 2: spec(dtype="float8", extra=near), 3: spec(tp_size=2, extra=far)}
-    told = told_of([space(1, asked=9), space(2, stored=5), space(3, stored=5)], specs)
-    assert "namespace 1 is asked for, 2 holds the blocks: they differ in dtype (bfloat16 and float8), " in told
-    assert "extra.rope (None and yarn)" in told
-    assert "namespace 1 is asked for, 3 holds" not in told, "only the nearest spec is named"
-    assert "under other keys" not in told
 
 
 # --- the command -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Callable
@@ -144,17 +143,6 @@ def test_tools_in_changing_order(lint: Lint) -> None:
     assert lint(request(*asked, tools=tools), request(*asked, tools=tools)) == []
 
 
-def test_json_in_texts(lint: Lint) -> None:
-    record = {f"field{number}": prose(f"field{number}", 2) for number in range(6)}
-    for second, kind in (
-        (json.dumps(record, indent=2), "whitespace"),
-        (json.dumps(turned(record)), "keys"),
-        (json.dumps({**record, "field1": "x"}), "text"),
-    ):
-        [found] = lint(f"{RULES}\n{json.dumps(record)}\nWho?", f"{RULES}\n{second}\nWhere?")
-        assert found["kind"] == kind
-
-
 @pytest.mark.parametrize("number", ["", "[{}] ", "Document {}: "])
 def test_documents_in_changing_order(lint: Lint, number: str) -> None:
     def prompt(order: list[int], question: str) -> Request:
@@ -182,20 +170,6 @@ def test_lines_for_people(tmp_path: Path, run: Run) -> None:
         "leave it out, or put it behind everything that stays the same\n",
     )
     assert run("lint", tmp_path / "1.txt")[:2] == (0, "1 prompt: nothing found that costs a tenth of one\n")
-
-
-def test_forms_of_requests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = f"Now: 16:48 o'clock. {RULES}"
-    asked = request(("system", bad), ("user", "Hi"))
-    parts = request(("user", "x"))
-    parts["messages"][0]["content"] = [{"type": "text", "text": bad}, {"type": "image_url", "image_url": {"url": "u"}}]
-    forms = [asked, asked["messages"], {"custom_id": "1", "method": "POST", "body": asked}, [asked], parts]
-    forms += [{"prompt": ["Hi", bad]}, {"input": bad}]
-    for form in forms:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(form, indent=2).encode())))
-        status, out, _ = run("lint", "-")
-        assert (status, out.startswith("stdin")) == (1, True)
-        assert "a time that looks new in each request, '16:48'" in out
 
 
 def test_wrong_command_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,19 +223,3 @@ def test_time_grows_with_the_length_and_no_faster(tmp_path: Path, text: str, run
     path = tmp_path / "long"
     path.write_text(text)
     assert run("lint", path)[0] in (0, 1)
-
-
-@pytest.mark.engine
-def test_positions_in_tokens(tmp_path: Path, run: Run) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w": 0}, unk_token="w"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("one two three " * 10 + "Request ID: 8f3a99c1d2e4b5a6 " + "word " * 70)
-    model = ["--model", tmp_path / "model", "--block-size", "8"]
-    [found] = json.loads(run("lint", *model, "--json", prompt)[1])["findings"]
-    assert (found["unit"], found["position"], found["block"], found["total"]) == ("tokens", 32, 4, 103)
-    assert "token 32 (block 4): an id" in run("lint", *model, prompt)[1]
-    assert_refused(run("lint", "--model", "/nowhere", prompt), "--model /nowhere is no folder")

@@ -87,28 +87,6 @@ def test_memory_counts_the_arena(path: Path) -> None:
         assert "emptyDir" not in mounts[mount] or place != mount, f"{name} is the emptyDir itself"
 
 
-def test_only_pods_with_a_daemon_reach_the_shared_store() -> None:
-    objects = objects_of((DEPLOY / "kubernetes" / "shared.yaml").read_text())
-    by_name = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in objects}
-    store, engines = by_name["Deployment", "tiercache-kv"], by_name["Deployment", "vllm"]
-    policy, service = by_name["NetworkPolicy", "tiercache-kv"], by_name["Service", "tiercache-kv"]
-    labels, whose = (one["template"]["metadata"]["labels"] for one in (store, engines))
-    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    assert service["selector"].items() <= labels.items()
-    [rule] = policy["ingress"]
-    [allowed] = rule["from"]
-    assert allowed["podSelector"]["matchLabels"].items() <= whose.items()
-    assert not allowed["podSelector"]["matchLabels"].items() <= labels.items()
-    assert policy["egress"] == []
-    [valkey] = store["template"]["spec"]["containers"]
-    assert "--maxmemory-policy volatile-ttl" in valkey["args"][0]
-    room_gib = int(str(re.findall(r"--maxmemory (\d+)gb", valkey["args"][0])[0]))
-    assert room_gib < int(valkey["resources"]["limits"]["memory"].removesuffix("Gi"))
-    [daemon] = [one for one in engines["template"]["spec"]["initContainers"] if one["name"] == "tiercache"]
-    [url] = [one for one in daemon["env"] if one["name"] == "TIERCACHE_SHARED"]
-    assert "valueFrom" in url, "it has a password"
-
-
 def test_the_image_takes_what_the_package_is_made_of() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     allowed = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"}

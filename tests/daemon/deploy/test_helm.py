@@ -12,7 +12,6 @@ import pytest
 from kubernetes_objects import RefusedValues, render, validate
 
 from tiercache.config.daemon_config import DaemonConfig, load_config
-from tiercache.copies.arena import worker_bytes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.protocol.curve import load_allowed, load_server, make_client, make_server
 
@@ -108,25 +107,6 @@ def test_memory_and_grace_follow_from_the_settings(arena: str | float, grace: st
     config = config_of(values)
     assert config.arena_bytes + (256 << 20) <= memory_bytes(values) <= config.arena_bytes * 1.05 + (1 << 30)
     assert config.grace_s < daemon_set(values)["terminationGracePeriodSeconds"]
-
-
-@pytest.mark.parametrize(
-    ("paths", "settings", "workers"),
-    [
-        (1, {"nvme_workers": "on"}, 1),
-        (4, {}, 4),
-        (4, {"nvme_workers": "auto"}, 4),
-        (4, {"nvme_workers": False}, 0),
-        (0, {"nvme_workers": "on"}, 0),
-    ],
-)
-def test_memory_has_room_for_worker_processes_with_their_page_tables(
-    paths: int, settings: dict[str, Any], workers: int
-) -> None:
-    nvme = {"paths": [f"/mnt/{number}" for number in range(max(paths, 1))], "enabled": paths > 0}
-    found = memory_bytes({"arena": "64GiB", "nvme": nvme, "settings": settings})
-    without = memory_bytes({"arena": "64GiB", "nvme": nvme, "settings": {"nvme_workers": "off"}})
-    assert abs(found - without - workers * worker_bytes(64 * GIB)) <= 1 << 20
 
 
 @pytest.mark.parametrize(

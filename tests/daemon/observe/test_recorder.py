@@ -121,19 +121,6 @@ def test_nothing_of_keys_models_and_tenants_is_in_the_file(one: Recording) -> No
     assert one.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_fork_leaves_the_first_conversation_as_it_is(one: Recording) -> None:
-    a, b = chain_of("a", 8), chain_of("a", 3) + chain_of("b", 5)
-    for keys in (a, b, a[:32], a + chain_of("c", 1), b + chain_of("d", 1)):
-        one.look(keys)
-    found = one.requests()
-    assert found[1].keys[:48] == found[0].keys[:48]
-    assert found[1].keys[48:] != found[0].keys[48:]
-    assert found[2].keys == found[0].keys[:32]
-    assert found[3].keys[:-16] == found[0].keys
-    assert found[4].keys[:-16] == found[1].keys
-    assert [line.get("at") for line in one.lines()[2:]] == [0, 3, 2, 8, 8]
-
-
 def test_a_full_queue_loses_requests_and_counts_them(one: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MAX_QUEUED_BYTES", 100)
     one.look(chain_of("a", 7))

@@ -14,7 +14,7 @@ from tiercache.replay.formats.bailian import Bailian
 from tiercache.replay.formats.lines import BadTrace
 from tiercache.replay.formats.mooncake import Mooncake
 from tiercache.replay.formats.recorded import Recorded
-from tiercache.replay.formats.trace import SORTED_REQUESTS, Trace
+from tiercache.replay.formats.trace import Trace
 from tiercache.replay.formats.vllm import KvEvents
 from tiercache.replay.requests import RequestKind, TraceRequest, chain_keys
 
@@ -132,16 +132,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(trace(cut))
 
 
-def test_disorder_is_put_right_within_a_window_and_counted_beyond_it(write: Write) -> None:
-    times = [5, 3, 4, 900_000, 1]
-    found = trace(write(*(mooncake(time) for time in times)))
-    assert [request.time_s * 1000 for request in found] == sorted(times)
-    assert found.late_requests == 0
-    found = trace(write(*(mooncake(time) for time in range(1000, 1000 + 2 * SORTED_REQUESTS)), mooncake(0)))
-    assert len(list(found)) == 2 * SORTED_REQUESTS + 1
-    assert found.late_requests == 1
-
-
 # --- Bailian -------------------------------------------------------------------------------------
 
 
@@ -204,23 +194,6 @@ def test_kv_events(write: Write) -> None:
         (4.0, RequestKind.ASK, 0, 0),
     ]
     assert found.specs[1].block_size == 16
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ([1.0], "is no batch of events"),
-        (["soon", []], "must be seconds"),
-        ([1.0, [5]], "an event is a int"),
-        ([1.0, [{"type": "BlockEaten"}]], "BlockEaten"),
-        ([1.0, [{"type": "BlockStored"}]], "BlockStored: "),
-        ([1.0, [stored([5], block_size=32)]], "block_size is 32"),
-    ],
-)
-def test_bad_batches(write: Write, line: Any, words: str) -> None:
-    with pytest.raises(BadTrace, match="line 2: ") as raised:
-        list(trace(write([0.0, [stored([1])]], line)))
-    assert words in str(raised.value)
 
 
 # --- recordings (what a daemon writes is in tests/daemon/observe/test_recorder.py) ------------------
