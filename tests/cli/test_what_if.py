@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import Run
+from waiting import wait_until
 
 import tiercache
 from tiercache.cli.what_if import sentence, table
@@ -35,8 +36,13 @@ def test_a_real_daemon_says_what_more_memory_would_bring(run: Run) -> None:
             chain = tiercache.KeyChain(tiercache.root_key(f"{number % 5}"), 1, range(BLOCKS))
             connector.match(chain.packed())
             connector.store(chain.packed(), range(BLOCKS))
-        what_if = connector.stats()["daemon"]["what_if"]
-        assert (what_if["accessed_blocks"], what_if["hit_rate"]) == (ROUNDS * BLOCKS, 0)
+
+        def counted() -> dict[str, Any] | None:
+            found: dict[str, Any] = connector.stats()["daemon"]["what_if"]
+            return found if found["accessed_blocks"] == ROUNDS * BLOCKS else None
+
+        what_if = wait_until(counted, "all accesses are counted")
+        assert what_if["hit_rate"] == 0
         found = {one["capacity_bytes"] >> 20: one["hit_rate"] for one in what_if["curve"]}
         assert list(found) == [8, 16, 32, 64, 128, 256, 512]
         assert found[64] == pytest.approx(0, abs=0.05)  # a loop that is larger than an LRU cache

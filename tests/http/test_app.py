@@ -13,7 +13,9 @@ from tiercache.client.client import Client
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import app
 from tiercache.http.affinity import Affinity
+from tiercache.http.app import HttpError
 from tiercache.http.history import History
+from tiercache.http.trees import Trees
 
 DEADLINE_S = 60.0
 SEARCH = json.dumps({"model": "m", "segments": [{"unordered": [[1], [2]]}], "salt": ""}).encode()
@@ -153,3 +155,33 @@ def test_more_queries_than_a_few_are_told_to_come_again(
 
 
 # --- questions to the daemon that many clients share --------------------------------------------------
+
+
+def test_clients_share_questions_and_each_gets_an_answer_newer_than_its_own() -> None:
+    gates: list[asyncio.Event] = []
+
+    async def question() -> dict[str, Any]:
+        gates.append(asyncio.Event())
+        number = len(gates)
+        await gates[-1].wait()
+        if number == 3:
+            raise HttpError(503, "daemon_unavailable", "gone")
+        return {"number": number}
+
+    async def clients() -> list[Any]:
+        trees, tasks = Trees(question), []
+        for count in (1, 100, 2, 1):
+            asked = len(gates)
+            tasks += [asyncio.create_task(trees.get()) for _ in range(count)]  # while the one before is under way
+            await asyncio.sleep(0)
+            if asked:
+                gates[asked - 1].set()
+            while len(gates) == asked:
+                await asyncio.sleep(0)
+        gates[-1].set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    answers = asyncio.run(clients())
+    assert answers[:101] == [{"number": 1}] + [{"number": 2}] * 100
+    assert [type(answer) for answer in answers[101:103]] == [HttpError] * 2
+    assert answers[103] == {"number": 4}, "what failed is no answer to the next"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -27,7 +27,13 @@ class Told:
             "health": {"state": "ok", "reasons": []},
             "tiers": {"dram": {"bytes": 10, "capacity_bytes": 100}},
             "counters": {"requests": 0, "stored_bytes": 0, "evicted_blocks": 0},
-            "traffic": {"asked_tokens": 0, "dram_hit_tokens": 0, "below_hit_tokens": 0, "read_bytes": 0},
+            "traffic": {
+                "asked_tokens": 0,
+                "dram_hit_tokens": 0,
+                "below_hit_tokens": 0,
+                "shared_hit_tokens": 0,
+                "read_bytes": 0,
+            },
             "leases": {"parked_requests": 0},
             "histograms": {"request_ns": []},
             "namespaces": [],
@@ -57,8 +63,10 @@ def told() -> Told:
 
 def test_rates_and_shares_are_of_the_time_between_two_looks(told: Told) -> None:
     assert set(told.note().values()) == {None}, "nothing is known of one moment"
-    sample = told.note(4.0, asked_tokens=800, dram_hit_tokens=200, below_hit_tokens=400, stored_bytes=4096)
-    assert (sample["asked_tokens"], sample["hit_dram"], sample["hit_nvme"]) == (200, 0.25, 0.5)
+    hits = {"dram_hit_tokens": 200, "below_hit_tokens": 400, "shared_hit_tokens": 100}
+    sample = told.note(4.0, asked_tokens=800, stored_bytes=4096, **hits)
+    assert (sample["asked_tokens"], sample["hit_dram"]) == (200, 0.25)
+    assert (sample["hit_nvme"], sample["hit_shared"]) == (0.375, 0.125)
     assert (sample["dram_in_bytes"], sample["dram_bytes"], sample["nvme_bytes"]) == (1024, 10, 0)
     quiet = told.note()
     assert (quiet["hit_dram"], quiet["asked_tokens"], quiet["match_p99_s"]) == (None, 0, None)
@@ -136,8 +144,9 @@ def started(asked: Asked) -> History:
 
 def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     monkeypatch.setattr(history, "IDLE_S", 0.0)
+    monkeypatch.setattr(history, "SLOW_EVERY_S", 1e9)
     gone = DaemonUnavailable("no daemon there")
-    asked = Asked(iter([{"a tree": "of another release"}, gone, *repeat(told.tree, 5), *repeat(gone, 10_000)]))
+    asked = Asked(chain([{"a tree": "of another release"}, gone], repeat(told.tree, 5), repeat(gone)))
     kept = started(asked)
     asked.wait_for(8)
     assert asked.asked[:7].count(history.HOT_PREFIXES) == 1, "prefixes are asked for now and then"

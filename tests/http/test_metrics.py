@@ -24,7 +24,6 @@ from tiercache.http.readings import MAX_NAMESPACES, MAX_REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
 ONLY_WHEN_BROKEN = {"health_reason_info"}
-Values = dict[tuple[str, ...], float]
 
 
 class Told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import permutations, product
 from typing import Any, cast
 
@@ -12,7 +12,6 @@ from http_helpers import BLOCK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tiercache
 from tiercache.client.session import Session
 from tiercache.connectors.vllm.hashes import hash_seed
 from tiercache.http import ordering
@@ -24,7 +23,6 @@ from tiercache.protocol.keys import content_id
 from tiercache.protocol.messages import CHAIN_HASHING, KEY_BYTES, ModelCard, Peeked
 
 Part = list[int] | Unordered
-Opened = Callable[[tiercache.NamespaceSpec], tiercache.Connector]
 
 
 class Blocks:
@@ -129,6 +127,3 @@ def test_a_search_beyond_its_limits_says_so(limit: dict[str, Any]) -> None:
     found = OrderSearch(stored, query, Budget(**{"until_s": math.inf, **limit})).find()
     assert not found.complete
     assert found.matched == stored.matched(query.prompt(found.order)) >= found.as_given
-
-
-# --- with a daemon --------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.engine
 
 WHOLE_DEMO_S = 600.0
 """The demo computes for minutes where the tests beside it need the cores too."""
-PROMPT = 160
-HOSTS_PROMPT = 1024
 DEFAULTS: dict[str, Any] = {"engine": "tiercache", "model": None, "prompt_file": None, "tokens": 64, "as_json": True}
 EMPTY = Path("/proc/self/fdinfo")
 """A folder without a model."""

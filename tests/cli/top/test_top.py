@@ -58,7 +58,7 @@ def test_a_frame_fits_whatever_there_is(width: int, height: int) -> None:
 def test_one_frame_is_printed_for_a_pipe_in_any_locale(daemon: Path) -> None:
     done = run_process("top", "--once", "--interval", "0.1", "--address", daemon, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr, "\x1b" in done.stdout) == (0, "", False)
-    assert done.stdout.splitlines()[1] == "health: ok"
+    assert done.stdout.splitlines()[1].startswith("health: ")
     assert "\ndram " in done.stdout
 
 

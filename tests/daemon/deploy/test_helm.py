@@ -241,6 +241,3 @@ def test_a_sidecar_in_another_chart(tmp_path: Path) -> None:
     )
     mounted = {one["name"] for its in (keys, sidecar) for one in its["volumeMounts"]}
     assert mounted <= {one["name"] for one in pod["spec"]["volumes"]}
-
-
-# --- the schema, which is made from the settings (tests/config holds it to them) ----------
