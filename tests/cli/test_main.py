@@ -87,8 +87,9 @@ def test_an_output_on_a_full_disk_is_one_line(command: str) -> None:
     assert_refused((done.returncode, "", done.stderr), "output", "No space left on device", status=1)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    with subprocess.Popen([*COMMAND, "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+@pytest.mark.parametrize("command", ["config", "version"])
+def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
+    with subprocess.Popen([*COMMAND, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         child.stdout.close()
         assert child.stderr is not None

@@ -199,6 +199,7 @@ def test_nvme_directories_may_have_sizes_of_their_own(nvme: str, shares: list[in
         ({"http": "0.0.0.0:8181"}, "other hosts could read the statistics there.*--http-allow-remote yes"),
         ({"http": "::1:8181"}, "is no host and port"),
         ({"http": "127.0.0.1:65536"}, "is no host and port"),
+        ({"http": "127.0.0.1:\uff18\uff11"}, "is no host and port"),
         ({"http": "localhost"}, r"write for example 127\.0\.0\.1:8181"),
         ({"http_hosts": "cache.local,cache:80"}, "'cache:80' is no host: write names without port"),
         ({"http_hosts": "a,,b"}, "is no host: write names without port"),

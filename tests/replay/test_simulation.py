@@ -68,6 +68,14 @@ def test_looks_keeps_and_flushes_are_played_too() -> None:
     assert play.here(*ids) == (0, 0)
 
 
+def test_a_look_at_what_another_daemon_had_stores_it() -> None:
+    play = Play(dram=10, nvme=0)
+    play.ask(1, 2, 3, kind=RequestKind.LOOK, had=(2, 0))
+    assert play.here(1, 2, 3) == (2, 0)
+    play.ask(5, 6, 7, kind=RequestKind.KEEP, first=2)
+    assert play.here(5, 6, 7) == (3, 0)
+
+
 # --- hints -------------------------------------------------------------------------------------------
 
 
