@@ -74,6 +74,8 @@ def test_a_look_at_what_another_daemon_had_stores_it() -> None:
     assert play.here(1, 2, 3) == (2, 0)
     play.ask(5, 6, 7, kind=RequestKind.KEEP, first=2)
     assert play.here(5, 6, 7) == (3, 0)
+    play.ask(5, 6, 7, 8, kind=RequestKind.KEEP, first=3)
+    assert play.here(5, 6, 7, 8) == (4, 0), "stored below a block that is there"
 
 
 # --- hints -------------------------------------------------------------------------------------------
