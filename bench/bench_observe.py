@@ -28,13 +28,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from bench_transfer import MIB, Case, ClientProcess
-from common import ROOT, Daemon, Report, percentile, wait_populated
+from chromium import Browser, missing
+from common import Daemon, Report, percentile, wait_populated
 
 import tiercache
 from tiercache.ground.isolated import python_command
-
-sys.path.insert(0, str(ROOT / "tests" / "http_port"))
-from chromium import Browser, missing
 
 CASES = (Case("2m", 2 * MIB, 64, 0), Case("128k", 128 << 10, 1024, 0))
 PAIRS = 80

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from bench_http import url_in
+from chromium import Browser
 from common import ROOT, SEED
 
 import tiercache
-
-sys.path.insert(0, str(ROOT / "tests" / "http_port"))
-from chromium import Browser
 
 PICTURES = ROOT / "daemon" / "pictures"
 SIZE = 1200, 900

@@ -1,12 +1,15 @@
-"""Import rules: folders import from floors below theirs, and heavy packages stay where they belong."""
+"""Import rules: folders import from floors below theirs, and heavy packages stay where they belong.
+
+And the tests' house: its folders mirror the product's.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,10 +79,7 @@ MAY_IMPORT_HEAVY = {
     "tiercache.demo.worker": {"torch", "transformers"},  # the main module of a process of its own
     "tiercache.demo.vllm_worker": {"vllm"},  # of another, in its functions: the demo asks it whether there is a vLLM
 }
-MAY_IMPORT_HEAVY_LAZILY = {
-    "tiercache.cli": {"torch", "transformers"},
-    "tiercache.demo": {"torch", "transformers"},
-}
+MAY_IMPORT_HEAVY_LAZILY = {"tiercache.cli": {"torch", "transformers"}, "tiercache.demo": {"torch", "transformers"}}
 LAZY_IN_THE_DAEMON = {("tiercache.daemon.tiers.forms.codecs", "numpy")}
 """Only where a codec other than raw is in use."""
 ON_DEMAND = {f"tiercache.daemon.policies.{name}" for name in ("hazard", "predictor", "worths")}
@@ -177,6 +177,7 @@ def problem(found: Import) -> str | None:
     return upwards(found)
 
 
+@cache
 def all_imports() -> list[Import]:
     known = modules()
     return [edge for name, path in known.items() for edge in imports(name, path.read_text(), set(known))]
@@ -232,8 +233,8 @@ def test_wrong_imports_are_found(importer: str, source: str, words: str) -> None
 
 
 def loaded_by(*names: str) -> set[str]:
-    """Top-level packages that are in memory after importing `names` in a fresh interpreter."""
-    code = f"import sys, {', '.join(names)}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    """Modules, and their top-level packages, that are in memory after importing `names` in a fresh interpreter."""
+    code = f"import sys, {', '.join(names)}\nprint(*sys.modules, *{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -241,53 +242,61 @@ def loaded_by(*names: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_tiercache_is_light() -> None:
+def test_what_starts_often_is_light() -> None:
+    """While the worker process of a directory starts, the blocks of its directory are misses."""
     assert loaded_by("tiercache") & {*HEAVY, "typer", "rich"} == set()
+    daemon = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in ON_DEMAND]
+    assert loaded_by(*daemon) & NOT_IN_THE_DAEMON == set()
+    worker = loaded_by("tiercache.daemon.tiers.nvme.worker.child")
+    assert worker & {*NOT_IN_THE_DAEMON, "asyncio", "zmq", "subprocess", "cryptography"} == set()
+    assert [name for name in worker if name.startswith("tiercache.protocol.messages")] == []
 
 
-def test_the_daemon_is_light() -> None:
-    names = [name for name in modules() if unit(name) == "tiercache.daemon" and name not in ON_DEMAND]
-    assert loaded_by(*names) & NOT_IN_THE_DAEMON == set()
+# --- the tests' house --------------------------------------------------------------------------------
+
+NO_MIRRORS = {"gpu"}
+"""Folders at the top of the tests that mirror no folder of the product."""
+
+STILL_TO_COME = {"client", "connector_api", "connectors", "daemon", "engine", "faults", "gds", "kernels"}
+STILL_TO_COME |= {"serve", "sglang", "vllm"}
+"""Folders that do not mirror the product's yet."""
 
 
-def test_the_worker_process_of_a_directory_starts_quickly() -> None:
-    """While it starts, the blocks of its directory are misses: nothing is imported that it does not use."""
-    child = "tiercache.daemon.tiers.nvme.worker.child"
-    found = loaded_by(child)
-    assert found & {*NOT_IN_THE_DAEMON, "asyncio", "zmq", "subprocess", "cryptography"} == set()
-    code = f"import sys, {child}\nprint(*sys.modules)"
-    modules_of_it = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
-    assert [name for name in modules_of_it if name.startswith("tiercache.protocol.messages")] == []
+def mirrored(folder: Path) -> Path:
+    """The folder of the product whose tests are in a folder of the tests."""
+    parts = folder.relative_to(ROOT / "tests").parts
+    inside = ROOT.joinpath("tiercache", *parts)
+    return inside if inside.is_dir() else ROOT.joinpath(*parts)
 
 
-def test_no_two_files_of_tests_have_the_same_name() -> None:
-    """pytest imports them by their names alone, and folders are run together."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
-    assert [name for name, count in names.items() if count > 1] == []
+def misplaced(path: Path) -> str | None:
+    """What is wrong with the place or the name of a test file, or None.
+
+    `A/B/test_c.py` and `A/B/test_c_more.py` test `A/B/c.py`, or a folder `A/B/c`; `A/B/test_b.py` all of `A/B`.
+    """
+    folder = mirrored(path.parent)
+    if not folder.is_dir():
+        return f"there is no {folder.relative_to(ROOT)}"
+    subjects = {one.stem.strip("_") for one in folder.iterdir() if one.suffix == ".py" or one.is_dir()}
+    name = path.stem.removeprefix("test_")
+    if not any(name == subject or name.startswith(f"{subject}_") for subject in {*subjects, folder.name}):
+        return f"there is no {name}.py in {folder.relative_to(ROOT)}"
+    return None
 
 
-def test_no_two_classes_or_functions_of_the_daemon_have_the_same_name() -> None:
-    """Unless they begin with an underscore: a name stands for one thing. Each process begins with a `main`."""
-    names = Counter(
-        node.name
-        for path in (ROOT / "daemon").rglob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_")
-    )
-    assert [name for name, count in names.items() if count > 1 and name != "main"] == []
+def test_the_tests_mirror_the_product() -> None:
+    tests = ROOT / "tests"
+    found = {path.relative_to(tests): path for path in tests.rglob("test_*.py") if path.parent != tests}
+    wrong = {str(name): misplaced(path) for name, path in found.items() if name.parts[0] not in NO_MIRRORS}
+    wrong = {name: text for name, text in wrong.items() if text and Path(name).parts[0] not in STILL_TO_COME}
+    assert wrong == {}
 
 
-def test_no_two_classes_of_the_product_have_the_same_name() -> None:
-    """Unless they begin with an underscore. Messages are left out: they are named as in the protocol."""
-    two_ends = ["Session", "WriteLease"]  # each is one thing, with a class for the client and one for the daemon
-    names = Counter(
-        node.name
-        for folder in ("connectors", "daemon", "kernels", "tiercache")
-        for path in (ROOT / folder).rglob("*.py")
-        if ROOT / "tiercache" / "protocol" / "messages" not in path.parents
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    assert sorted(name for name, count in names.items() if count > 1) == two_ends
+def test_modules_that_help_tests_have_a_name_of_their_own() -> None:
+    """Tests import them by name, from any folder."""
+    names: dict[str, Path] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if not path.name.startswith(("test_", "conftest")) and "fakes" not in path.parts:
+            assert path.stem not in names, f"{path} and {names[path.stem]}"
+            assert path.stem not in sys.stdlib_module_names
+            names[path.stem] = path

@@ -58,12 +58,6 @@ def test_each_entry_of_the_log_is_in_its_table_once() -> None:
     assert sorted(f"{date}: {question}" for date, question in rows) == sorted(titles)
 
 
-def test_each_page_is_found_once() -> None:
-    pages = documents()
-    assert {ROOT / "tiercache" / name / "README.md" for name in ("engine", "serve", "replay", "plan")} < set(pages)
-    assert len({page.resolve() for page in pages}) == len(pages)
-
-
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\r")
 _HOME = "\x1b[H"
 
@@ -24,15 +24,22 @@ class Terminal:
     """Runs a command with a terminal for stdin, stdout and stderr."""
 
     def __init__(self, command: list[str], columns: int = 80, lines: int = 24) -> None:
-        self._master, slave = pty.openpty()
-        self._resize(slave, columns, lines)
-        self.before = termios.tcgetattr(slave)
+        self._master, self._slave = pty.openpty()
+        self._resize(self._slave, columns, lines)
+        self._before = termios.tcgetattr(self._slave)
         env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.child = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env={**env, "TERM": "xterm"}, start_new_session=True
-        )
-        self._slave = slave
+        streams: dict[str, Any] = {"stdin": self._slave, "stdout": self._slave, "stderr": self._slave}
+        self.child = subprocess.Popen(command, env={**env, "TERM": "xterm"}, start_new_session=True, **streams)
         self.text = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.child.kill()
+        self.child.wait()
+        os.close(self._slave)
+        os.close(self._master)
 
     def _resize(self, fd: int, columns: int, lines: int) -> None:
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -48,10 +55,7 @@ class Terminal:
     def _read(self, seconds: float) -> bool:
         if not select.select([self._master], [], [], seconds)[0]:
             return False
-        try:
-            self.text += os.read(self._master, 65536).decode(errors="replace")
-        except OSError:  # the other end is closed
-            return False
+        self.text += os.read(self._master, 65536).decode(errors="replace")
         return True
 
     def frames(self) -> list[list[str]]:
@@ -72,34 +76,27 @@ class Terminal:
                 if condition(frame):
                     return frame
             seen = len(frames)
-            assert self.child.poll() is None, f"{what}: it has ended: {self.text[-500:]}"
-            if not self._read(0.5) and condition(self._last()):
-                return self._last()
-        shown = "\n".join(self.frames()[-1]) if self.frames() else self.text[-1000:]
-        raise AssertionError(f"{what}: not within {WAIT_S} s; on the screen:\n{shown}")
+            if not self._read(0.5):
+                if condition(self._last()):
+                    return self._last()
+                assert self.child.poll() is None, f"{what}: it has ended: {self.text[-500:]}"
+        raise AssertionError(f"{what}: not within {WAIT_S} s; on the screen:\n" + "\n".join(self._last()))
 
     def shows(self, words: str) -> list[str]:
         """The first frame from now on with these words."""
         return self.until(lambda lines: words in "\n".join(lines), words)
 
     def wait(self) -> int:
-        """The exit status."""
+        """The exit status, once everything that the command prints is read."""
         deadline_s = time.monotonic() + WAIT_S
         while self.child.poll() is None and time.monotonic() < deadline_s:
             self._read(0.1)
-        return self.child.wait(timeout=1)
-
-    def restored(self) -> bool:
-        """Whether the terminal is as it was: its modes, and its screen."""
         while self._read(0):
             pass
-        return bool(termios.tcgetattr(self._slave) == self.before) and self.text.rstrip().endswith(
+        return self.child.wait(timeout=WAIT_S)
+
+    def restored(self) -> bool:
+        """True if the terminal is as it was: its modes, and its screen."""
+        return termios.tcgetattr(self._slave) == self._before and self.text.rstrip().endswith(
             ("\x1b[?1049l", "\x1b[?25h")
         )
-
-    def close(self) -> None:
-        if self.child.poll() is None:
-            self.child.kill()
-            self.child.wait()
-        os.close(self._slave)
-        os.close(self._master)

@@ -7,25 +7,21 @@ from functools import cache
 from itertools import combinations
 
 import pytest
+from replayed_prompts import SPEC, ask, sizes
 
 from tiercache.daemon.policies import POLICIES
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.optimum import Accesses
 from tiercache.replay.played import play
-from tiercache.replay.requests import RequestKind, TraceRequest, chain_keys, plain_spec
-from tiercache.replay.simulation import Sizes
-
-BLOCK_BYTES = 64 << 20
+from tiercache.replay.requests import RequestKind, TraceRequest
 
 
 class Prompts(list[TraceRequest]):
     def __init__(self, chains: list[list[int]], kinds: list[RequestKind] | None = None) -> None:
         kinds = kinds or [RequestKind.ASK] * len(chains)
-        super().__init__(
-            TraceRequest(float(at), chain_keys(ids), 16 * len(ids), kind=kind)
-            for at, (ids, kind) in enumerate(zip(chains, kinds, strict=True))
-        )
-        self.specs: dict[int, NamespaceSpec] = {1: plain_spec(16, BLOCK_BYTES)}
+        both = enumerate(zip(chains, kinds, strict=True))
+        super().__init__(ask(float(at), ids, kind=kind) for at, (ids, kind) in both)
+        self.specs: dict[int, NamespaceSpec] = {1: SPEC}
 
 
 def tiny(seed: int) -> list[list[int]]:
@@ -74,14 +70,6 @@ def test_no_choice_of_what_to_keep_has_more_hits(capacity: int) -> None:
         assert Accesses(Prompts(chains)).best_hits(capacity) == best, f"seed {seed}: {chains}"
 
 
-def test_stores_are_kept_for_later_matches_and_are_no_hits_themselves() -> None:
-    for seed in range(40):
-        chains, chance = tiny(seed), random.Random(seed)
-        kinds = [chance.choice((RequestKind.ASK, RequestKind.LOOK, RequestKind.KEEP)) for _ in chains]
-        best = best_by_trying(chains, 3, [kind is not RequestKind.KEEP for kind in kinds])
-        assert Accesses(Prompts(chains, kinds)).best_hits(3) == best, f"seed {seed}: {chains} {kinds}"
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_has_more(policy: str) -> None:
     chance = random.Random(5)
@@ -89,15 +77,8 @@ def test_no_policy_has_more(policy: str) -> None:
     prompts = Prompts([chance.choice(chats)[: chance.randint(1, 30)] for _ in range(300)])
     accesses = Accesses(prompts)
     for blocks in (10, 50, 200):
-        played = play(prompts, Sizes(blocks * BLOCK_BYTES, 3 * blocks * BLOCK_BYTES, policy=policy))
-        best = accesses.best_hits(blocks)
-        assert 0 < played.tiers["dram"].blocks <= best
+        played = play(prompts, sizes(blocks, 3 * blocks, policy))
+        assert 0 < played.tiers["dram"].blocks <= accesses.best_hits(blocks)
         assert sum(tier.blocks for tier in played.tiers.values()) <= accesses.best_hits(4 * blocks)
     assert accesses.asked_blocks == sum(prompt.blocks for prompt in prompts)
     assert accesses.best_hits(600) == accesses.asked_blocks - accesses.unique_blocks
-
-
-def test_an_empty_trace_has_no_hits() -> None:
-    accesses = Accesses(Prompts([[], []]))
-    assert (accesses.unique_blocks, accesses.asked_blocks, accesses.best_hits(5)) == (0, 0, 0)
-    assert Accesses(Prompts([])).best_hits(5) == 0

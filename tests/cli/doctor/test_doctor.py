@@ -1,0 +1,237 @@
+"""`tiercache doctor` as tables: what a host, a disk, a daemon and its figures are like, and what is said of that."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Run
+from waiting import wait_until
+
+import tiercache
+from tiercache.cli.doctor import cuda, daemon, disk, hits
+from tiercache.cli.doctor import host as host_checks
+from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+
+GIB = 1 << 30
+NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)
+GOOD = {
+    "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
+    "proc/self/limits": "Max locked memory  unlimited  unlimited  bytes\nMax open files  1024  524288  files\n",
+    "proc/self/status": "CapEff:\t0000000000000000\n",
+    "proc/self/cgroup": "0::/pod/me\n",
+    "sys/fs/cgroup/pod/me/memory.max": "max\n",
+    "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
+    "sys/fs/cgroup/pod/me/cpu.max": "max 100000\n",
+    "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] advise never",
+    "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+}
+"""Files of a host on which all is well; cases spoil one thing each."""
+FIRST_CGROUPS = {
+    "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
+    "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1",
+    "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+}
+LITTLE_LOCKED = {"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}
+LITTLE_MEMORY = {"proc/meminfo": "MemAvailable: 1024 kB\n"}
+
+
+def host_with(folder: Path, files: dict[str, str]) -> Host:
+    for name, text in (GOOD | files).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Host(folder / "proc", folder / "sys")
+
+
+def look(host: Host, needs: Needs = NEEDS) -> dict[str, Finding]:
+    return {one.name: one for one in host_checks.examine(host, needs)}
+
+
+@pytest.mark.parametrize(
+    ("files", "needs", "name", "state", "figure"),
+    [
+        ({}, {}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.1 GiB"),
+        ({}, {"workers": 4}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.2 GiB"),
+        ({"sys/fs/cgroup/pod/memory.max": str(2 * GIB)}, {}, "cgroup memory", "failure", "2.0 GiB for 4.1 GiB"),
+        (FIRST_CGROUPS, {}, "cgroup memory", "failure", "1.0 GiB for 4.1 GiB"),
+        (FIRST_CGROUPS, {}, "processors", "ok", ""),
+        (LITTLE_MEMORY, {}, "memory", "failure", "1.0 MiB available"),
+        (LITTLE_MEMORY, {"pid": 1}, "memory", "ok", "besides the arena"),
+        (LITTLE_LOCKED, {}, "memlock", "warning", "64.0 KiB"),
+        (LITTLE_LOCKED, {"lock_memory": "require"}, "memlock", "failure", "64.0 KiB"),
+        (LITTLE_LOCKED, {"lock_memory": "off"}, "memlock", "not applicable", "lock_memory is off"),
+        ({**LITTLE_LOCKED, "proc/self/status": "CapEff: 4000\n"}, {}, "memlock", "ok", "no limit"),
+        ({"proc/self/limits": "Max open files  256  1024  files\n"}, {}, "descriptors", "warning", "1,024, the daemon"),
+        ({"sys/fs/cgroup/pod/me/cpu.max": "50000 100000"}, {}, "processors", "warning", "a cgroup gives 0.5"),
+        ({"sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet"}, {}, "clock", "warning", "hpet"),
+        ({"sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [never]"}, {}, "huge pages", "ok", "4 KiB"),
+    ],
+)
+def test_what_is_said_of_a_host(
+    tmp_path: Path, files: dict[str, str], needs: dict[str, Any], name: str, state: str, figure: str
+) -> None:
+    one = look(host_with(tmp_path, files), replace(NEEDS, **needs))[name]
+    assert one.state.value == state
+    assert figure in one.figure
+    assert bool(one.remedy) is (state in ("warning", "failure")), "what is not well has a remedy, and nothing else"
+
+
+def test_a_good_host_has_no_remedies(tmp_path: Path) -> None:
+    found = look(host_with(tmp_path, {}))
+    names = ("libraries", "memory", "memlock", "shared memory", "huge pages", "descriptors", "processors")
+    assert [(name, found[name].remedy) for name in names if found[name].state is not State.OK] == []
+    assert found["kernel"].state is not State.NOT_APPLICABLE
+
+
+def test_a_check_that_fails_is_a_finding_itself() -> None:
+    def broken_check() -> list[Finding]:
+        raise PermissionError(13, "no")
+
+    [one] = collect("host", [broken_check])
+    assert (one.name, one.state) == ("broken check", State.WARNING)
+    assert limit_of("Max open files  7 unlimited files", "Max open files") == (7, None)
+    assert limit_of("", "Max open files") == (None, None)
+
+
+# --- disks and devices -------------------------------------------------------------------------------
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MEASURED_BYTES", 4 << 20)
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o755)
+    needs = replace(NEEDS, nvme_bytes=1 << 20)
+    found = {one.name.removeprefix(str(folder)).strip(): one for one in disk.examine(needs, (folder,), True)}
+    assert (found["mode"].state, found["mode"].figure) == (State.WARNING, "mode 0755")
+    assert found["room"].state is State.OK
+    assert "/s written, " in found["speed"].figure
+    assert list(folder.iterdir()) == []
+    missing = disk.examine(replace(needs, nvme_bytes=1 << 60), (tmp_path / "new",), measure=False)
+    states = [(one.name.rsplit(" ", 1)[-1], one.state.value) for one in missing]
+    assert states == [("room", "warning"), ("speed", "not applicable")]
+
+
+def test_a_disk_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    end = threading.Event()
+
+    def hang(folder: Path) -> disk.Speed:
+        end.wait(60)
+        return disk.Speed(1, 1, True)
+
+    monkeypatch.setattr(disk, "ANSWER_S", 0.05)
+    monkeypatch.setattr(disk, "measure_speed", hang)
+    [one] = disk.examine(NEEDS, (tmp_path,), measure=True)
+    end.set()
+    assert (one.state, "does not answer within" in one.figure) == (State.FAILURE, True)
+
+
+# --- the daemon --------------------------------------------------------------------------------------
+
+
+def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
+    (tmp_path / "session.sock").touch(0o666)
+    tmp_path.chmod(0o755)
+    states = {one.name: one.state for one in daemon.examine(tmp_path, {}, "it is silent")}
+    assert states["running"] is State.FAILURE, "a socket, and no daemon behind it"
+    assert states[f"mode of {tmp_path.name}"] is State.FAILURE
+    tmp_path.chmod(0o700)
+    assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
+
+
+# --- its hits ----------------------------------------------------------------------------------------
+
+
+def space(number: int, asked: int = 0, hit: int = 0, stored: int = 0, engine: str = "e") -> dict[str, Any]:
+    blocks = {"asked_blocks": asked, "hit_blocks": hit, "stored_blocks": stored, "blocks": stored}
+    return {"id": number, "engine": engine, **blocks}
+
+
+def spec(**changed: Any) -> tiercache.NamespaceSpec:
+    fields = {"engine": "e", "layout": "l", "dtype": "bfloat16", "block_size": 16, "block_bytes": 4096, **changed}
+    return tiercache.NamespaceSpec(**fields)
+
+
+def told_of(spaces: list[dict[str, Any]], specs: Any = None, shared: Any = None, **counters: int) -> str:
+    tree = {"daemon": {"uptime_s": 100}, "arena": {"bytes": GIB}, "namespaces": spaces, "counters": counters}
+    found = hits.examine(tree | ({"tiers": {"shared": shared}} if shared else {}), specs or {})
+    return "\n".join(f"{one.state.value}: {one.name}: {one.figure} -> {one.remedy}" for one in found)
+
+
+EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
+
+
+@pytest.mark.parametrize(
+    ("spaces", "counters", "words"),
+    [
+        ([], {}, "no engine has registered"),
+        ([space(1, asked=9, engine="tiercache/probe")], {}, "no engine has registered"),
+        ([space(1)], {}, "no prompt of a full block has come"),
+        ([space(1, stored=5)], {}, "the engine only stores"),
+        ([space(1, asked=9)], {"refused_blocks": 7}, "nothing stored; 7 blocks found no room"),
+        ([space(1, asked=9)], {}, "is it a producer"),
+        ([space(1, asked=9, stored=5)], {}, "under other keys"),
+        ([space(1, asked=9, hit=3)], {}, "ok: hit rate: 33.3% of 9 blocks"),
+        (
+            [space(1, asked=9, hit=3)],
+            {"refused_blocks": 7, "refused_by_quota_blocks": 7},
+            "quotas: blocks refused: 7 in DRAM, 0 on NVMe",
+        ),
+        (
+            [space(1, asked=9, hit=1)],
+            {**EVICTED, "stored_bytes": 100 * GIB},
+            "warning: evictions: 3,000 of 4,000 stored; DRAM holds the last 1.00 s of stores",
+        ),
+        ([space(1, asked=9, hit=1)], {**EVICTED, "stored_bytes": GIB}, "ok: evictions"),
+    ],
+)
+def test_why_there_are_no_hits(spaces: list[dict[str, Any]], counters: dict[str, int], words: str) -> None:
+    told = told_of(spaces, **counters)
+    assert words in told
+    assert ("found no room" in told) == ("found no room" in words), "what quotas refuse is said only once"
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def test_without_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCACHE_ARENA", "16MiB")
+    status, out, _ = run("doctor", "--quick", "--address", tmp_path / "none")
+    assert (status, out.startswith("# host\n"), "not applicable  running" in out) == (0, True, True)
+    monkeypatch.setenv("TIERCACHE_ARENA", "1TiB")
+    status, out, _ = run("doctor", "--quick", "--json", "--address", tmp_path / "none")
+    tree = json.loads(out)
+    assert (status, tree["ok"]) == (1, False)
+    failed = [one for one in tree["findings"] if one["state"] == "failure"]
+    assert "memory" in failed[0]["name"]
+    assert failed[0]["remedy"]
+
+
+def test_with_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MEASURED_BYTES", 2 << 20)
+    monkeypatch.setattr(disk, "ANSWER_S", 60.0)
+    monkeypatch.setattr(cuda, "examine", list)
+    pool = tiercache.Pool.from_blocks(np.zeros((8, 4096), np.uint8))
+    chain = tiercache.KeyChain(tiercache.root_key("m"), 16, range(128)).packed()
+    settings: dict[str, Any] = {"nvme": str(tmp_path / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}
+    with tiercache.launch("4MiB", **settings) as launched:
+        asks = tiercache.connect(launched.address, namespace=spec(), pool=pool, required=True)
+        stores = tiercache.connect(launched.address, namespace=spec(dtype="float16"), pool=pool, required=True)
+        with asks, stores:
+            stats = asks.client.stats
+            wait_until(lambda: stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok", "the directory is open")
+            asks.match(chain)
+            stores.store(chain, list(range(8)))
+        status, out, _ = run("doctor", "--json", "--address", launched.address)
+    found = {one["name"]: one for one in json.loads(out)["findings"]}
+    assert (status, found["running"]["state"], found["versions"]["state"]) == (0, "ok", "ok")
+    assert "they differ in dtype (bfloat16 and float16)" in found["namespaces"]["figure"]
+    assert "/s read" in found[f"{tmp_path / 'kv'} speed"]["figure"]
+    assert found["modes"]["figure"].endswith("session.sock 0600, control.sock 0600")

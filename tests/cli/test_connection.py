@@ -1,0 +1,68 @@
+"""A daemon that does not answer: every command names its process and says that it still runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import DEADLINE_S, Run, assert_refused
+
+import tiercache
+from tiercache.cli import connection
+from tiercache.cli.exit_status import EXIT_NO_ANSWER, EXIT_UNWELL
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.LaunchedDaemon]:
+    with tiercache.launch("4MiB", region="2MiB", log=tmp_path_factory.mktemp("hung") / "log") as daemon:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        yield daemon
+        os.kill(daemon.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def impatient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_DEADLINE_S", 0.2)
+    monkeypatch.setattr(connection, "REQUEST_S", 0.2)
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("impatient")
+class TestStopped:
+    @pytest.mark.parametrize("command", ["ping", "stats", "ls", "flush --yes", "unpin --all", "check"])
+    def test_it_is_named(self, stopped: tiercache.LaunchedDaemon, command: str, run: Run) -> None:
+        why = f"(pid {stopped.pid}) does not answer: it was stopped (SIGSTOP): let it go on with kill -CONT"
+        assert_refused(run(*command.split(), "--address", stopped.address), why, status=EXIT_NO_ANSWER)
+
+    def test_a_process_of_its_own_has_the_same_status(self, stopped: tiercache.LaunchedDaemon) -> None:
+        code = "from tiercache.cli import connection; connection.CONNECT_DEADLINE_S = connection.REQUEST_S = 0.2"
+        code += "; import runpy; runpy.run_module('tiercache.cli.main', run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", code, "ping", "--address", stopped.address]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert_refused((ended.returncode, ended.stdout, ended.stderr), "does not answer", status=EXIT_NO_ANSWER)
+
+    def test_a_check_of_the_default_daemon_does_not_take_it_for_none(
+        self, stopped: tiercache.LaunchedDaemon, monkeypatch: pytest.MonkeyPatch, run: Run
+    ) -> None:
+        monkeypatch.setenv("TIERCACHE_RUN_DIR", stopped.address)
+        assert_refused(run("check"), f"(pid {stopped.pid}) does not answer", status=EXIT_NO_ANSWER)
+
+    def test_programs_are_told_its_pid(self, stopped: tiercache.LaunchedDaemon, run: Run) -> None:
+        status, out, _ = run("ping", "--json", "--address", stopped.address)
+        told = json.loads(out)
+        assert (status, told["ok"], told["pid"]) == (EXIT_NO_ANSWER, False, stopped.pid)
+
+
+def test_the_files_of_a_killed_daemon_are_no_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_DEADLINE_S", 0.01)
+    (tmp_path / "lock").write_text(f"{os.getpid()}\n")
+    (tmp_path / "session.sock").touch()
+    assert connection.serving_pid(tmp_path) is None
+    status, _, err = run("ping", "--address", tmp_path)
+    assert (status, "does not answer" in err) == (EXIT_UNWELL, False)

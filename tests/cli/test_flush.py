@@ -1,0 +1,58 @@
+"""`tiercache flush`: what it asks before, whom it concerns, and what it says after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, Run, assert_refused
+from terminal import Terminal
+
+from tiercache.cli import flush
+from tiercache.errors import ConfigError
+
+
+def test_flush(run: Run, daemon: Path) -> None:
+    assert run("flush", "--yes", "--address", daemon)[:2] == (0, "0 blocks flushed\n")
+    answer = json.loads(run("flush", "--yes", "--json", "--tier", "dram", "--address", daemon)[1])
+    assert answer == {"flushed_blocks": 0, "tier": "dram", "namespaces": [], "prefix": ""}
+    for option, value, words in (("--namespace", "9f", "no such namespace"), ("--tier", "shared", "no shared tier")):
+        assert_refused(run("flush", "--yes", option, value, "--address", daemon), f"{option} = {value}", words)
+
+
+@pytest.mark.parametrize(("answer", "status", "words"), [("y\n", 0, "0 blocks flushed"), ("n\n", 2, "stopped")])
+def test_flush_on_a_terminal_asks_first(daemon: Path, answer: str, status: int, words: str) -> None:
+    with Terminal([*COMMAND, "flush", "--address", str(daemon)], columns=120) as terminal:
+        terminal.shows("Forget all blocks of every namespace in all tiers (0 blocks are held now)? [y/N]")
+        terminal.press(answer)
+        assert terminal.wait() == status, terminal.text
+        assert words in terminal.text
+
+
+def test_a_flush_says_whom_it_concerns() -> None:
+    alone = {"tiers": {"dram": {"blocks": 3}, "nvme": {"blocks": 4}}}
+    shared = {"tiers": {**alone["tiers"], "shared": {"store": "valkey://kv:6379"}}}
+    for tree in (alone, shared):
+        asked = flush.question(tree, "dram", None, None)
+        assert asked == "Forget all blocks of every namespace in dram (7 blocks are held now)?"
+    assert "host" not in flush.question(alone, "all", None, None)
+    every = "The shared store forgets them for EVERY host of the deployment. Forget"
+    assert flush.question(shared, "all", None, None).startswith(every)
+    assert flush.question(shared, "shared", "9f3a", None) == f"{every} all blocks of namespace 9f3a in shared?"
+    one = flush.question(shared, "shared", None, "00112233" * 4)
+    assert "makes the 64th part of its namespace unreachable" in one
+    assert "block 00112233... and all that follow it" in one
+    assert flush.outcome(3, "all", False) == "3 blocks flushed"
+    assert flush.outcome(0, "shared", True) == "flushed: no host finds these blocks in the shared store any more"
+
+
+def test_namespaces_are_found_by_number_or_start_of_fingerprint() -> None:
+    tree = {"namespaces": [{"id": 1, "fingerprint": "2abc"}, {"id": 2, "fingerprint": "2abd"}]}
+    assert flush.find_namespace(tree, "2") == 2
+    assert flush.find_namespace(tree, "2ABC") == 1
+    with pytest.raises(ConfigError, match=r"2ab: is the start of 2 fingerprints: .* 1 \(2abc\), 2 \(2abd\)"):
+        flush.find_namespace(tree, "2ab")
+    for nothing in ("3", "", "9f"):
+        with pytest.raises(ConfigError, match="no such namespace"):
+            flush.find_namespace(tree, nothing)

@@ -1,0 +1,77 @@
+"""How the command line shows statistics: numbers with their units, sections, tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tiercache.cli.report import Section, human, print_sections, sections, with_human
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("used_bytes", 1 << 30, "1.0 GiB"),
+        ("bytes", 4096, "4.0 KiB"),
+        ("p99_us", 1500.0, "1.5 ms"),
+        ("uptime_s", 90, "90.00 s"),
+        ("blocks", 1234567, "1,234,567"),
+        ("share", 0.12345, "0.123"),
+        ("pid", 12345, "12345"),
+        ("generation", 1 << 60, str(1 << 60)),
+        ("mapped", True, "yes"),
+        ("fault", "", "-"),
+        ("list", [1, 2], "1, 2"),
+        ("started_unix_s", 1795372549.6, "2026-11-22 18:35:49Z"),
+        ("name", "\x1b[31m", "?[31m"),
+    ],
+)
+def test_numbers_are_shown_by_their_unit(name: str, value: Any, shown: str) -> None:
+    assert human(name, value) == shown
+
+
+def test_long_texts_are_cut() -> None:
+    assert len(human("text", "x" * 1000)) == 60
+
+
+TREE: dict[str, Any] = {
+    "daemon": {"version": "1", "generation": 7, "loop": {"ticks": 1234, "max_us": 1500.0}},
+    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30, "classes": [{"frame_bytes": 4096, "used": 2}]},
+    "counters": {"match_requests": 10},
+    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5}},
+    "namespaces": [],
+}
+
+
+def test_json_has_raw_and_human_numbers() -> None:
+    tree = with_human(TREE)
+    assert (tree["arena"]["used_bytes"], tree["arena"]["used_bytes_human"]) == (1 << 30, "1.0 GiB")
+    assert tree["arena"]["classes"][0]["frame_bytes_human"] == "4.0 KiB"
+    assert "match_requests_human" not in tree["counters"]
+    assert json.loads(json.dumps(tree)) == tree
+
+
+def test_a_tree_becomes_sections() -> None:
+    found = {section.title: section for section in sections(TREE)}
+    assert list(found) == ["daemon", "arena", "arena classes", "counters", "latency", "namespaces"]
+    assert ("loop.ticks", "1,234") in found["daemon"].rows
+    assert found["arena classes"] == Section("arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")])
+    assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
+    assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
+    assert found["namespaces"].rows == [("none", "")]
+    assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
+
+
+def test_names_of_clients_cannot_control_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = Section("\x1b]0;a\x07", ("engine\x9b", "rank\r"), [("vllm\x1b[2J", "0\r1"), ("tab\t", "\u202e")])
+    print_sections([names])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_sections([names])
+    out = capsys.readouterr().out
+    assert out.count("vllm?[2J") == out.count("0?1") == out.count("tab?") == 2
+    assert [text for text in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\r", "\t", "\u202e") if text in out] == []

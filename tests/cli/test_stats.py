@@ -1,0 +1,96 @@
+"""`tiercache ping` and `stats`, and the rates of `stats --watch`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import COMMAND, DEADLINE_S, Run, assert_refused
+from terminal import Terminal
+
+from tiercache.cli import stats
+
+TREE: dict[str, Any] = {
+    "daemon": {"generation": 7},
+    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30},
+    "tiers": {"dram": {"blocks": 2, "bytes": 8192}},
+    "counters": {"match_requests": 10, "match_blocks_asked": 100, "match_blocks_hit": 60, "stored_blocks": 5},
+    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}},
+    "sessions": [{"name": "engine", "pid": 12}],
+}
+
+
+def test_ping(run: Run, daemon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, _ = run("ping", "--address", daemon)
+    assert status == 0
+    assert re.fullmatch(rf"{daemon}: answered in \S+ \S+\n", out)
+    monkeypatch.setenv("TIERCACHE_RUN_DIR", str(daemon))
+    answer = json.loads(run("ping", "--count", "20", "--json")[1])
+    assert (answer["ok"], answer["count"]) == (True, 20)
+    assert 0 < answer["min_us"] <= answer["p50_us"] <= answer["p99_us"] <= answer["max_us"]
+
+
+def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
+    status, out, _ = run("stats", "--address", daemon)
+    assert status == 0
+    assert out.startswith("# summary\nhealth")
+    assert re.search(r"^arena +0 B of 64\.0 MiB used", out, re.MULTILINE)
+    tree = json.loads(run("stats", "--json", "--address", daemon)[1])
+    assert (tree["arena"]["bytes"], tree["arena"]["bytes_human"]) == (64 << 20, "64.0 MiB")
+
+
+def test_sections_of_stats(run: Run, daemon: Path) -> None:
+    _, out, _ = run("stats", "arena", "summary", "--address", daemon)
+    assert re.findall("^# (.*)", out, re.MULTILINE)[:2] == ["summary", "arena"]
+    assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
+    assert_refused(run("stats", "arenas", "--address", daemon), "arenas: is no section: there are summary, daemon,")
+
+
+def test_stats_on_a_terminal(daemon: Path) -> None:
+    with Terminal([*COMMAND, "stats", "--address", str(daemon)]) as terminal:
+        assert terminal.wait() == 0
+        assert "64.0 MiB" in terminal.text
+        assert "─" in terminal.text
+
+
+def test_watch_prints_a_line_per_interval_until_it_is_interrupted(daemon: Path) -> None:
+    watch = [*COMMAND, "stats", "--watch", "0.02", "--address", str(daemon)]
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        lines = [child.stdout.readline().split() for _ in range(23)]
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=DEADLINE_S)
+    assert (child.returncode, err) == (0, "")
+    assert lines[0][:3] == lines[21][:3] == ["time", "hit%", "matches/s"], "the header comes again"
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", lines[1][0])
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (None, list(stats._COLUMNS)),
+        (80, ["time", "hit%", "asked/s", "hit/s", "stored/s", "evicted/s", "used", "match p99"]),
+    ],
+)
+def test_a_narrow_terminal_gets_the_columns_that_matter_most(columns: int | None, shown: list[str]) -> None:
+    places = stats.shown_columns(columns)
+    assert [stats._COLUMNS[place] for place in places] == shown
+    assert columns is None or sum(stats._WIDTHS[place] + 1 for place in places) - 1 <= columns
+
+
+def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
+    counts = {"match_blocks_asked": 120, "match_blocks_hit": 71, "match_blocks_below": 4}  # in DRAM, and on NVMe
+    later = {**TREE, "counters": {**TREE["counters"], **counts}}
+    row = stats.changes(TREE, later, 2.0)
+    assert (row["asked_per_s"], row["hit_per_s"], row["hit_rate"], row["stored_per_s"]) == (10, 7.5, 0.75, 0)
+    assert (row["blocks"], row["used_bytes"], row["sessions"], row["restarted"]) == (2, 1 << 30, 1, False)
+    restarted = stats.changes(TREE, {**later, "daemon": {"generation": 8}}, 1.0)
+    assert (restarted["asked_per_s"], restarted["restarted"]) == (120, True)
+    assert len(stats.cells(row)) == len(stats._COLUMNS) == len(stats._WIDTHS)
+    idle = stats.changes(TREE, TREE, 1.0)
+    assert (idle["hit_rate"], stats.cells(idle)[1]) == (None, "-")
