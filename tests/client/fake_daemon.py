@@ -138,7 +138,7 @@ class FakeDaemon:
         hello = _hello.decode(data)
         self.hellos.append(hello)
         token = secrets.token_bytes(16)
-        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes, self.kv_events)
+        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes, self.kv_events, 16)
         try:
             send_packet(sock, _encode(welcome))
             if hello.map_arena and self.announce_regions:

@@ -65,7 +65,7 @@ class Told:
         return self
 
     def call(self, *wanted: Any) -> ModelList:
-        return ModelList(0, 0, self.models, {})
+        return ModelList(0, 0, self.models, {}, {})
 
 
 @pytest.fixture

@@ -243,7 +243,7 @@ def test_the_number_of_series_has_a_limit(busy: tuple[str, tiercache.Client, Pat
     assert len(told.families["tiercache_health_reason_info"].samples) == 1
 
 
-def test_an_older_daemon_tells_what_it_has(busy: tuple[str, tiercache.Client, Path]) -> None:
+def test_a_daemon_of_another_release_tells_what_it_has(busy: tuple[str, tiercache.Client, Path]) -> None:
     tree = _tree(busy)
     for branch in ("histograms", "traffic", "leases"):
         del tree[branch]

@@ -54,7 +54,8 @@ class Blocks:
     def call(self, kind: Any, reply: Any, namespaces: list[int], keys: bytes) -> Peeked:
         self.peeks += 1
         split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-        return Peeked(0, 0, self._run(namespaces, split), 0, [(self._run([one], split), 0) for one in namespaces])
+        each = [(self._run([one], split), 0) for one in namespaces]
+        return Peeked(0, 0, self._run(namespaces, split), 0, each, 0, [0] * len(each))
 
     def _run(self, namespaces: list[int], keys: list[bytes]) -> int:
         def has(number: int, cut: int) -> bool:
@@ -148,16 +149,6 @@ def test_a_search_beyond_its_limits_says_so(limit: dict[str, Any]) -> None:
     found = OrderSearch(stored, query, Budget(**{"until_s": math.inf, **limit})).find()
     assert not found.complete
     assert found.matched == stored.matched(query.prompt(found.order)) >= found.as_given
-
-
-def test_an_older_daemon_does_not_say_enough() -> None:
-    query = Query(model="m", segments=[Unordered(documents(3, 8))], salt="")
-    blocks = Blocks([0])
-    stored = stored_in(blocks, query)
-    stored.windows = None
-    assert OrderSearch(stored, query, Budget()).find()[0::3] == ([[0, 1, 2]], False)
-    blocks.store(stored.names.keys(query.prompt(query.as_given)))
-    assert OrderSearch(stored, query, Budget()).find().complete
 
 
 # --- with a daemon --------------------------------------------------------------------------------

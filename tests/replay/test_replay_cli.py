@@ -198,7 +198,7 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
         (["--dram", "5%", "--shared-bandwidth", "fast"], "--shared-bandwidth"),
         (["--dram", "0"], "must be at least one block"),
         (["--dram", "5%", "--policy", "best"], "--policy best: must be one of: lru, hazard"),
-        (["--dram", "5%", "--policy", "arc"], "--policy arc: is no longer offered: write hazard (the default) or lru"),
+        (["--dram", "5%", "--policy", "arc"], "--policy arc: must be one of: lru, hazard"),
         (["--dram", "5%", "--format", "csv"], "--format csv: must be auto"),
         (["--dram", "5%", "--model", "Llama-9"], "Llama-9"),
         (["--dram", "5%", "--model", "LFM2-1.2B"], "states replay does not count"),

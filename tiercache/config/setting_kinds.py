@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tiercache.ground.units import (
@@ -102,18 +101,15 @@ def count(low: int, high: int) -> SettingKind:
     return SettingKind("N", parse, within(low, high), str, schema)
 
 
-def choice(*choices: str, gone: Mapping[str, str] = MappingProxyType({})) -> SettingKind:
-    """One of several words. Where `off` is allowed, false means the same: YAML reads `off` as false.
-
-    `gone`: words of earlier releases, and what to say of each.
-    """
+def choice(*choices: str) -> SettingKind:
+    """One of several words. Where `off` is allowed, false means the same: YAML reads `off` as false."""
     has_off = "off" in choices
 
     def parse(value: object) -> str:
         return "off" if has_off and str(value).lower() in ("false", "no") else str(value)
 
     def check(value: str) -> str | None:
-        return None if value in choices else gone.get(value, f"must be one of: {', '.join(choices)}")
+        return None if value in choices else f"must be one of: {', '.join(choices)}"
 
     schema = {"enum": [*choices, False] if has_off else list(choices)}
     return SettingKind("|".join(choices), parse, check, _toml_string, schema, takes_bool=has_off)

@@ -38,11 +38,6 @@ from tiercache.config.setting_kinds import (
     within,
 )
 
-_POLICIES_GONE = dict.fromkeys(
-    ("arc", "s3fifo", "wtinylfu", "workload-aware"),
-    "is no longer offered: write hazard (the default) or lru; bench/policies keeps it for comparison",
-)
-
 _TABLE = (
     Setting(
         "run_dir",
@@ -78,7 +73,7 @@ _TABLE = (
     Setting(
         "policy",
         "policy",
-        choice("lru", "hazard", gone=_POLICIES_GONE),
+        choice("lru", "hazard"),
         "Which blocks go first when a tier is full. lru: the end of the prefix that was used longest ago. "
         "hazard: what is least likely to be used soon for the room that it takes, learnt from what is asked for.",
     ),
