@@ -23,10 +23,10 @@ with contextlib.suppress(ImportError):  # not in every environment that runs tes
 
 TESTS = Path(__file__).parent
 HELPERS = (path.parent for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest")))
-sys.path[:0] = sorted({str(folder) for folder in HELPERS if folder.name != "fakes"})
+sys.path[:0] = sorted({str(folder) for folder in HELPERS if folder.name not in ("fakes", "pauses")})
 """Test files of two folders may have one name; the modules that help them are imported by theirs, from any folder.
 
-What is in a folder `fakes` stands in for a package, and only processes that are started for it see it.
+What is in `fakes` stands in for a package, and `pauses` for a busy machine: only chosen processes see them.
 """
 
 PATIENCE_S = 60.0

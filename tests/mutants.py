@@ -1,0 +1,339 @@
+"""Break single lines of the product, one at a time, and see whether its nearest tests notice: `make mutants`.
+
+A break turns a condition round, replaces a comparison or an operator, leaves out a call or an assignment to an
+attribute, or loses a returned value. The tests of the folder that mirrors the broken file's come first, then those of
+the folders above it, then those of the ring `stress` in the first folder. A break that none notices survives.
+
+    make mutants                                   the breaks in NAMED, and a sample of 150 over FOLDERS
+    make mutants MUTANTS='--sample 20 --seed 7'    another, smaller sample
+    make mutants MUTANTS='--sample 30 daemon/tiers/shared'    of these files and folders only
+    make mutants MUTANTS='--named-only'
+
+Each works on a copy of the tracked and changed files, never on the checkout. The exit code is 1 if fewer than 90% die.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("daemon/tiers", "daemon/index", "tiercache/connector", "connectors/vllm")
+WANTED = 0.9
+STAGE_S = 600
+"""Limit of one run of tests. A break that makes tests hang is noticed: each test has a limit of its own."""
+TEST_S = 100
+LOGS = ("log", "logger", "logging", "warnings")
+COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+}
+OPERATORS: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "*"}
+
+
+class Mutant(NamedTuple):
+    """One break: in `path`, the line `line` becomes `text`."""
+
+    path: str
+    line: int
+    text: str
+    what: str
+
+
+class Named(NamedTuple):
+    """A break that once survived all tests: in `path`, `old`, which stands there once, becomes `new`."""
+
+    path: str
+    old: str
+    new: str
+
+
+NAMED = (
+    Named("daemon/tiers/nvme/moves/flights.py", "if flushed or here or", "if here or"),
+    Named(
+        "daemon/tiers/nvme/worker/directory_worker.py",
+        "self.queue.disconnect()\n        self.catalog.lost()",
+        "self.queue.disconnect(), self.queue.lost()\n        self.catalog.lost()",
+    ),
+    Named("daemon/tiers/nvme/worker/directory_worker.py", "elif opened.state.fresh:", "elif False:"),
+    Named("daemon/tiers/nvme/worker/directory_worker.py", "elif lost:", "elif False:"),
+    Named("daemon/tiers/shared/flushes.py", "self._notes.get(name, never) < never", "name in self._notes"),
+    Named(
+        "daemon/tiers/shared/epochs.py",
+        "if not self._epochs.pending.isdisjoint(self.names):\n            return False",
+        "if False:\n            return False",
+    ),
+    Named(
+        "daemon/tiers/dram/growing_leases.py",
+        "if not self._reads.is_whole(lease):\n            self._reads.end(lease)  # before",
+        "if False:\n            self._reads.end(lease)  # before",
+    ),
+)
+"""Each replaces a line of the product by one that is wrong in a way that matters."""
+
+
+# --- breaks --------------------------------------------------------------------------------------
+
+
+class Breaks(ast.NodeVisitor):
+    """All breaks of one file that stay within a line."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self.path = path
+        self.lines = source.splitlines()
+        self.found: list[Mutant] = []
+        self._inside = 0  # functions
+        self.visit(ast.parse(source))
+
+    def _replace(self, node: ast.expr | ast.stmt, text: str, what: str) -> None:
+        line = self.lines[node.lineno - 1]
+        if node.lineno == node.end_lineno and self._inside and line.isascii():
+            changed = line[: node.col_offset] + text + line[node.end_col_offset :]
+            self.found.append(Mutant(self.path, node.lineno, changed, what))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if node.name in ("__repr__", "__str__"):
+            return
+        self._inside += 1
+        for child in node.body:
+            self.visit(child)
+        self._inside -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """What an error says is not broken."""
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """Assertions check the product themselves."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_If(self, node: ast.If | ast.While | ast.IfExp) -> None:
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if not isinstance(node.test, (ast.Constant, ast.Compare)):
+            self._replace(node.test, f"not ({ast.unparse(node.test)})", "turned round")
+        self.generic_visit(node)
+
+    visit_While = visit_IfExp = visit_If
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if len(node.ops) == 1:
+            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+            self._replace(node, f"{left} {COMPARISONS[type(node.ops[0])]} {right}", "compared otherwise")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        word = " and " if isinstance(node.op, ast.And) else " or "
+        for left_out in range(len(node.values)):
+            kept = [ast.unparse(value) for number, value in enumerate(node.values) if number != left_out]
+            self._replace(node, f"({word.join(kept)})", f"without {ast.unparse(node.values[left_out])}")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        other = OPERATORS.get(type(node.op))
+        if other and not isinstance(node.left, (ast.Constant, ast.JoinedStr)):
+            self._replace(node, f"({ast.unparse(node.left)} {other} {ast.unparse(node.right)})", "computed otherwise")
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).split(".")[0] not in LOGS:
+            self._replace(node, "pass", "left out")
+            self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+            self._replace(node, "pass", "left out")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._replace(node, "pass", "left out")
+        self.generic_visit(node)
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        self._replace(node, "pass", "left out")
+
+    def visit_Continue(self, node: ast.Continue | ast.Break) -> None:
+        self._replace(node, "pass", "left out")
+
+    visit_Break = visit_Continue
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool):
+            self._replace(node.value, str(not node.value.value), "turned round")
+        elif node.value is not None and not isinstance(node.value, ast.Constant):
+            self._replace(node.value, "None", "lost")
+            self.visit(node.value)
+
+
+def breaks(places: list[str]) -> list[Mutant]:
+    """All breaks of these files and folders."""
+    found: list[Mutant] = []
+    for place in places:
+        path = ROOT / place
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            found += Breaks(str(file.relative_to(ROOT)), file.read_text()).found
+    return found
+
+
+def named() -> Iterator[Mutant]:
+    """The breaks in NAMED that lie within one line or begin with it."""
+    for path, old, new in NAMED:
+        source = (ROOT / path).read_text()
+        assert source.count(old) == 1, f"{path} has {source.count(old)} times: {old}"
+        line = source[: source.index(old)].count("\n")
+        text = source.replace(old, new).splitlines()[line]
+        yield Mutant(path, line + 1, text, "a break that survived once")
+
+
+# --- tests ---------------------------------------------------------------------------------------
+
+
+def mirrored(path: str) -> Path:
+    """The test folder that mirrors the folder of a product file, or the nearest one above it that is there."""
+    parts = Path(path).parts[:-1]
+    folder = ROOT.joinpath("tests", *(parts[1:] if parts[0] == "tiercache" else parts))
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def stages(path: str) -> list[list[str]]:
+    """The arguments of pytest for a broken file, the nearest tests first."""
+    nearest, top = mirrored(path), ROOT / "tests"
+    folders = [folder for folder in (nearest, *nearest.parents) if top in folder.parents][:3]
+    own = nearest / f"test_{Path(path).stem}.py"
+    first = ([own] if own.exists() else []) + folders
+    found = [[str(place.relative_to(ROOT)), "-m", "not stress and not gpu and not vllm"] for place in first]
+    return [*found, [str(folders[0].relative_to(ROOT)), "-m", "stress and not alone"]]
+
+
+class Workshop:
+    """A copy of the checkout in which one break at a time is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+        for name in filter(None, names):
+            if os.path.lexists(ROOT / name):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+
+    def passes(self, arguments: list[str]) -> bool:
+        """True if these tests pass, or if there are none."""
+        environment = os.environ | {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_S}"]
+        run = subprocess.Popen(
+            [*command, *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return run.wait(STAGE_S) in (0, 5)  # 5: no test was chosen
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)  # with its children
+            run.wait()
+
+    def killed_by(self, mutant: Mutant) -> list[str]:
+        """The tests that notice a break; none if it survives."""
+        file = self.folder / mutant.path
+        source = file.read_text()
+        lines = source.splitlines()
+        lines[mutant.line - 1] = mutant.text
+        file.write_text("\n".join(lines) + "\n")
+        try:
+            return next((stage for stage in stages(mutant.path) if not self.passes(stage)), [])
+        finally:
+            file.write_text(source)
+
+
+def main() -> int:
+    """The exit code is 1 if too many survive, 2 if the tests fail without any break."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("places", nargs="*", default=list(FOLDERS), help="files and folders to break")
+    parser.add_argument("--sample", type=int, default=150, help="breaks that are tried, beside the named ones")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="breaks tried side by side")
+    parser.add_argument("--named-only", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print the breaks and try none")
+    asked = parser.parse_args()
+    rng = random.Random(asked.seed)
+    every = breaks(asked.places)
+    sample = [] if asked.named_only else rng.sample(every, min(asked.sample, len(every)))
+    given = [one for one in named() if any(one.path.startswith(place) for place in asked.places)]
+    mutants = given + sorted(sample)
+    print(f"{len(mutants)} of {len(every)} breaks (seed {asked.seed})", flush=True)
+    if asked.list:
+        print(*(f"{one.path}:{one.line}: {one.what}\n    {one.text.strip()}" for one in mutants), sep="\n")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        return try_all(mutants, asked.jobs, Path(folder))
+
+
+def try_all(mutants: list[Mutant], jobs: int, folder: Path) -> int:
+    """Try breaks side by side and print one line for each; the exit code of the whole."""
+    begun, free = time.monotonic(), SimpleQueue[Workshop]()
+    for number in range(jobs):
+        free.put(Workshop(folder / str(number)))
+    red: set[str] = set()  # tests that fail without a break, too
+    checked: set[str] = set()
+
+    def attempt(mutant: Mutant) -> bool:
+        workshop = free.get()
+        try:
+            stage = workshop.killed_by(mutant)
+            tests = " ".join(stage)
+            if stage and tests not in checked:
+                checked.add(tests)
+                if not workshop.passes(stage):
+                    red.add(tests)
+        finally:
+            free.put(workshop)
+        print(f"{'killed  ' if stage else 'SURVIVED'} {mutant.path}:{mutant.line} {mutant.what}", flush=True)
+        if not stage:
+            print(f"             {mutant.text.strip()}", flush=True)
+        return bool(stage)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        killed = sum(pool.map(attempt, mutants))
+    share = killed / len(mutants) if mutants else 1.0
+    print(f"{killed} of {len(mutants)} killed ({share:.0%}), {time.monotonic() - begun:.0f} s")
+    print(*(f"fails without any break, so it proves nothing: pytest {tests}" for tests in sorted(red)), sep="\n")
+    return 2 if red else 0 if share >= WANTED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
