@@ -63,6 +63,9 @@ class Read:
     good: bool = True
     resolvable: int = 0
 
+    def all_frames(self) -> list[int]:
+        return [frame for frames in self.frames.values() for frame in frames]
+
 
 @dataclass
 class Pending:
@@ -113,6 +116,7 @@ class MemoryDaemon:
         self.slow = 0
         self.requests: list[m.Request] = []
         self.problems: list[str] = []
+        self.ended: set[tuple[MemorySession, int]] = set()
         self.alive = True
         self._clock_s = clock_s
         self._leases = 0
@@ -122,7 +126,7 @@ class MemoryDaemon:
     def expire(self) -> None:
         """End the leases whose time is up."""
         for lease in [lease for lease, held in self.reads.items() if held.ends_s <= self._clock_s()]:
-            del self.reads[lease]
+            self.reads.pop(lease).good = False
         for lease in [lease for lease, held in self.writes.items() if held.ends_s <= self._clock_s()]:
             self._end_write(lease, finished=False)
 
@@ -131,7 +135,7 @@ class MemoryDaemon:
         if named in self.visible:
             frame, _ = self.visible.pop(named)
             for lease in self.reads.values():
-                lease.good &= frame not in sum(lease.frames.values(), [])
+                lease.good &= frame not in lease.all_frames()
             self._set_free(frame)
         for other in [other for other, (_, parent) in self.visible.items() if (other[0], parent) == named]:
             self.flush(other)
@@ -139,7 +143,7 @@ class MemoryDaemon:
 
     def evict(self) -> None:
         """Drop one block that nothing holds and none follows."""
-        held = {frame for lease in self.reads.values() for frame in sum(lease.frames.values(), [])}
+        held = {frame for lease in self.reads.values() for frame in lease.all_frames()}
         parents = {(name, parent) for (name, _), (_, parent) in self.visible.items()}
         parents |= {(name, entry.parent) for (name, _), entry in self.pending.items()}
         for named, (frame, _) in self.visible.items():
@@ -150,7 +154,9 @@ class MemoryDaemon:
     def end_session(self, session: MemorySession) -> None:
         """It is lost: its read leases end, and its frames wait in quarantine."""
         for lease, held in list(self.reads.items()):
-            self._let_go(lease, held, session)
+            if session in held.holders:
+                held.good = len(held.holders) > 1
+                self._let_go(lease, held, session)
         for lease, write in list(self.writes.items()):
             if write.session is session:
                 self._end_write(lease, finished=False)
@@ -202,22 +208,26 @@ class MemoryDaemon:
                 if lease not in self.reads:
                     return m.Error(*ids, m.ErrorCode.UNKNOWN_LEASE.value, "it is over"), None
                 self.reads[lease].holders.append(session)
+                self.ended.discard((session, lease))
                 return m.Done(*ids), None
             case m.Release(lease=lease):
                 held = self.reads.get(lease)
+                self.ended.add((session, lease))
                 good = held is not None and session in held.holders and held.good
                 if held is not None:
                     self._let_go(lease, held, session)
-                    copied = {*self.copying} & {*sum(held.frames.values(), [])}
+                    copied = {*self.copying} & {*held.all_frames()}
                     self._must(bool(held.holders) or not copied, "a lease is released while it is copied from")
                 return m.Released(*ids, good), None
             case m.Renew(leases=leases, ttl_ms=ttl_ms):
+                self._must(not self.ended & {(session, lease) for lease in leases}, "a lease that was ended is renewed")
                 return m.Renewed(*ids, bytes(self._renew(lease, ttl_ms) for lease in leases)), None
             case m.Reserve():
                 return self._reserve(session, request), None
             case m.Commit(lease=lease, blocks=blocks):
                 return m.Committed(*ids, self._commit(lease, m.unpack_indices(blocks).tolist())), None
             case m.Abort(lease=lease, finished=finished):
+                self.ended.add((session, lease))
                 self._end_write(lease, finished=finished)
                 return m.Done(*ids), None
             case m.Read(lease=lease, namespace=namespace, index=index, offset=offset, length=length):

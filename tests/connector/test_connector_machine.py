@@ -124,7 +124,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         its.write(ids, [content(1, key) for key in named])
         before = set(self.daemon.visible)
         alone = not self.daemon.pending
-        with self.during(its, event, trouble, data, source=ids) as quiet:
+        with self.during(its, event, trouble, data, keys, source=ids) as quiet:
             if event != "lost" and data.draw(st.booleans()):
                 result = its.connector.store_async(keys, ids, first=first).result(60)
             else:
@@ -154,7 +154,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     @rule(engine=engines, chain=chains, trouble=troubles, data=st.data())
     def match(self, engine: int, chain: int, trouble: Any, data: st.DataObject) -> None:
         its, keys = self.engines[engine], CHAINS[chain]
-        with self.during(its, "nothing", trouble, data) as quiet:
+        with self.during(its, "nothing", trouble, data, keys) as quiet:
             match = its.connector.match(keys)
             assert match.blocks == self.daemon.run([1], keys) or (not quiet and match.blocks == 0)
             if match.blocks:
@@ -166,7 +166,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         """The other engine, a process of the same instance, adopts a match."""
         held, its = self.held[place % len(self.held)], self.engines[engine]
         lives = self.lease(held) is not None
-        with self.during(its, "nothing", trouble, data) as quiet:
+        with self.during(its, "nothing", trouble, data, held.keys) as quiet:
             match = its.connector.adopt(held.match.ticket())
             expected = held.match.blocks if lives else 0
             assert match.blocks == expected or (not quiet and match.blocks == 0)
@@ -181,7 +181,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         named = split(held.keys)[first:]
         ids = [BLOCKS + (place + each) % BLOCKS for each in range(count + 1)]
         lease = self.lease(held)
-        with self.during(its, event, trouble, data) as quiet:
+        with self.during(its, event, trouble, data, held.keys) as quiet:
             try:
                 if event != "lost" and data.draw(st.booleans()):
                     good = its.connector.load_async(held.match, ids, first=first).result(60)
@@ -265,6 +265,8 @@ class ConnectorMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.daemon.alive = False
+        for lease in self.daemon.reads.values():
+            lease.good = False
         for held in self.held:
             held.kept = False
         for engine in self.engines:
@@ -298,11 +300,11 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @contextmanager
     def during(
-        self, its: Engine, event: str, trouble: Any, data: st.DataObject, source: Sequence[int] = ()
+        self, its: Engine, event: str, trouble: Any, data: st.DataObject, keys: bytes, source: Sequence[int] = ()
     ) -> Iterator[bool]:
         """What happens during a call of this engine; the value is true if nothing does and the engine is up."""
 
-        doomed = 1, split(CHAINS[data.draw(chains)])[data.draw(blocks)] if event == "flush" else b""
+        doomed = 1, split(keys)[data.draw(blocks) % (len(keys) // m.KEY_BYTES)] if event == "flush" else b""
 
         def meanwhile(limit: Limit) -> None:
             if event == "flush":
