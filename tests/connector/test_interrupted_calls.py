@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -166,66 +164,3 @@ def test_ctrl_c_ends_the_wait_for_an_answer_that_is_long_in_coming(
     wait_until(lambda: leases(watcher) == NONE)
     assert connector.store(chain_of("later", 8), range(8)).stored == 8
     assert caplog.messages == []
-
-
-STORM = """
-import os, random, signal, sys, threading, time
-import numpy as np, tiercache
-address = sys.argv[1]
-spec = tiercache.NamespaceSpec(engine="storm", layout="x", dtype="uint8", block_size=4, block_bytes=65536)
-pool = np.random.default_rng(1).integers(0, 256, (32, 65536), np.uint8)
-pool_here = tiercache.Pool.from_blocks(pool)
-connector = tiercache.connect(address, namespace=spec, pool=pool_here, required=True, request_timeout_s=10)
-chance, over = random.Random(1), threading.Event()
-raised = good = 0
-inside = False
-def interrupt(number, frame):
-    global inside, raised
-    if inside:
-        inside, raised = False, raised + 1
-        raise KeyboardInterrupt
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, interrupt)
-signal.signal(signal.SIGUSR1, lambda number, frame: None)
-def storm():
-    while not over.is_set():
-        os.kill(os.getpid(), chance.choice((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
-        time.sleep(chance.random() * 0.002)
-thread = threading.Thread(target=storm)
-thread.start()
-for turn in range(150):
-    keys = tiercache.KeyChain(tiercache.root_key(f"storm {turn}"), 4, range(64)).packed()
-    try:
-        inside = True
-        connector.store(keys, range(16))
-        good += connector.load(connector.match(keys), range(16, 32)) == 16
-    except KeyboardInterrupt:
-        pass
-    finally:
-        inside = False
-over.set()
-thread.join()
-connector.match(keys)  # what was left behind in the storm is put right by the next call
-assert signal.getsignal(signal.SIGINT) is interrupt
-assert signal.getsignal(signal.SIGTERM) is interrupt
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-keys = tiercache.KeyChain(tiercache.root_key(f"after the storm {os.getpid()}"), 4, range(64)).packed()
-assert connector.store(keys, range(16)).stored == 16
-assert connector.load(connector.match(keys), range(16, 32)) == 16
-assert (pool[16:] == pool[:16]).all()
-print(raised, good, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_storm_of_signals_in_a_process_that_lives_on(open_connector: Open, daemon: tiercache.LaunchedDaemon) -> None:
-    watcher = open_connector(name="watcher", pool=None)
-    command = [sys.executable, "-c", STORM, str(daemon.address)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            raised, _ = map(int, process.stdout.readline().split())
-            assert raised > 0
-            wait_until(lambda: leases(watcher) == NONE)
-        finally:
-            process.kill()

@@ -50,20 +50,6 @@ def test_a_store_that_was_interrupted_stores_nothing_that_came_later(open_connec
     assert match.blocks == 0 or (connector.load(match, [5]), pool[5, 0]) == (1, 1)
 
 
-def test_a_load_that_was_interrupted_writes_to_no_block_later(open_connector: Open) -> None:
-    pool = np.zeros((8, BLOCK_BYTES), np.uint8)
-    connector = open_connector(pool=tiercache.Pool.from_blocks(pool))
-    chain = chain_of("interrupted load", 1)
-    pool[0] = 1
-    assert connector.store(chain, [0]).stored == 1
-    assert connector.load_async(connector.match(chain), [7]).result() == 1
-    match = connector.match(chain)
-    interrupted(connector._loads, lambda: connector.load_async(match, [5]))
-    pool[5] = 42  # the block belongs to another sequence now
-    assert connector.load_async(connector.match(chain), [6]).result() == 1
-    assert (pool[5, 0], pool[6, 0]) == (42, 1)
-
-
 def test_what_has_begun_is_over_when_the_exception_arrives() -> None:
     """The handler raises after the thread was woken: the copy in progress ends first."""
     queue, begun, ended = JobQueue("test", 4), threading.Event(), threading.Event()

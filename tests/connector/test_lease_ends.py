@@ -7,23 +7,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from chains import chain_of
-from connector_helpers import bytes_of, spec
+from connector_helpers import spec
 from waiting import wait_until
 
 import tiercache
-from tiercache.client import channel, keeper
-from tiercache.client.session import Session
-from tiercache.connector import stores as storing
-from tiercache.connector.loads import Match, adopt_match
+from tiercache.client import keeper
 from tiercache.copies.pool import CpuCopier
-from tiercache.errors import CallInterrupted, DaemonUnavailable
-from tiercache.protocol.messages import Commit, Release, Reserve
+from tiercache.protocol.messages import Release
 
 WAIT_S = 60
 NONE = {"write": 0, "quarantined": 0}
@@ -66,18 +61,6 @@ def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=perform)
     thread.start()
     return thread, results
-
-
-def store_all(connector: tiercache.Connector, chain: bytes) -> None:
-    """Store a chain, and try again while its blocks are pending, until an abandoned grant has come back."""
-
-    def is_there() -> bool:
-        connector.store(chain, range(8))
-        match = connector.match(chain)
-        connector.release(match)
-        return match.blocks == 8
-
-    wait_until(is_there)
 
 
 @pytest.fixture
@@ -164,146 +147,4 @@ def test_closing_without_a_daemon_is_quick_and_twice_is_once(
 # --- a session that is lost -----------------------------------------------------------------------
 
 
-def test_a_store_whose_session_is_lost_tells_the_daemon_in_the_next_one(
-    open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector = open_connector()
-    with held_copies(monkeypatch) as (begun, gate):
-        thread, results = run(lambda: connector.store(chain_of("lost session", 8), range(8)))
-        assert begun.wait(WAIT_S)
-        lost = connector.client.session()
-        connector.client._keeper.session_failed(lost, "the test says so", True)
-        wait_until(lambda: leases(watcher) == {"write": 0, "quarantined": 1})
-        wait_until(lambda: connector.available)  # the next session has begun before the copies end
-        assert connector.client.session() is not lost
-        gate.set()
-        thread.join(WAIT_S)
-    assert results[0].stored == 0
-    wait_until(lambda: leases(watcher) == NONE)
-
-
-def test_a_connector_that_is_closed_without_its_session_tells_the_daemon_in_one_more(
-    open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper.SessionKeeper, "_next_back_off_s", lambda self: 0.01)
-    connector = open_connector()
-    with held_copies(monkeypatch) as (begun, gate):
-        thread, _ = run(lambda: connector.store(chain_of("closed without", 8), range(8)))
-        assert begun.wait(WAIT_S)
-        lost = connector.client.session()
-        connector.client._keeper._closed = True  # so that the background does not connect again
-        connector.client._keeper.session_failed(lost, "the test says so", True)
-        connector.client._keeper._closed = False
-        wait_until(lambda: leases(watcher) == {"write": 0, "quarantined": 1})
-        closing, _ = run(connector.close)
-        gate.set()
-        for one in (closing, thread):
-            one.join(WAIT_S)
-    wait_until(lambda: leases(watcher) == NONE)
-
-
 # --- exceptions -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [CallInterrupted("a signal"), DaemonUnavailable("no answer in time")])
-def test_a_hold_whose_answer_was_not_waited_for_is_given_back(error: Exception) -> None:
-    """The daemon may have granted the lease."""
-    given_back: list[tuple[Any, dict[str, Any]]] = []
-
-    def call(*_: Any, **__: Any) -> Any:
-        raise error
-
-    session: Any = SimpleNamespace(generation=1, call=call)
-    session.give_back = lambda kind, **fields: given_back.append((kind, fields))
-    other: Any = SimpleNamespace(session=lambda: session)
-    with pytest.raises(type(error)):
-        adopt_match(other, Match(session, 7, 4).ticket())
-    assert given_back == [(Release, {"lease": 7})]
-
-
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("at_reply", [4, 5, 6, 7])
-def test_ctrl_c_at_any_reply_of_a_store_leaves_no_lease(
-    open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch, at_reply: int
-) -> None:
-    """Windows of two blocks: four reserves and four commits, and a signal while one of them is waited for."""
-    monkeypatch.setattr(storing, "EDGE_BYTES", 2 * 5000)
-    monkeypatch.setattr(storing, "WINDOW_BYTES", 2 * 5000)
-    connector = open_connector()
-    receive, seen = channel.Channel.receive, [0]
-
-    def interrupted(self: channel.Channel, deadline_ns: int) -> Any:
-        seen[0] += 1
-        if seen[0] == at_reply - 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return receive(self, deadline_ns)
-
-    monkeypatch.setattr(channel.Channel, "receive", interrupted)
-    chain = chain_of(f"interrupted at {at_reply}", 8)
-    with pytest.raises(KeyboardInterrupt):
-        connector.store(chain, range(8))
-    monkeypatch.setattr(channel.Channel, "receive", receive)
-    store_all(connector, chain)
-    wait_until(lambda: leases(watcher) == NONE)
-    assert connector.load(connector.match(chain), range(10, 18)) == 8
-    assert bytes_of(connector, list(range(10, 18))) == bytes_of(connector, list(range(8)))
-
-
-@pytest.mark.parametrize("error", [MemoryError, SystemExit, ValueError])
-@pytest.mark.parametrize("in_main_thread", [True, False])
-def test_an_exception_in_a_copy_ends_the_lease_and_is_raised(
-    open_connector: Open,
-    watcher: tiercache.Connector,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[BaseException],
-    in_main_thread: bool,
-) -> None:
-    connector = open_connector()
-    chain = chain_of(f"raises {error.__name__} {in_main_thread}", 8)
-
-    def broken(self: CpuCopier, *arguments: Any, **options: Any) -> int:
-        raise error("as the test wants it")
-
-    raised: list[BaseException] = []
-
-    def store() -> None:
-        try:
-            connector.store(chain, range(8))
-        except BaseException as caught:  # noqa: BLE001 - the test looks at it
-            raised.append(caught)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CpuCopier, "_copy", broken)
-        if in_main_thread:
-            store()
-        else:
-            run(store)[0].join(WAIT_S)
-    assert [type(one) for one in raised] == [error]
-    assert leases(watcher) == NONE
-    assert connector.store(chain, range(8)).stored == 8
-
-
-@pytest.mark.parametrize("request_type", [Reserve, Commit])
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_request_that_cannot_be_sent_leaves_no_lease(
-    open_connector: Open, watcher: tiercache.Connector, monkeypatch: pytest.MonkeyPatch, request_type: type, number: int
-) -> None:
-    """For every reserve and commit of a store in windows."""
-    monkeypatch.setattr(storing, "EDGE_BYTES", 2 * 5000)
-    monkeypatch.setattr(storing, "WINDOW_BYTES", 2 * 5000)
-    connector = open_connector()
-    post, seen = Session.post, [0]
-
-    def broken(self: Session, kind: type, *arguments: Any, **fields: Any) -> Any:
-        if kind is request_type:
-            seen[0] += 1
-            if seen[0] == number + 1:
-                raise DaemonUnavailable("as the test wants it")
-        return post(self, kind, *arguments, **fields)
-
-    monkeypatch.setattr(Session, "post", broken)
-    chain = chain_of(f"not sent {request_type.__name__} {number}", 8)
-    assert connector.store(chain, range(8)).stored == 0
-    monkeypatch.setattr(Session, "post", post)
-    store_all(connector, chain)
-    wait_until(lambda: leases(watcher) == NONE)

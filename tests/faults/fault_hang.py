@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,55 +41,6 @@ class Gate:
     def close(self) -> None:
         """The same, for good."""
         os.close(self._fd)
-
-
-class FrozenDisk:
-    """An ext4 of its own that the kernel freezes: a thread that writes there waits in state D and cannot be killed.
-
-    Raises OSError where one may not be made. A process of its own thaws it when it is told to, when this one
-    has ended, or after a minute, whatever comes first.
-    """
-
-    def __init__(self, folder: Path, size_mib: int) -> None:
-        self.path = folder / "disk"
-        self.path.mkdir()
-        self._freezer: subprocess.Popen[bytes] | None = None
-        image = folder / "image"
-        with image.open("wb") as file:
-            file.truncate(size_mib << 20)
-        _run("mkfs.ext4", "-q", str(image))
-        _run("mount", "-o", "loop", str(image), str(self.path))
-
-    def freeze(self) -> None:
-        """No write begins from now on; those under way are awaited."""
-        script = 'fsfreeze -f "$1" || exit 1; echo frozen; timeout 60 cat; fsfreeze -u "$1"'
-        self._freezer = subprocess.Popen(
-            ["sh", "-c", script, "sh", str(self.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._freezer.stdout is not None
-        assert self._freezer.stdout.readline() == b"frozen\n"
-
-    def thaw(self) -> None:
-        """Writes go on; nothing if it is not frozen."""
-        if self._freezer is not None:
-            assert self._freezer.communicate(timeout=_RUN_S) == (b"", None)
-            assert self._freezer.returncode == 0
-            self._freezer = None
-
-    def close(self) -> None:
-        """Thaw and unmount it."""
-        self.thaw()
-        _run("umount", "--lazy", str(self.path))
-
-
-def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=_RUN_S)
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"{command[0]}: {error.stderr.decode().strip()}") from None
 
 
 def patch(directory: Path, gate: Gate, only_database: bool = False, **constants: float) -> str:

@@ -37,17 +37,6 @@ def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
     assert connector.load(match, [20]) == 0  # a match is used up
 
 
-def test_the_two_ways_are_the_same_blocks(open_connector: Open) -> None:
-    mapped, framed = open_connector(), open_connector(map_arena=False)
-    chain = chain_of("both ways", 8)
-    assert mapped.store(chain, range(4)).stored == 4
-    assert framed.store(chain, range(8)) == (4, 4, 0, False)
-    expected = bytes_of(mapped, list(range(8)))
-    for connector in (mapped, framed):
-        assert connector.load(connector.match(chain), range(10, 18)) == 8
-        assert bytes_of(connector, list(range(10, 18))) == expected
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 def test_layered_pools_store_the_same_bytes_as_block_pools(open_connector: Open, mapped: bool) -> None:
     rng = np.random.default_rng(3)
@@ -100,57 +89,6 @@ def test_long_chains_go_in_windows(open_connector: Open) -> None:
     assert connector.load(match, range(1500, 2800)) == 1300
     assert np.array_equal(pool[1500:2800], pool[:1300])
     connector.flush()
-
-
-def test_parts_of_a_chain(open_connector: Open) -> None:
-    connector = open_connector()
-    chain = chain_of("parts", 9)
-    assert connector.store(chain, [5, 6], first=5) == (0, 0, 2, True)
-    assert connector.store(chain, [0, 1, 2]).stored == 3
-    assert connector.store(chain, [3, 4, 5], first=3).stored == 3
-    expected = bytes_of(connector, [2, 3, 4])
-    assert connector.load(connector.match(chain), [20, 21, 22], first=2) == 3
-    assert bytes_of(connector, [20, 21, 22]) == expected
-    match = connector.match(chain)
-    assert connector.load(match, [20, 21, 22, 23], first=4) == 2  # the match is 6 long
-
-
-def test_asynchronous_transfers(open_connector: Open) -> None:
-    connector = open_connector()
-    chain = chain_of("async", 6)
-    stored = connector.store_async(chain, range(6))
-    assert stored.result(10) == (6, 0, 0, False)
-    loaded = connector.load_async(connector.match(chain), range(10, 16))
-    assert loaded.result(10) == 6
-    assert loaded.done()
-    assert bytes_of(connector, list(range(10, 16))) == bytes_of(connector, list(range(6)))
-
-
-def test_a_cancelled_transfer_ends_its_lease_and_is_done(open_connector: Open) -> None:
-    connector = open_connector()
-    chain = chain_of("cancel", 6)
-    connector.store(chain, range(6))
-    before = bytes_of(connector, list(range(10, 16)))
-    gate = threading.Event()
-    connector._loads.submit(tiercache.Transfer(lambda: gate.wait(10), lambda: None, None, _limit()))
-    transfer = connector.load_async(connector.match(chain), range(10, 16))
-    store = connector.store_async(chain_of("cancel 2", 3), range(3))
-    transfer.cancel()
-    assert not transfer.done()
-    gate.set()
-    assert transfer.result(10) == 0
-    assert bytes_of(connector, list(range(10, 16))) == before
-    assert store.result(10).stored == 3
-    assert _leases(connector) == (0, 0)
-
-
-def test_a_deadline_stops_only_what_has_not_begun(open_connector: Open) -> None:
-    connector = open_connector()
-    chain = chain_of("deadline", 6)
-    connector.store(chain, range(6))
-    assert connector.load(connector.match(chain), range(10, 16), timeout_s=0) == 0
-    assert connector.load(connector.match(chain), range(10, 16)) == 6
-    assert _leases(connector) == (0, 0)
 
 
 def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> None:
@@ -249,20 +187,6 @@ def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
         open_connector(namespace=spec(4096))
     with pytest.raises(ConfigError, match="block_bytes is 0"):
         open_connector(namespace=spec(0), pool=None)
-
-
-def test_backpressure_drops_what_does_not_fit(open_connector: Open) -> None:
-    pool = np.ones((40, 1 << 20), np.uint8)
-    connector = open_connector(pool=tiercache.Pool.from_blocks(pool))
-    connector.flush(all_namespaces=True)
-    chain = chain_of("too much", 40)
-    result = connector.store(chain, range(40))
-    assert result.stored + result.dropped == 40
-    assert 0 < result.stored <= 32  # the arena has 32 MiB
-    match = connector.match(chain)
-    assert match.blocks == result.stored
-    assert connector.load(match, range(match.blocks)) == match.blocks
-    connector.flush()
 
 
 def _limit() -> tiercache.copies.pool.Limit:

@@ -54,7 +54,7 @@ def test_each_life_has_one_pipe(daemon: LaunchedDaemon) -> None:
     for life in range(2, 4):
         daemon.kill()
         with pytest.raises(DaemonUnavailable, match=r"did not start within 0\.05 s"):
-            daemon.restart(timeout_s=0.05)
+            daemon.restart(timeout_s=0.05)  # rule: this program never answers
         said(daemon, "runs", life)
     assert len(os.listdir("/proc/self/fd")) == files
     daemon.forget_in_child()
@@ -62,6 +62,19 @@ def test_each_life_has_one_pipe(daemon: LaunchedDaemon) -> None:
     daemon.close()
     assert len(os.listdir("/proc/self/fd")) == files - 1
     assert "over" in daemon.log.read_text(), "the daemon ends with the last holder of the pipe"
+
+
+def test_a_daemon_that_cannot_start_says_why() -> None:
+    with pytest.raises(DaemonUnavailable, match=r"ended with status 2(.|\n)*arena"):
+        tiercache.launch("a lot")
+
+
+def test_a_private_directory_is_removed() -> None:
+    with tiercache.launch("4MiB", region="2MiB") as daemon:
+        assert Path(daemon.address).stat().st_mode & 0o777 == 0o700
+        assert daemon.poll() is None
+    assert daemon.poll() == 0
+    assert not Path(daemon.address).exists()
 
 
 def test_a_closed_one_does_not_come_back(daemon: LaunchedDaemon) -> None:

@@ -20,17 +20,6 @@ def make(run: object, limit: Limit | None = None) -> Transfer[int]:
     return Transfer(run, lambda: -1, 0, limit or Limit())  # type: ignore[arg-type]
 
 
-def test_jobs_are_performed_in_order_by_one_thread() -> None:
-    queue = JobQueue("test", 10)
-    order: list[int] = []
-    jobs = [make(lambda number=number: order.append(number) or number) for number in range(5)]
-    assert all(queue.submit(job) for job in jobs)
-    assert [job.result(40) for job in jobs] == [0, 1, 2, 3, 4]
-    assert order == [0, 1, 2, 3, 4]
-    queue.close()
-    assert not queue.submit(make(lambda: 1))
-
-
 def test_a_job_tells_how_long_it_was_worked_on_and_not_how_long_it_waited() -> None:
     queue = JobQueue("test", 10)
     began, go_on = threading.Event(), threading.Event()
@@ -115,11 +104,6 @@ def test_closing_skips_what_has_not_begun_and_waits_for_what_has() -> None:
     assert (first.result(), second.result()) == (True, -1)
 
 
-def test_the_queue_is_bounded() -> None:
-    queue = JobQueue("test", 0)
-    assert not queue.submit(make(lambda: 1))
-
-
 def test_a_queue_that_gets_no_thread_refuses_and_tries_again(no_threads: pytest.MonkeyPatch) -> None:
     queue = JobQueue("test", 4)
     assert not queue.submit(make(lambda: 1))
@@ -143,20 +127,6 @@ def test_all_is_done_in_order_though_some_of_it_fails(caplog: pytest.LogCaptureF
     background.close()
 
 
-def test_finish_waits_no_longer_than_it_is_told() -> None:
-    background, gate = JobQueue("test"), threading.Event()
-    background.later(lambda: gate.wait(30))
-    assert not background.finish(0.01)
-    gate.set()
-    assert background.finish(30)
-    background.later(gate.clear)
-    background.close()
-    assert not gate.is_set()
-    assert background.finish(30)
-    background.later(gate.set)
-    assert not background.finish(30), "no thread is left to run it"
-
-
 def test_tasks_that_get_no_thread_wait_for_one(no_threads: pytest.MonkeyPatch) -> None:
     background, done = JobQueue("test"), list[int]()
     background.later(lambda: done.append(1))
@@ -167,15 +137,3 @@ def test_tasks_that_get_no_thread_wait_for_one(no_threads: pytest.MonkeyPatch) -
     assert background.finish(30)
     assert done == [1, 2]
     background.close()
-
-
-def test_closing_does_the_tasks_that_wait_and_drops_later_ones() -> None:
-    background, gate, done = JobQueue("test", 1), threading.Event(), list[int]()
-    background.begin_with(lambda: gate.wait(30))
-    background.later(lambda: done.append(1))
-    threading.Timer(0.02, gate.set).start()
-    background.close()
-    background.begin_with(lambda: done.append(2))
-    assert background.finish(30)
-    assert done == [1]
-    assert not background.submit(make(lambda: 3))

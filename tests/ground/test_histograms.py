@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tiercache.ground import histograms as metrics
 from tiercache.ground.histograms import (
-    MAX_FRESH,
     NANOSECONDS,
     NO_END,
     POWERS_OF_TWO,
@@ -112,11 +111,3 @@ def test_one_thread_observes_while_another_reads() -> None:
     thread.join(30)
     assert (latency.count, latency.sum, latency.max) == (len(values), sum(values), values[-1])
     assert sum(count for _, count in latency.buckets()) == len(values)
-
-
-def test_an_unread_histogram_takes_no_memory() -> None:
-    latency = LatencyHistogram()
-    for value in range(10 * MAX_FRESH + 1):
-        latency.observe(value)
-    assert len(latency._fresh) == 1
-    assert latency.count == 10 * MAX_FRESH + 1

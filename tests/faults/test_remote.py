@@ -1,12 +1,10 @@
-"""Clients on other hosts: encrypted or not at all, each in its own tenant; a wrong handshake harms no client."""
+"""Clients on other hosts, other users and groups of this one: encrypted or not at all, each in its own tenant."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +22,7 @@ import tiercache
 from tiercache.client.client import Client
 from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
 from tiercache.protocol import messages as m
-from tiercache.protocol.curve import ClientKeys, find_remote, load_allowed, load_client, make_client, make_server
+from tiercache.protocol.curve import load_client, make_client, make_server
 
 SPEC = tiercache.NamespaceSpec(engine="remote/1", layout="x", dtype="uint8", block_size=4, block_bytes=5000)
 KEYS = tiercache.KeyChain(tiercache.root_key("a model"), 4, range(16)).packed()  # of 4 blocks
@@ -89,24 +87,6 @@ def test_a_tenant_cannot_name_what_is_not_its_own(site: Site, remote: Daemon, cl
         assert again.match(KEYS).blocks == 4
 
 
-def test_a_session_is_of_use_to_its_tenant_only(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    """Even a client that knows the token, which never crosses the network in clear, is refused with other keys."""
-    client = closing.enter_context(Client.connect(site.address("team-a")))
-    session = client.session()
-    ping = m.Ping(7, session.welcome.session, session.generation, time.monotonic_ns() // 1000 + 5_000_000)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
-        sock.linger = 0
-        reached = find_remote(site.address("team-b"))
-        assert reached is not None
-        reached.keys.secure(sock)
-        sock.connect(reached.endpoint)
-        sock.send(msgspec.msgpack.encode(ping))
-        assert sock.poll(5000)
-        reply = msgspec.msgpack.decode(sock.recv(), type=m.AnyReply)
-    assert isinstance(reply, m.Error)
-    assert (reply.request_id, reply.code) == (7, "unknown_session")
-
-
 def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) -> None:
     make_server(tmp_path / "else")
     make_client(tmp_path / "else", "team-c", tmp_path / "team-c.toml")
@@ -134,19 +114,6 @@ def test_a_key_is_locked_out_by_removing_its_file(site: Site, remote: Daemon, cl
     wait_until(lambda: first.match(KEYS).blocks == 0, "the session is cut")
     (site.keys / "away").rename(allowed)
     wait_until(lambda: first.match(KEYS).blocks == 4, "its blocks are back with its key", 60)
-
-
-def test_hits_are_back_after_the_daemon_was_killed(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    first = connector(closing, site.address("team-a"), noise(1), request_timeout_s=0.3)
-    assert first.store(KEYS, [0, 1, 2, 3]).stored == 4
-    remote.kill()
-    started_s = time.monotonic()
-    assert first.match(KEYS).blocks == 0
-    assert time.monotonic() - started_s < 5
-    assert first.store(KEYS, [0, 1, 2, 3]).stored == 0
-    remote.start()
-    wait_until(lambda: first.store(KEYS, [0, 1, 2, 3]).stored == 4, "the client has found the new life", 60)
-    assert first.match(KEYS).blocks == 4
 
 
 class Recorder:
@@ -228,21 +195,6 @@ def test_garbage_truncated_and_replayed_handshakes(site: Site, remote: Daemon, c
         other.ping()
 
 
-def test_garbage_inside_a_good_connection_is_answered(site: Site, remote: Daemon) -> None:
-    reached = find_remote(site.address("team-a"))
-    assert reached is not None
-    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
-        sock.linger = 0
-        reached.keys.secure(sock)
-        sock.connect(reached.endpoint)
-        for message in (["hello", 1], ["ping", 1, b"x", 1, 1], ["ping"], {}, None):
-            data = msgspec.msgpack.encode(message)
-            sock.send(data)
-            assert sock.poll(5000), data
-            assert isinstance(msgspec.msgpack.decode(sock.recv(), type=m.AnyReply), m.Error)
-    assert _stats(remote)["counters"]["requests_failed"] == 0
-
-
 def test_more_connections_than_sessions_are_refused(
     site: Site, start_daemon: Callable[..., Daemon], closing: ExitStack
 ) -> None:
@@ -267,88 +219,6 @@ def _stats(daemon: Daemon) -> dict[str, Any]:
 
 
 # --- key files and settings ------------------------------------------------------------------------
-
-
-def test_key_files_of_the_wrong_form_say_what_to_do(site: Site, tmp_path: Path) -> None:
-    good = tmp_path / "team-a.toml"
-    assert isinstance(load_client(good), ClientKeys)
-    bad = tmp_path / "bad.toml"
-
-    def problem(text: str, mode: int = 0o600) -> str:
-        bad.write_text(text)
-        bad.chmod(mode)
-        with pytest.raises(ConfigError) as error:
-            load_client(bad)
-        return str(error.value)
-
-    text = good.read_text()
-    assert "chmod 0600" in problem(text, 0o644)
-    assert "no key file" in problem("-----BEGIN CERTIFICATE-----")
-    assert "no key file" in problem("public_key = 5")
-    assert "no key file" in problem("\x00\xff")
-    assert "no key file" in problem(text + "other = ''\n")
-    assert "no server_key" in problem("\n".join(text.splitlines()[:2]))
-    assert "secret_key is no key" in problem("public_key = '" + "0" * 40 + "'\nserver_key = '" + "0" * 40 + "'")
-    assert "public_key is no key" in problem(text.replace("public_key = '", "public_key = 'x"))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_client(tmp_path / "none.toml")
-    (site.keys / "clients" / "..bad.toml").write_text(text)
-    (site.keys / "clients" / "team-c.toml").write_text("nothing")
-    allowed, problems = load_allowed(site.keys)
-    assert sorted(allowed.values()) == ["team-a", "team-b"]
-    assert len(problems) == 2
-
-
-@pytest.mark.parametrize(
-    ("address", "text"),
-    [
-        ("tcp://host", "write tcp://HOST:PORT"),
-        ("tcp://host:99999?key=x", "write tcp://HOST:PORT"),
-        ("tcp://host:1", "only talked to with keys"),
-        ("tcp://host:1?cert=x", "only key=FILE"),
-        ("tcp://host:1?key=/none.toml", "cannot be read"),
-        ("http://host:1", "write a run directory, or tcp://"),
-    ],
-)
-def test_addresses_of_the_wrong_form_say_what_to_do(address: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        Client(address)
-
-
-def test_a_daemon_without_proper_keys_does_not_start(site: Site) -> None:
-    def refusal(*flags: str) -> str:
-        daemon = Daemon("--arena", "16MiB", *flags)
-        try:
-            assert daemon.launch().wait(20) != 0
-            return daemon.log().strip().splitlines()[-1]
-        finally:
-            daemon.close()
-
-    listen = ("--listen", f"tcp://127.0.0.1:{site.port}")
-    assert "tiercache keygen" in refusal(*listen)
-    assert "tiercache keygen" in refusal("--curve-keys", str(site.keys))
-    (site.keys / "server.toml").chmod(0o640)
-    assert "chmod 0600" in refusal(*listen, "--curve-keys", str(site.keys))
-    (site.keys / "server.toml").unlink()
-    assert "cannot be read" in refusal(*listen, "--curve-keys", str(site.keys))
-    shutil.rmtree(site.keys)
-    make_server(site.keys)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert "nothing can be served" in refusal("--listen", f"tcp://127.0.0.1:{port}", "--curve-keys", str(site.keys))
-
-
-def test_keys_are_never_overwritten(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="never overwritten"):
-        make_server(site.keys)
-    with pytest.raises(ConfigError, match="is there already"):
-        make_client(site.keys, "team-a", tmp_path / "new.toml")
-    with pytest.raises(ConfigError, match="never overwritten"):
-        make_client(site.keys, "team-z", tmp_path / "team-a.toml")
-    assert not (site.keys / "clients" / "team-z.toml").exists()
-    with pytest.raises(ConfigError, match="letters"):
-        make_client(site.keys, "../x", tmp_path / "x.toml")
-    assert (tmp_path / "team-a.toml").stat().st_mode & 0o777 == 0o600
 
 
 # --- the group -------------------------------------------------------------------------------------
@@ -385,10 +255,83 @@ def test_a_group_may_connect_and_no_other_user(start_daemon: Callable[..., Daemo
     assert outcome(54323) == 1
 
 
-def test_a_group_that_is_not_there(tmp_path: Path) -> None:
-    daemon = Daemon("--arena", "16MiB", "--group", "no-such-group-here")
+STRANGER = 54322
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as other users")
+
+
+def test_namespaces_by_the_thousand(site: Site, remote: Daemon, closing: ExitStack) -> None:
+    greedy = closing.enter_context(Client.connect(site.address("team-a")))
+
+    def register(client: Client, number: int) -> None:
+        client.register(msgspec.structs.replace(SPEC, extra={"number": str(number)}))
+
+    for number in range(256):
+        register(greedy, number)
+    with pytest.raises(RequestRefused, match="tenant team-a has registered 256 namespaces"):
+        register(greedy, 256)
+    register(greedy, 0)
+    register(closing.enter_context(Client.connect(site.address("team-b"))), 0)
+    register(closing.enter_context(Client.connect(remote.run_dir, map_arena=False)), 256)
+
+
+@needs_root
+def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    """Another user took the path in /tmp first: that daemon would get all blocks, and could answer with anything."""
+    daemon = start_daemon()  # below /tmp, and root's
+
+    def outcome(run_dir: str) -> str:
+        its, ours = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setuid(STRANGER)
+                Client.connect(run_dir, timeout_s=1.0)
+                said = "connected"
+            except (DaemonUnavailable, ConfigError) as error:
+                said = str(error)
+            finally:
+                os.write(ours, said.encode())
+                os._exit(0)
+        os.close(ours)
+        os.waitpid(pid, 0)
+        with os.fdopen(its) as file:
+            return file.read()
+
+    os.chown(daemon.run_dir, STRANGER + 1, -1)
+    assert "it may be no daemon of ours" in outcome(daemon.run_dir)
+    link = Path(daemon.run_dir + "-link")
+    link.symlink_to(tmp_path)
+    os.chown(link, STRANGER + 1, -1, follow_symlinks=False)
+    try:
+        assert "it may be no daemon of ours" in outcome(str(link))
+        late = Daemon("--arena", "16MiB", run_dir=str(link))
+        assert late.launch().wait(20) != 0
+        assert "is another user's symbolic link" in late.log()
+        late.close()
+    finally:
+        link.unlink()
+        os.chown(daemon.run_dir, 0, -1)
+
+
+def test_keys_that_all_users_could_add_to(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_server(keys)
+    assert keys.stat().st_mode & 0o777 == 0o700
+    (keys / "clients").chmod(0o777)
+    daemon = Daemon("--arena", "16MiB", "--listen", "tcp://127.0.0.1:1", "--curve-keys", str(keys))
     try:
         assert daemon.launch().wait(20) != 0
-        assert "there is no such group" in daemon.log()
+        assert "chmod o-w" in daemon.log()
     finally:
         daemon.close()
+
+
+def test_names_do_not_forge_lines_of_the_log(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    place = tmp_path / "kv\n2026-01-01 INFO all is well\x1b[2J"
+    daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--nvme", str(place), "--nvme-size", "64MiB")
+    with Client.connect(daemon.run_dir, name="x\n<3>ERROR forged", map_arena=False) as client:
+        client.flush()
+    log = daemon.log()
+    assert "kv\\n2026" in log
+    assert "\x1b" not in log
+    assert not any(line.startswith(("2026-01-01", "<3>ERROR")) for line in log.splitlines())

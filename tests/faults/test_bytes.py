@@ -1,21 +1,26 @@
-"""Faults 22, 23, 32: requests that no client should send. Each is answered, and no other client notices."""
+"""Bytes that no client should send. Each message is answered, and no other client notices."""
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import stat
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
-from fault_messages import bad_headers, random_headers
-from fault_peer import NoAnswer, Peer
-from fault_processes import Daemon
+from fault_messages import answer_on, bad_headers, greet, random_headers
+from fault_peer import Peer, hello, open_session_socket
+from fault_processes import Daemon, open_fds
+from waiting import wait_until
 
+from tiercache.config.daemon_config import session_socket_path
 from tiercache.protocol import messages as m
 
 BAD_HEADERS = sorted(bad_headers(b"s" * 16, 1, Path("/nowhere")))
@@ -39,20 +44,6 @@ def test_22_23_a_malformed_request_is_answered(
     after = bystander.stats()["counters"]
     assert after["requests_malformed"] == before["requests_malformed"] + 1
     assert not bomb.exists(), "32: something was unpickled"
-
-
-@pytest.mark.parametrize("parts", [0, 1, 2, 7, 20_000])
-def test_22_parts_that_do_not_belong(
-    hardened: Daemon, bystander: Peer, connect: Callable[..., Peer], parts: int
-) -> None:
-    """A request with further parts, and a write without its one payload."""
-    peer = connect(hardened)
-    start = (peer.welcome.session, peer.welcome.generation, 1 << 62)
-    request: m.Request = m.Write(9, *start, 1, 0, 0) if parts == 0 else m.Ping(9, *start)
-    peer.dealer.send_multipart([msgspec.msgpack.encode(request), *[b"x"] * parts])
-    reply, _ = peer.receive()
-    assert isinstance(reply, m.Error)
-    assert (reply.request_id, reply.code) == (9, m.ErrorCode.MALFORMED.value)
 
 
 def test_22_noise(hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]) -> None:
@@ -134,27 +125,6 @@ def test_22_values_out_of_range_are_refused(
     assert isinstance(peer.ask(m.Ping), m.Done)
 
 
-def test_22_specs_that_cannot_be(hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]) -> None:
-    peer = connect(hardened)
-    bad = [
-        {"block_bytes": 0},
-        {"block_bytes": -4096},
-        {"block_bytes": 1 << 40},
-        {"block_bytes": 8 << 20},
-        {"block_size": 0},
-        {"tp_rank": 3, "tp_size": 2},
-        {"tp_rank": -1},
-        {"window_blocks": -1},
-        {"engine": "e" * 100_000},
-        {"extra": {str(n): "x" for n in range(5000)}},
-    ]
-    for change in bad:
-        spec = msgspec.structs.replace(spec_of(), **change)
-        reply = peer.ask(m.RegisterNamespace, spec=spec)
-        assert isinstance(reply, m.Error), change
-        assert reply.code == m.ErrorCode.BAD_VALUE.value
-
-
 def test_22_nothing_outside_a_block_is_read_or_written(
     hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
 ) -> None:
@@ -230,29 +200,76 @@ def test_22_statistics_stay_readable_whatever_a_client_reports(
     assert engine.connector.available, "asking for statistics brought the client down"
 
 
-def test_23_a_request_is_answered_even_when_its_session_ends_with_it(
-    hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
+GREETINGS: dict[str, Callable[[], bytes]] = {
+    "noise": lambda: random.Random(1).randbytes(300),
+    "one byte": lambda: b"\xc1",
+    "truncated": lambda: hello(b"i" * 16)[:-3],
+    "a request": lambda: msgspec.msgpack.encode(m.Ping(1, b"", 1, 1)),
+    "short instance": lambda: hello(b"i" * 15),
+    "no instance": lambda: hello(b""),
+    "future version": lambda: hello(b"i" * 16, protocol_min=99, protocol_max=100),
+    "past version": lambda: hello(b"i" * 16, protocol_min=0, protocol_max=0),
+    "a name that is no text": lambda: hello(b"i" * 16, name="NN").replace(b"NN", b"\xff\xfe"),
+    "deeper than the stack": lambda: b"\x98" + hello(b"i" * 16)[1:] + b"\x91" * 1500 + b"\x90",
+    "too long": lambda: hello(b"i" * 16, name="n" * 60_000),
+}
+
+
+@pytest.mark.parametrize("case", sorted(GREETINGS))
+def test_22_a_malformed_hello_is_refused(hardened: Daemon, bystander: Peer, case: str) -> None:
+    fds = open_fds(hardened.pid)
+    answer = greet(hardened.run_dir, GREETINGS[case]())
+    assert isinstance(answer, m.Refused)
+    expected = m.ErrorCode.VERSION if "version" in case else m.ErrorCode.MALFORMED
+    assert answer.code == expected.value
+    wait_until(lambda: open_fds(hardened.pid) <= fds, "no descriptor is left behind")
+
+
+@pytest.mark.parametrize("case", ["none", "two", "seventeen", "a pipe", "a file", "a dead process"])
+def test_22_descriptors_that_are_no_pidfd_are_refused(
+    hardened: Daemon, bystander: Peer, tmp_path: Path, closing: ExitStack, case: str
 ) -> None:
-    peer = connect(hardened)
-    assert isinstance(peer.ask(m.Bye), m.Done)
+    before = open_fds(hardened.pid)
+    own = os.pidfd_open(os.getpid())
+    closing.callback(os.close, own)
+    if case in ("none", "two"):
+        fds = [own] * (2 if case == "two" else 0)
+    elif case == "seventeen":
+        fds = [own] * 17
+    elif case == "a pipe":
+        fds = list(os.pipe())
+        closing.callback(os.close, fds[0])
+        closing.callback(os.close, fds.pop())
+    elif case == "a file":
+        fds = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)]
+        closing.callback(os.close, fds[0])
+    else:
+        pid = os.posix_spawn("/bin/true", ["true"], os.environ)
+        fds = [os.pidfd_open(pid)]
+        closing.callback(os.close, fds[0])
+        os.waitpid(pid, 0)
+    if len(fds) > m.MAX_FDS_PER_MESSAGE:
+        with open_session_socket(hardened.run_dir) as sock:
+            socket.send_fds(sock, [hello(b"i" * 16)], fds)
+            answer = answer_on(sock)
+    else:
+        answer = greet(hardened.run_dir, fds=fds)
+    assert isinstance(answer, m.Refused)
+    assert answer.code == m.ErrorCode.MALFORMED.value
+    wait_until(lambda: open_fds(hardened.pid) <= before, "no descriptor is left behind")
+
+
+def test_22_a_name_cannot_write_the_log(hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]) -> None:
+    peer = connect(hardened, name="x\n2000-01-01 ERROR forged line\x1b[31m")
+    peer.sock.send(b"?")
     assert peer.is_over()
-    reply = peer.ask(m.Ping)
-    assert isinstance(reply, m.Error)
-    assert reply.code == m.ErrorCode.UNKNOWN_SESSION.value
+    wait_until(lambda: "forged line" in hardened.log(), "the cut is logged")
+    assert "\n2000-01-01 ERROR forged" not in hardened.log()
+    assert "\x1b" not in hardened.log()
 
 
-def test_22_a_peer_without_a_session_gets_an_answer(hardened: Daemon, bystander: Peer) -> None:
-    """A peer that reaches the control socket without a hello is told to say hello, and gets nothing else."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.set(zmq.LINGER, 0)
-    dealer.connect(bystander.welcome.control)
-    request = m.Flush(5, b"no session", bystander.welcome.generation, 1 << 62, "all", [], b"")
-    dealer.send(msgspec.msgpack.encode(request))
-    if not dealer.poll(5000):
-        raise NoAnswer("a peer without a session is not answered")
-    reply = msgspec.msgpack.decode(dealer.recv(), type=m.AnyReply)
-    assert isinstance(reply, m.Error)
-    assert reply.code == m.ErrorCode.UNKNOWN_SESSION.value
-    dealer.close(0)
-    context.term()
+def test_24_no_other_user_may_open_the_sockets(hardened: Daemon, bystander: Peer) -> None:
+    control = Path(bystander.welcome.control.removeprefix("ipc://"))
+    for path in (session_socket_path(hardened.run_dir), control):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(hardened.run_dir).stat().st_mode) == 0o700

@@ -15,7 +15,7 @@ import tiercache
 from tiercache.cli.doctor import cuda as doctor_cuda
 from tiercache.connector.direct import probe as gds_probe
 from tiercache.demo.child import Child
-from tiercache.ground.isolated import python_command, quick_command
+from tiercache.ground.isolated import quick_command
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = ("tiercache", "msgspec", "zmq", "numpy", "uvicorn", "json", "logging", "typing", "runpy", "sitecustomize")
@@ -73,12 +73,6 @@ def test_a_quick_child_has_the_path_of_its_parent_and_nothing_else(tmp_path: Pat
     assert lines[-2:] == ["['probe', 'a b', '-m']", "False"]
 
 
-def test_the_folder_is_dangerous_indeed(proof: Path) -> None:
-    """The test above would fail for a child that is started in the ordinary way."""
-    subprocess.run([sys.executable, "-m", "tiercache.ground.units"], capture_output=True, timeout=60, check=False)
-    assert proof.exists()
-
-
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-P",)])
 def test_a_child_has_the_package_of_its_parent(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Also where only the parent knows where the package is, as in a script beside it."""
@@ -103,12 +97,6 @@ def test_a_child_has_the_package_of_its_parent(tmp_path: Path, flags: tuple[str,
         assert "'a b', '-m']" in done.stdout.splitlines()[-1]
     else:  # the parent looks at no environment, so the child does not either
         assert "No module named probe" in done.stderr or "No module named 'probe'" in done.stderr
-
-
-def test_a_failing_module_ends_the_child_as_python_would(tmp_path: Path) -> None:
-    done = subprocess.run(python_command("tiercache.nonsense"), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "No module named tiercache.nonsense" in done.stderr
 
 
 def test_modules_are_started_in_one_place_only() -> None:

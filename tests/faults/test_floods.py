@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import resource
 import socket
 import threading
@@ -18,7 +17,7 @@ from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import RawZmtp, greet
 from fault_peer import Peer
-from fault_processes import Child, Daemon, open_fds, rss_bytes
+from fault_processes import Daemon, open_fds, rss_bytes
 from waiting import wait_until
 
 from tiercache.client.session import Session, SessionSettings
@@ -39,26 +38,6 @@ def test_24_a_frame_of_a_gigabyte_and_a_half_is_not_awaited(
         raw.announce(3 << 29)
         assert raw.is_over(), "the daemon waits for 1.5 GiB"
     assert rss_bytes(hardened.pid) - before < 64 * MIB
-
-
-def test_24_zmtp_noise_disturbs_no_other_client(hardened: Daemon, bystander: Peer) -> None:
-    """Some noise is a greeting of ZMTP 1.0, and its peer stays connected; other clients do not notice."""
-    before = open_fds(hardened.pid)
-    dice = random.Random(24)
-    with ExitStack() as raws:
-        for _ in range(40):
-            raw = raws.enter_context(RawZmtp(bystander.welcome.control))
-            with suppress(ConnectionError):
-                raw.sock.sendall(dice.randbytes(dice.randint(1, 5000)))
-            assert isinstance(bystander.ask(m.Ping), m.Done)
-    wait_until(lambda: open_fds(hardened.pid) <= before, "no descriptor is left behind")
-
-
-def test_24_half_a_handshake_is_not_awaited(hardened: Daemon, bystander: Peer, closing: ExitStack) -> None:
-    raws = [closing.enter_context(RawZmtp(bystander.welcome.control)) for _ in range(3)]
-    raws[1].sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03")
-    raws[2].sock.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    assert all(raw.is_over(40) for raw in raws)
 
 
 def test_43_an_unfinished_message_grows_and_goes(hardened: Daemon, bystander: Peer) -> None:
@@ -109,34 +88,6 @@ def _greets(daemon: Daemon) -> bool:
     return isinstance(greet(daemon.run_dir), m.Welcome)
 
 
-def test_24_idle_connections_on_the_control_socket(
-    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
-) -> None:
-    daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--max-sessions", "32")
-    peer, spec, keys = connect(daemon), spec_of(), chain_of("idle", 4)
-    peer.store(spec, keys)
-    before = open_fds(daemon.pid)
-    endpoint = peer.welcome.control.removeprefix("ipc://")
-    deadline_s = time.monotonic() + 45
-    for number in range(1500):
-        sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        sock.setblocking(False)
-        while True:
-            assert time.monotonic() < deadline_s
-            with suppress(BlockingIOError):
-                sock.connect(endpoint)
-                break
-        if number % 100 == 0:
-            assert peer.load(spec, keys) == 4
-    wait_until(lambda: open_fds(daemon.pid) - before <= 32 * 16 + 12, "no more than the connections of all sessions")
-    assert peer.stats()["counters"]["connections_refused"] > 0
-    # Those that never shake hands are let go, so others get in again.
-    wait_until(lambda: open_fds(daemon.pid) - before <= 8, "idle connections are dropped")
-    with connect(daemon) as late:
-        assert late.load(spec, keys) == 4
-    assert peer.load(spec, keys) == 4
-
-
 def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
     start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
@@ -185,19 +136,6 @@ def test_24_sessions_have_a_limit(
     wait_until(lambda: _greets(daemon), "there is room again")
 
 
-def test_24_leases_have_a_limit(start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]) -> None:
-    daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--max-leases-per-session", "5")
-    peer, other, spec, keys = connect(daemon), connect(daemon), spec_of(), chain_of("many", 2)
-    peer.store(spec, keys)
-    leases = [peer.match(spec, keys, ttl_ms=9000).lease for _ in range(5)]
-    reply = peer.match(spec, keys, ttl_ms=9000)
-    assert isinstance(reply, m.Error)
-    assert reply.code == m.ErrorCode.LIMIT.value
-    assert other.load(spec, keys) == 2
-    assert peer.ask(m.Release, lease=leases[0]).good
-    assert peer.load(spec, keys) == 2
-
-
 def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
     hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
 ) -> None:
@@ -215,26 +153,6 @@ def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
     assert posted > 1000, "a thousand outstanding replies are allowed"
     assert bystander.stats()["counters"]["sessions_cut"] > 0
     assert all(isinstance(other.ask(m.Ping), m.Done) for other in others)
-
-
-def test_41_a_reader_that_is_only_late_gets_every_reply(hardened: Daemon, connect: Callable[..., Peer]) -> None:
-    """Below the limit nothing is dropped: each of the requests is answered, in order."""
-    peer = connect(hardened)
-    posted = [peer.post(m.Ping, deadline_s=60) for _ in range(1000)]
-    wait_until(lambda: hardened.stats()["latency"]["Ping"]["count"] >= 1000, "all of them have been worked through")
-    assert [peer.receive()[0].request_id for _ in posted] == posted
-
-
-def test_42_every_request_of_many_clients_is_answered(
-    hardened: Daemon, bystander: Peer, start_child: Callable[..., Child]
-) -> None:
-    """A send may consume the notice of a new request, which then waits until something else comes."""
-    children = [start_child("peer", hardened) for _ in range(3)]
-    for child in children:
-        child.tell("ping_pong", seconds=3, peers=5)
-    assert isinstance(bystander.ask(m.Ping), m.Done)
-    answered = [child.hear() for child in children]
-    assert min(answered) > 100, "seven rounds, so none of them took long on the average"
 
 
 def test_42_the_last_request_before_silence_is_answered(hardened: Daemon, connect: Callable[..., Peer]) -> None:

@@ -22,12 +22,6 @@ def test_a_pool_of_blocks_is_one_segment() -> None:
     assert pool.segments == ((array.ctypes.data, 64, 64),)
 
 
-def test_blocks_may_have_gaps_between_them() -> None:
-    array = np.zeros((6, 16), np.uint8)
-    pool = Pool.from_blocks(array[::2, :8])
-    assert pool.segments == ((array.ctypes.data, 32, 8),)
-
-
 def test_layers_give_a_segment_each_or_one_for_each_part() -> None:
     layers = [np.zeros((2, 5, 16), np.uint8) for _ in range(3)]
     pool = Pool.from_layers(layers, block_axis=1)
@@ -143,13 +137,6 @@ def test_small_blocks_are_gathered_and_scattered_by_runs_of_the_arena(rows: list
     np.testing.assert_array_equal(arena, expected_arena)
 
 
-def test_a_read_only_pool_of_small_blocks_can_be_stored_from() -> None:
-    blocks = np.frombuffer(bytes(range(96)) * 3, np.uint8).reshape(3, 96)
-    arena = np.zeros((2, 96), np.uint8)
-    assert CpuCopier(Pool.from_blocks(blocks)).copy_out(np.array([2, 0]), addresses(arena, [0, 1]), Limit()) == 2
-    np.testing.assert_array_equal(arena, blocks[:2])
-
-
 @pytest.mark.parametrize("layered", [False, True])
 def test_a_stopped_copy_says_how_many_leading_blocks_are_complete(
     layered: bool, monkeypatch: pytest.MonkeyPatch
@@ -162,19 +149,6 @@ def test_a_stopped_copy_says_how_many_leading_blocks_are_complete(
     done = CpuCopier(Pool.from_layers(pools)).copy_in(addresses(source, [0, 1, 2, 3, 4, 5]), ids, StopAfter(2))
     assert done == (2 if layered else 4)  # a run is two blocks; layered pools go block by block
     assert pools[0][:, 0].tolist() == [1] * done + [0] * (6 - done)
-
-
-def test_after_its_deadline_a_limit_is_reached() -> None:
-    assert Limit(0.0).reached()
-    assert not Limit().reached()
-
-
-def test_a_stopped_gathering_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.copies.pool.MERGE_BYTES", 2 * 96)
-    blocks, arena = np.zeros((6, 96), np.uint8), np.ones((6, 96), np.uint8)
-    copier = CpuCopier(Pool.from_blocks(blocks))
-    assert copier.copy_in(addresses(arena, [0, 1, 2, 3, 4, 5]), np.array([4, 2, 5, 0, 3, 1]), StopAfter(2)) == 4
-    assert blocks[:, 0].tolist() == [1, 0, 1, 0, 1, 1]
 
 
 @pytest.mark.engine

@@ -22,9 +22,8 @@ from waiting import state_of, wait_until
 import tiercache
 from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.copies.pool import Limit
-from tiercache.errors import DaemonUnavailable, TierCacheError
+from tiercache.errors import DaemonUnavailable
 from tiercache.ground import forks
-from tiercache.ground.histograms import LatencyHistogram
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,30 +179,6 @@ def test_what_was_under_way_is_over_in_the_child_and_goes_on_in_the_parent() -> 
     jobs.close()
 
 
-def test_work_in_the_background_is_dropped_in_the_child() -> None:
-    background, done = JobQueue("test"), []
-
-    def look() -> list[object]:
-        background.later(lambda: done.append("child"))
-        background.begin()
-        ended = background.finish(0.01)
-        background.close()
-        return [ended, done]
-
-    assert in_child(look)[1] == []
-    background.later(lambda: done.append("parent"))
-    assert background.finish(HANG_S)
-    assert done == ["parent"]
-    background.close()
-
-
-def test_figures_can_be_taken_in_the_child() -> None:
-    latency = LatencyHistogram()
-    latency.observe(5)
-    with LocksHeld():
-        assert in_child(lambda: [latency.snapshot()["count"], latency.percentile(1)]) == [1, 5]
-
-
 def test_a_child_ends_no_daemon_and_a_daemon_outlives_no_parent(tmp_path: Path) -> None:
     """The child has no copy of the pipe that keeps the daemon alive, and cannot kill, restart or close the daemon."""
     code = (
@@ -229,21 +204,6 @@ def test_a_child_ends_no_daemon_and_a_daemon_outlives_no_parent(tmp_path: Path) 
         assert state_of(child_pid) not in ("", "Z"), "while the child lives"
     finally:
         os.kill(int(child_pid), signal.SIGKILL)
-
-
-def test_something_that_cannot_forget_does_not_keep_others_from_it(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def forget_in_child(self) -> None:
-            raise TierCacheError("never mind")
-
-    jobs, broken = JobQueue("test", 1), Broken()
-    waiting = Transfer(lambda: 1, lambda: 0, 0, Limit())
-    later = JobQueue("test", 1)
-    for queue in (jobs, later):
-        queue._thread = threading.current_thread()  # so that none is started
-    forks.watch(broken)
-    assert jobs.submit(waiting)
-    assert in_child(lambda: [waiting.done(), jobs.submit(waiting), later.submit(waiting)]) == [True, False, False]
 
 
 EXCEPT = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,7 +13,6 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.client import session
-from tiercache.client.keeper import SessionKeeper
 from tiercache.errors import DaemonUnavailable, RequestRefused
 from tiercache.protocol import messages as m
 
@@ -87,50 +84,6 @@ def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
 def expired(fake: FakeDaemon, request: m.Request) -> list[bytes]:
     error = m.Error(request.request_id, fake.generation, m.ErrorCode.EXPIRED.value, "as the test wants it")
     return [msgspec.msgpack.encode(error)]
-
-
-def test_a_daemon_that_cannot_be_told_is_greeted_anew(tmp_path: Path) -> None:
-    """A daemon of an earlier release: it knows the client's clock only from the hello."""
-    fake = FakeDaemon(tmp_path / "fake")
-    try:
-        with tiercache.Client.connect(fake.address) as client:
-            assert len(fake.hellos) == 1
-            fake.rules[m.Ping] = fake.rules[m.Stats] = lambda request, reply: (
-                expired(fake, request) if len(fake.hellos) == 1 else None
-            )
-            with pytest.raises(RequestRefused, match="expired"):
-                client.stats()
-            wait_until(lambda: client.times_up == 2)
-            assert len(fake.hellos) == 2
-            client.ping()
-    finally:
-        fake.close()
-
-
-def test_what_is_refused_again_and_again_is_asked_for_less_and_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake, pauses = FakeDaemon(tmp_path / "fake"), []
-    pause = SessionKeeper._pause
-
-    def noted(self: SessionKeeper, seconds: float) -> None:
-        if self.up is not None:
-            pauses.append((seconds, len(fake.requests)))
-        pause(self, min(seconds, 0.001))
-
-    try:
-        with tiercache.Client.connect(fake.address) as client:
-            fake.rules[m.Report] = lambda request, reply: expired(fake, request)
-            monkeypatch.setattr(SessionKeeper, "_pause", noted)
-            client.announce([m.ModelCard(["model"], bytes(16), ["x"], 4)])
-            wait_until(lambda: len(pauses) >= 8)
-            assert client.alive
-    finally:
-        fake.close()
-    seconds, requests = zip(*pauses[:8], strict=True)
-    assert seconds[0] < 0.1 < 1 < seconds[-1] < 3, "pauses grow to seconds"
-    assert len(set(seconds)) == 8, "no two clients retry at the same times"
-    assert all(later - earlier <= 3 for earlier, later in pairwise(requests))
 
 
 def test_a_closed_client_says_so() -> None:

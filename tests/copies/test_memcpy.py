@@ -71,25 +71,6 @@ def test_both_threads_take_part_and_every_byte_arrives() -> None:
     moves.check()
 
 
-def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
-    let_go, inside = threading.Event(), threading.Semaphore(0)
-
-    def stay() -> bool:
-        inside.release()
-        return not let_go.wait(10)
-
-    other = threading.Thread(target=copy_moves, args=(Moves(), Meeting(stay)), kwargs={"shared": True})
-    other.start()
-    assert inside.acquire(timeout=40)
-    assert inside.acquire(timeout=40)  # both of them: its caller and the helper
-    moves = Moves()
-    assert copy_moves(moves, never, shared=True) == BLOCKS
-    moves.check()
-    let_go.set()
-    other.join(10)
-    assert not other.is_alive()
-
-
 @pytest.mark.parametrize("questions", [0, 1, 2, 5, 30, 100])
 def test_the_moves_before_the_count_are_complete_when_stopped(questions: int) -> None:
     moves = Moves()

@@ -8,7 +8,6 @@ those of a worker process for each directory.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import chain_of, key_of
+from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
-from fault_hang import FrozenDisk, Gate, patch
+from fault_hang import Gate, patch
 from fault_processes import Daemon
-from waiting import state_of, wait_until
+from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
-from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 
 SPEC = spec_of(64 << 10)
@@ -137,16 +135,6 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def frozen_disk(tmp_path: Path, closing: ExitStack) -> FrozenDisk:
-    try:
-        disk = FrozenDisk(tmp_path, 64)
-    except OSError as error:
-        pytest.skip(f"may not make and mount a file system here: {error}")
-    closing.callback(disk.close)
-    return disk
-
-
-@pytest.fixture
 def nvme_io(request: pytest.FixtureRequest) -> str:
     """What carries the blocks; of tests that do not depend on it, whatever is usual."""
     return str(getattr(request, "param", "auto"))
@@ -163,9 +151,6 @@ each = pytest.mark.parametrize(
     [("aio", "off"), ("threads", "off"), pytest.param("aio", "on", marks=pytest.mark.stress)],
     indirect=True,
     ids=["aio", "threads", "workers"],
-)
-in_workers_too = pytest.mark.parametrize(
-    "nvme_workers", ["off", pytest.param("on", marks=pytest.mark.stress)], indirect=True, ids=["in daemon", "workers"]
 )
 
 
@@ -252,34 +237,6 @@ def _is_told(disks: Disks, hung: Path) -> None:
     assert told in ready["remark"]
 
 
-@in_workers_too
-def test_54_a_database_that_hangs(start_disks: Callable[..., Disks], gate: Gate) -> None:
-    """Blocks there are read, and nothing is written that could not be found again."""
-    disks = start_disks(only_database=True, flushes__FLUSH_S=0.5)
-    hung, well = disks.paths
-    disks.fill()
-    disks.forget_dram()
-    gate.hang()
-    flushed = disks.chains[hung].pop()
-    with pytest.raises(RequestRefused, match="disk"):  # gone, but not for good
-        disks.engine.connector.flush(key=key_of(flushed, 0))
-    told = f"nvme directory {hung}: its index has waited for the disk for"
-    wait_until(lambda: told in disks.health(), "it is told", SOON_S)
-    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
-    before = disks.blocks(well)
-    new = [disks.store() for _ in range(4)]
-    wait_until(lambda: disks.blocks(well) == before + 4 * BLOCKS, "they are written to the other disk", SOON_S)
-    gate.go_on()
-    disks.wait_all_well()
-    assert disks.daemon.terminate() == 0
-    disks.check_directories()
-    disks.start()
-    disks.wait_all_well()
-    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
-    assert disks.engine.load(flushed) == 0
-    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
-
-
 @each
 @pytest.mark.parametrize("end", ["terminated", "killed"])
 def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate, end: str) -> None:
@@ -339,49 +296,3 @@ def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], ga
     disks.check()
     assert disks.daemon.terminate() == 0
     disks.check_directories()
-
-
-@each
-def test_54_a_disk_that_the_kernel_has_frozen(start_disks: Callable[..., Disks], frozen_disk: FrozenDisk) -> None:
-    """Threads wait uninterruptibly in the kernel: the daemon serves, ends, and later uses the disk again."""
-    disks = start_disks(hung=frozen_disk.path / "nvme")
-    hung, well = disks.paths
-    disks.fill()
-    disks.forget_dram()
-    frozen_disk.freeze()
-    before, new = disks.blocks(well), []
-    while disks.of(hung)["in_flight"] == 0:
-        new.append(disks.store())
-    process = disks.of(hung)["worker_pid"] or disks.daemon.pid
-    wait_until(lambda: "D" in _threads(process), "a thread waits in the kernel", SOON_S)
-    wait_until(lambda: disks.of(hung)["state"] == "offline", "it is told", SOON_S)
-    assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
-    assert [disks.length(keys) for keys in disks.chains[hung]] == [0] * len(disks.chains[hung])
-    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * len(new), "DRAM has them"
-    elsewhere = [disks.store() for _ in range(4)]
-    wait_until(lambda: disks.blocks(well) >= before + 4 * BLOCKS, "they are written to the other disk", SOON_S)
-    frozen_disk.thaw()
-    disks.wait_all_well()
-    wait_until(lambda: disks.nvme["write_queue_blocks"] == disks.of(hung)["in_flight"] == 0, "it writes", SOON_S)
-    disks.forget_dram()
-    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
-    assert [disks.engine.load(keys) for keys in new + elsewhere] == [BLOCKS] * (len(new) + 4)
-    disks.check()
-    frozen_disk.freeze()
-    for _ in range(4):
-        disks.store()
-    ended = disks.daemon.tell_to_end()
-    wait_until(lambda: " stopped\n" in disks.daemon.log(), "it has come to its end", SOON_S)
-    # The kernel buries the process when the disk lets go of its threads, and no sooner.
-    frozen_disk.thaw()
-    assert ended() == 0
-    wait_until(lambda: state_of(process) == "", "nothing of it is left", SOON_S)
-    disks.check_directories()
-    disks.start()
-    disks.wait_all_well()
-    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
-
-
-def _threads(pid: int) -> str:
-    """The states of a process's threads, a letter each."""
-    return "".join(state_of(f"{pid}/task/{thread}") for thread in os.listdir(f"/proc/{pid}/task"))

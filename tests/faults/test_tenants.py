@@ -18,7 +18,6 @@ from waiting import wait_until
 from tiercache.client.client import Client
 from tiercache.daemon.requests.service import FOR_TENANTS
 from tiercache.protocol import messages as m
-from tiercache.protocol.curve import make_client
 
 MIB = 1 << 20
 VISIBLE, DROPPED = 0, 2
@@ -72,13 +71,6 @@ def test_frames_never_show_what_they_held_before(
     assert second.ask("read", lease, theirs, 0, 0, 1)[:2] == ["error", "unknown_namespace"]
 
 
-def test_a_client_of_this_host_without_a_mapping_commits_only_what_it_wrote(
-    daemon: Daemon, connect: Callable[..., Peer]
-) -> None:
-    peer = connect(daemon, map_arena=False)
-    assert peer.commit(peer.reserve(spec_of(), os.urandom(16)).lease, [0]) == [DROPPED]
-
-
 def test_what_tells_of_others_is_refused(
     site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant]
 ) -> None:
@@ -104,22 +96,6 @@ def test_what_tells_of_others_is_refused(
         assert other.ask(kind.__struct_config__.tag, *its)[:2] == ["error", "forbidden"], kind
     assert other.ask("flush", "all", [], b"")[:2] == ["error", "forbidden"]
     assert daemon.run_dir not in str(other.welcome)
-
-
-def test_sessions_of_a_key_that_was_replaced_end(
-    site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant], tmp_path: Path
-) -> None:
-    """The tenant's name stays allowed, but not its old key: a new key locks a stolen one out."""
-    start_daemon(*site.flags)
-    stolen = tenant("team-a")
-    assert stolen.ask("ping") == ["done"]
-    allowed = site.keys / "clients" / "team-a.toml"
-    allowed.unlink()
-    make_client(site.keys, "team-a", tmp_path / "new.toml")
-    wait_until(lambda: stolen.ask("ping")[:2] == ["error", "unknown_session"], "the session of the old key is cut")
-    site.file("team-a").unlink()
-    (tmp_path / "new.toml").rename(site.file("team-a"))
-    assert tenant("team-a").ask("ping") == ["done"]
 
 
 def test_a_process_has_one_quarantine_however_often_it_connects(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.connector import stores as storing
-from tiercache.copies.pool import CopyLost, CpuCopier, Limit
+from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.protocol import messages as m
-from tiercache.protocol.messages import BlockState, CommitState
+from tiercache.protocol.messages import BlockState
 
 BLOCK = 4096
 BLOCKS = 12
@@ -85,20 +85,6 @@ def store(connector: tiercache.Connector) -> storing.StoreResult:
     return connector.store(KEYS, range(BLOCKS))
 
 
-def test_what_is_here_and_what_others_are_writing_is_present(daemon: FakeDaemon, connector: Any) -> None:
-    grants(daemon, [H, P, F, F], [P, P, P, F], [H, H, H, H])
-    assert store(connector) == (3, 9, 0, False)
-    wait_until(lambda: committed(daemon) == [[2, 3], [3]])
-
-
-def test_what_is_complete_but_held_for_its_parent_is_stored(daemon: FakeDaemon, connector: Any) -> None:
-    states = bytes([CommitState.VISIBLE, CommitState.HELD, CommitState.HELD, CommitState.DROPPED])
-    daemon.rules[m.Commit] = lambda request, reply: [
-        _encode(m.Committed(request.request_id, daemon.generation, states))
-    ]
-    assert store(connector) == (9, 0, 3, False)
-
-
 def test_a_store_that_gets_some_frames_asks_for_as_many_again(daemon: FakeDaemon, connector: Any) -> None:
     asked = grants(daemon, [F, F, F, N], *[[F, F, F]] * 3)
     assert store(connector) == (12, 0, 0, False)
@@ -120,36 +106,11 @@ def test_a_store_that_is_refused_with_nothing_under_way_ends(daemon: FakeDaemon,
     assert asked == [(0, 4), (4, 4)][: before + 1]
 
 
-def test_a_store_that_is_refused_again_and_again_ends(daemon: FakeDaemon, connector: Any) -> None:
-    asked = grants(daemon, [F, F, F, F])
-    assert store(connector) == (4, 0, 8, False)
-    assert asked == [(0, 4), (4, 4), (4, 2)]
-
-
 def test_answers_for_other_blocks_than_were_committed_prove_nothing(daemon: FakeDaemon, connector: Any) -> None:
     daemon.rules[m.Commit] = lambda request, reply: [
         _encode(m.Committed(request.request_id, daemon.generation, bytes(3)))
     ]
     assert store(connector).stored == 0
-
-
-def test_frames_that_a_lost_copy_may_still_write_to_are_not_given_back(
-    daemon: FakeDaemon, connector: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(self: CpuCopier, *arguments: Any, **options: Any) -> int:
-        raise CopyLost("as the test wants it")
-
-    monkeypatch.setattr(CpuCopier, "_copy", lost)
-    with pytest.raises(CopyLost):
-        store(connector)
-    wait_until(lambda: False in words(daemon))
-
-
-def test_what_is_annulled_begins_no_further_copy() -> None:
-    limit = Limit()
-    limit.annul()
-    assert limit.reached()
-    assert limit.void
 
 
 @pytest.mark.parametrize("how", ["annulled", "disproved"])
@@ -170,23 +131,3 @@ def test_what_was_annulled_while_it_was_copied_is_not_committed(
     assert store(connector).stored == 0
     wait_until(lambda: True in words(daemon))  # its frames are free again
     assert committed(daemon) == []
-
-
-def test_a_chain_whose_beginning_is_missing_is_said_to_be_so_at_its_first_window_only(
-    daemon: FakeDaemon, connector: Any
-) -> None:
-    windows: list[m.Request] = []
-
-    def missing_from(number: int) -> Callable[[m.Request, m.Reply], list[bytes] | None]:
-        def rule(request: m.Request, reply: m.Reply) -> list[bytes] | None:
-            windows.append(request)
-            missing = m.Reserved(request.request_id, daemon.generation, m.NO_LEASE, b"", b"", parent_missing=True)
-            return [_encode(missing)] if len(windows) > number else None
-
-        return rule
-
-    daemon.rules[m.Reserve] = missing_from(0)
-    assert store(connector) == (0, 0, 12, True)
-    windows.clear()
-    daemon.rules[m.Reserve] = missing_from(1)
-    assert store(connector) == (4, 0, 8, False), "the first blocks were stored and have been lost since"

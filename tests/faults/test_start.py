@@ -1,9 +1,8 @@
-"""Starts that go wrong: settings, run directories, parents. One clear line and status 2, or no daemon left."""
+"""Starts that go wrong: settings, run directories, parents, former lives. One clear line, or no daemon left."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fault_peer import Peer
+from chains import chain_of
+from fault_blocks import spec_of
+from fault_peer import NoAnswer, Peer
 from fault_processes import Daemon
 from waiting import state_of, wait_until
 
@@ -81,12 +82,6 @@ def test_a_wrong_file_is_one_clear_line(directory: Path, text: str, named: str) 
     assert named in line
 
 
-def test_a_wrong_environment_is_one_clear_line(directory: Path) -> None:
-    line = refused("--run-dir", str(directory), TIERCACHE_ARENA="lots")
-    assert "TIERCACHE_ARENA" in line
-    assert "lots" in line
-
-
 def test_a_run_dir_that_others_may_write_is_refused(directory: Path) -> None:
     directory.chmod(0o777)
     assert "chmod 0700" in refused("--run-dir", str(directory))
@@ -110,16 +105,6 @@ def test_a_daemon_ends_with_its_parent(closing: ExitStack, directory: Path) -> N
     assert state_of(pid) not in ("", "Z")
     parent.kill()
     wait_until(lambda: state_of(pid) in ("", "Z"), "the daemon has ended with its parent")
-
-
-def test_a_stopped_daemon_ends_with_its_parent_once_it_goes_on(closing: ExitStack) -> None:
-    daemon = Daemon("--arena", "4MiB", "--region", "2MiB").start()
-    closing.callback(daemon.close)
-    daemon.stop()
-    os.close(daemon._pipe)
-    daemon._pipe = -1
-    os.kill(daemon.pid, signal.SIGCONT)
-    wait_until(lambda: not daemon.running(), "the daemon has ended")
 
 
 def test_signals_during_the_start_end_the_daemon(closing: ExitStack) -> None:
@@ -151,3 +136,69 @@ def test_terminated_under_load_it_ends_cleanly(
             peer.post(m.Ping)
     assert daemon.terminate() == 0
     assert "Traceback" not in daemon.log()
+
+
+SPEC = spec_of(64 << 10)
+
+
+def test_28_requests_of_a_former_life_are_refused(daemon: Daemon, connect: Callable[..., Peer]) -> None:
+    """A DEALER keeps what was sent to a dead daemon, and brings it to the next one."""
+    old, keys = connect(daemon), chain_of("former", 3)
+    old.store(SPEC, keys)
+    daemon.kill()
+    flush = old.post(m.Flush, tier="all", namespaces=[], key=b"", deadline_s=60)
+    match = old.post(m.Match, namespaces=[1], keys=keys, ttl_ms=60_000, deadline_s=60)
+    daemon.start()
+    new = connect(daemon)
+    new.store(SPEC, keys)
+    for request_id in (flush, match):
+        reply, _ = old.answer_to(request_id, 15)
+        assert isinstance(reply, m.Error)
+        assert reply.code == m.ErrorCode.STALE_GENERATION.value
+        assert reply.generation == new.welcome.generation != old.welcome.generation
+    assert new.load(SPEC, keys) == 3, "the old life's flush did nothing"
+    assert daemon.stats()["leases"]["read"] == 0
+    stale = new.ask(m.Flush, generation=old.welcome.generation, tier="all", namespaces=[], key=b"")
+    assert stale.code == m.ErrorCode.STALE_GENERATION.value
+    assert new.load(SPEC, keys) == 3
+
+
+def test_28_leases_of_a_former_life_are_nothing(daemon: Daemon, connect: Callable[..., Peer]) -> None:
+    old, keys = connect(daemon), chain_of("former", 3)
+    old.store(SPEC, keys)
+    read = old.match(SPEC, keys, ttl_ms=60_000).lease
+    write = old.reserve(SPEC, chain_of("more", 2)).lease
+    daemon.restart()
+    new = connect(daemon, instance=old.instance)
+    new.register(SPEC)
+    assert not new.ask(m.Release, lease=read).good
+    assert new.commit(write, [0, 1]) == [m.CommitState.DROPPED] * 2
+    assert list(new.ask(m.Renew, leases=[read, write], ttl_ms=1000).alive) == [0, 0]
+    assert new.length(SPEC, keys) == 0
+
+
+def test_7_a_second_daemon_on_the_same_run_dir_is_refused(
+    daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
+) -> None:
+    peer, keys = connect(daemon), chain_of("first", 4)
+    peer.store(SPEC, keys)
+    for _ in range(2):
+        second = Daemon("--arena", "4MiB", run_dir=daemon.run_dir)
+        closing.callback(second.close)
+        assert second.launch().wait(20) == 2
+        lines = second.log().splitlines()
+        assert len(lines) == 1, second.log()
+        assert f"pid {daemon.pid}" in lines[0]
+        assert "--run-dir" in lines[0]
+    assert peer.load(SPEC, keys) == 4
+    assert connect(daemon).load(SPEC, keys) == 4, "the sockets are still the first one's"
+
+
+def test_15_a_terminated_daemon_says_good_bye(daemon: Daemon, connect: Callable[..., Peer]) -> None:
+    peer = connect(daemon)
+    peer.store(SPEC, chain_of("bye", 2))
+    peer.reserve(SPEC, chain_of("open", 2))
+    assert daemon.terminate() == 0
+    assert peer.is_over()
+    with pytest.raises(NoAnswer):
+        peer.ask(m.Ping, timeout_s=0.1)

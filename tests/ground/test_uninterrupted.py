@@ -51,21 +51,6 @@ def test_a_signal_at_any_step_of_it_raises_once_and_cuts_no_work() -> None:
             heal()
 
 
-def test_two_signals_at_any_steps_cut_no_work() -> None:
-    log: list[str] = []
-    count = steps_of(lambda: uninterrupted(logged(log)), OWN, "opcode")
-    for first in range(1, count, 7):
-        for apart in (1, 2, 5, 23, 61):
-            log.clear()
-            with (
-                pytest.raises((KeyboardInterrupt, Terminated)),
-                injected({first: signal.SIGINT, first + apart: signal.SIGTERM}, OWN),
-            ):
-                uninterrupted(logged(log))
-            assert log in ([], ["begun", "ended"])
-            heal()
-
-
 def test_a_handler_that_was_left_behind_is_known_as_such(handlers: dict[int, Any]) -> None:
     left = 0
     count = steps_of(lambda: uninterrupted(lambda: None), OWN, "opcode")
@@ -166,52 +151,6 @@ def test_only_the_calls_own_thread_handles_signals() -> None:
     assert not interrupted()
 
 
-def test_restarting_system_calls_stays_as_it_was_set() -> None:
-    """`signal.siginterrupt(number, False)`, which asyncio sets, stays in force though `signal.signal` would undo it."""
-
-    def flags() -> bytes:
-        import ctypes
-
-        kept = ctypes.create_string_buffer(module._SIGACTION_BYTES)
-        assert module._sigaction(signal.SIGUSR1, None, kept) == 0
-        # The handler, the signals that the kernel knows, the flags. The rest of the C library's mask is noise.
-        return kept.raw[:16] + kept.raw[136:140]
-
-    with handling(signal.SIGUSR1, lambda number, frame: None):
-        interrupting = flags()
-        signal.siginterrupt(signal.SIGUSR1, False)
-        restarting = flags()
-        assert restarting != interrupting
-        assert uninterrupted(flags) == restarting
-        assert flags() == restarting
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("from_main", [True, False])
-def test_a_child_forked_meanwhile_has_the_handlers(from_main: bool) -> None:
-    def fork() -> int:
-        pid = os.fork()
-        if pid == 0:
-            usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            os._exit(0 if usual and not interrupted() else 1)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    def work() -> int:
-        signal.raise_signal(signal.SIGUSR1)
-        if from_main:
-            return fork()
-        statuses: list[int] = []
-        thread = threading.Thread(target=lambda: statuses.append(fork()))
-        thread.start()
-        thread.join()
-        return statuses[0]
-
-    calls: list[int] = []
-    with handling(signal.SIGUSR1, lambda number, frame: calls.append(number)):
-        assert uninterrupted(work) == 0
-        assert calls == [signal.SIGUSR1]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
     """The error belongs to the parent. Raised in the child it would stop the child from dropping the rest."""
@@ -237,35 +176,6 @@ def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(work)
     assert statuses == [0]
-
-
-def test_a_handler_that_is_copied_to_another_signal_meanwhile_is_that_signals(handlers: dict[int, Any]) -> None:
-    def copy(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGTERM))
-
-    before = signal.signal(signal.SIGUSR1, copy), signal.getsignal(signal.SIGUSR2)
-    log: list[str] = []
-
-    def work(*numbers: int) -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        assert not interrupted()
-        for number in numbers:
-            signal.raise_signal(number)
-        log.append("ended")
-
-    try:
-        with pytest.raises(Terminated):
-            uninterrupted(lambda: work(signal.SIGUSR2))
-        assert signal.getsignal(signal.SIGUSR2) is handlers[signal.SIGTERM]
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        uninterrupted(work)
-        with pytest.raises(Terminated):
-            signal.raise_signal(signal.SIGUSR2)
-        assert signal.getsignal(signal.SIGUSR2) is handlers[signal.SIGTERM]
-        assert log == ["ended", "ended"]
-    finally:
-        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
-            signal.signal(number, handler)
 
 
 def test_at_the_very_end_and_where_handlers_cannot_be_set_it_is_only_done(monkeypatch: pytest.MonkeyPatch) -> None:
