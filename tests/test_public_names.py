@@ -10,7 +10,7 @@ import pytest
 
 import tiercache
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 NAMES = [
     "ArenaError",

@@ -164,29 +164,6 @@ def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> N
     client.close()
 
 
-def test_a_client_is_cold_for_a_moment_after_the_daemon_was_away(
-    daemon: FakeDaemon, client: tiercache.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiercache.client.client.RAMP_S", 1e6)
-    assert client.warmth == 1.0, "a first connection need not be spared"
-    daemon.drop_sessions()
-    wait_until(lambda: client.times_up == 2)
-    assert 0.0 <= client.warmth < 0.5
-    monkeypatch.setattr("tiercache.client.client.RAMP_S", 1e-9)
-    assert client.warmth == 1.0
-
-
-def test_trouble_of_a_former_session_leaves_the_new_one_alone(client: tiercache.Client) -> None:
-    """A copy may end, and fail, long after its session was replaced."""
-    former = client.session()
-    client._keeper.session_failed(former, "the test says so", True)
-    wait_until(lambda: client.alive)
-    present = client.session()
-    assert present is not former
-    client._keeper.session_failed(former, "it is told late", True)
-    assert client.session() is present
-
-
 def test_it_is_logged_once_when_it_goes_and_once_when_it_comes(
     daemon: FakeDaemon, connector: tiercache.Connector, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,19 +57,6 @@ def is_mapped(address: int) -> bool:
 
 def packed(region_id: int) -> bytes:
     return (region_id << REGION_SHIFT).to_bytes(8, "little")
-
-
-def test_a_region_that_no_thread_can_populate_is_mapped(no_threads: pytest.MonkeyPatch) -> None:
-    ready = threading.Event()
-    mapping = ArenaMapping(lambda registration: ready.set())
-    with region() as first, region() as second:
-        mapping.add([(0, 1 << 20)], [first])
-        assert len(mapping.addresses(packed(0), 4096, 60.0)) == 1
-        no_threads.undo()
-        mapping.add([(1, 1 << 20)], [second])
-        assert ready.wait(WAIT_S), "both regions have been populated"
-        assert mapping._fresh == []
-    mapping.end()
 
 
 def test_a_region_is_mapped_once_and_its_number_is_bounded() -> None:
@@ -172,24 +158,3 @@ def test_memory_that_could_shrink_or_is_of_another_size_is_not_mapped() -> None:
         Region(0, sealed, 1 << 21)
     with open("/dev/null", "rb") as file, pytest.raises(ArenaError, match="no memory file"):
         Region(0, file.fileno(), 0)
-
-
-def test_a_forked_child_does_not_have_the_mapping() -> None:
-    """Else a forked child would keep the arena's memory for as long as it lives."""
-    with region() as fd:
-        mapped = Region(0, fd, 1 << 20)
-        try:
-            flags = _flags_of(mapped.address)
-        finally:
-            mapped.unmap()
-    assert "dc" in flags  # do not copy on fork
-
-
-def _flags_of(address: int) -> list[str]:
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(match[1], 16) <= address < int(match[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    pytest.skip("this kernel does not say how memory is mapped")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
-from fake_daemon import FakeDaemon
 from waiting import wait_until
 
 import tiercache
 from tiercache.client import session
-from tiercache.errors import DaemonUnavailable, RequestRefused
+from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 
 SPEC = tiercache.NamespaceSpec(engine="clocks/1", layout="x", dtype="uint8", block_size=4, block_bytes=4096)
@@ -79,15 +77,3 @@ def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
     with pytest.raises(RequestRefused, match="expired"):
         ask_late()
     assert connector.match(KEYS).blocks == 3
-
-
-def expired(fake: FakeDaemon, request: m.Request) -> list[bytes]:
-    error = m.Error(request.request_id, fake.generation, m.ErrorCode.EXPIRED.value, "as the test wants it")
-    return [msgspec.msgpack.encode(error)]
-
-
-def test_a_closed_client_says_so() -> None:
-    client = tiercache.Client("/nowhere")
-    client.close()
-    with pytest.raises(DaemonUnavailable, match="this client was closed"):
-        client.ping()

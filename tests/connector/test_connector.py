@@ -1,22 +1,28 @@
-"""Blocks through a real daemon and back: every way in, every way out."""
+"""Blocks through a real daemon and back: every way in, every way out, and how a connector ends."""
 
 from __future__ import annotations
 
 import doctest
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 from chains import chain_of
-from connector_helpers import bytes_of, spec
+from connector_helpers import BLOCK_BYTES, bytes_of, spec
 from waiting import wait_until
 
 import tiercache
 import tiercache.connector.connector
+from tiercache.client import keeper
+from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.errors import ConfigError, LayoutError
+from tiercache.protocol.hints import Hint
 
 Open = Callable[..., tiercache.Connector]
+WAIT_S = 60
 
 
 def test_the_example_of_the_module_runs() -> None:
@@ -97,7 +103,7 @@ def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> Non
     connector.store(chain, [0, 1])
     gate = threading.Event()
     for queue in (connector._loads, connector._stores):
-        queue.submit(tiercache.Transfer(lambda: gate.wait(10), lambda: None, None, _limit()))
+        queue.submit(tiercache.Transfer(lambda: gate.wait(WAIT_S), lambda: None, None, Limit()))
         wait_until(lambda queue=queue: not len(queue), "it is under way")
         queue._capacity = 1
     waiting = connector.store_async(chain, [0, 1]), connector.load_async(connector.match(chain), [2, 3])
@@ -106,7 +112,7 @@ def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> Non
     assert (dropped.done(), dropped.result()) == (True, (0, 0, 2, False))
     assert (missed.done(), missed.result()) == (True, 0)
     gate.set()
-    assert (waiting[0].result(40).present, waiting[1].result(5)) == (2, 2)
+    assert (waiting[0].result().present, waiting[1].result()) == (2, 2)
     assert _leases(connector) == (0, 0)
 
 
@@ -132,16 +138,6 @@ def test_ranks_are_matched_together(open_connector: Open) -> None:
     other = scheduler.match(chain, namespaces=specs)
     assert stranger.adopt(other.ticket()).blocks == 0  # another instance
     scheduler.release(other)
-
-
-def test_windowed_namespaces_need_only_the_end(open_connector: Open) -> None:
-    connector = open_connector(namespace=spec(group="window", window_blocks=2))
-    chain = chain_of("window", 8)
-    assert connector.store(chain, [4, 5, 6], first=3).stored == 3
-    match = connector.match(chain)
-    assert match.blocks == 6
-    assert connector.load(match, [20, 21], first=4) == 2
-    assert bytes_of(connector, [20, 21]) == bytes_of(connector, [5, 6])
 
 
 def test_pins_prefetch_and_flush(open_connector: Open) -> None:
@@ -189,11 +185,143 @@ def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
         open_connector(namespace=spec(0), pool=None)
 
 
-def _limit() -> tiercache.copies.pool.Limit:
-    return tiercache.copies.pool.Limit()
-
-
 def _leases(connector: tiercache.Connector) -> tuple[int, int]:
     """This session's read and write leases, as the daemon counts them."""
     leases = connector.stats()["daemon"]["leases"]
     return leases["read"], leases["write"]
+
+
+def small_pool(block_bytes: int = 700) -> tiercache.Pool:
+    """Blocks whose bytes begin those of larger ones, as blocks of a group of layers may."""
+    rng = np.random.default_rng(5)
+    return tiercache.Pool.from_blocks(rng.integers(0, 256, (16, 2 * block_bytes), np.uint8)[:, :block_bytes])
+
+
+def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connector: Open) -> None:
+    first = open_connector()
+    windowed = spec(700, group="window of siblings", window_blocks=2)
+    sibling = first.sibling(windowed, small_pool())
+    both, chain = [first.namespace, windowed], chain_of("siblings", 8)
+    assert first.store(chain, range(8)).stored == 8
+    assert first.match(chain, namespaces=both).blocks == 0
+    assert sibling.store(chain, [4, 5], first=4).stored == 2
+    match = first.match(chain, namespaces=both)
+    assert match.blocks == 6  # the last cut behind a whole window
+    assert first.prefetch(chain, namespaces=both) == 6
+    expected = bytes_of(sibling, [4, 5])
+    assert sibling.load(sibling.match(chain[: 6 * 16]), [9, 8], first=4) == 2
+    assert bytes_of(sibling, [9, 8]) == expected
+    first.release(match)
+    assert first.client.report.counters()["stored_blocks"] == 10
+    assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
+
+
+def test_a_sibling_whose_blocks_do_not_fit_is_refused(open_connector: Open) -> None:
+    first = open_connector()
+    with pytest.raises(LayoutError, match=f"has 700 bytes and the namespace says {BLOCK_BYTES}"):
+        first.sibling(spec(), small_pool())
+    with pytest.raises(ConfigError, match="window_blocks is -1"):
+        first.sibling(spec(700, window_blocks=-1), small_pool())
+
+
+def found(connector: tiercache.Connector, chain: bytes) -> int:
+    """How many blocks a match finds; it is released at once."""
+    match = connector.match(chain)
+    connector.release(match)
+    return match.blocks
+
+
+def test_what_is_stored_for_a_while_is_gone_after_it(open_connector: Open) -> None:
+    connector = open_connector()
+    chain, other = chain_of("for a while", 6), chain_of("for longer", 3)
+    connector.store(other, [0, 1, 2])
+    assert connector.store(chain, range(6), hint=Hint(ttl_s=0.2)).stored == 6
+    wait_until(lambda: found(connector, chain) == 0)
+    assert found(connector, other) == 3
+    assert connector.counters["hints"] == 1
+
+
+def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:
+    connector = open_connector()
+    chain = chain_of("partly here", 5)
+    connector.store(chain[:48], range(3))
+    assert connector.hint(chain, Hint(return_in_s=30)) == 3
+    assert connector.hint(chain_of("nowhere", 5), Hint(done=True)) == 0
+    assert connector.hint(b"", Hint(done=True)) == 0
+    with pytest.raises(ValueError, match="16 bytes"):
+        connector.hint(b"abc", Hint(done=True))
+    with pytest.raises(ValueError, match="first is -1"):
+        connector.hint(chain, Hint(done=True), first=-1)
+    assert connector.counters["failures"] == 0
+
+
+def leases(watcher: tiercache.Connector) -> dict[str, int]:
+    found = watcher.client.stats()["leases"]
+    return {name: found[name] for name in ("write", "quarantined")}
+
+
+@contextmanager
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Holds copies that have begun until the test lets them go on."""
+    begun, gate = threading.Event(), threading.Event()
+    copy = CpuCopier._copy
+
+    def held(self: CpuCopier, *arguments: Any, **options: Any) -> int:
+        begun.set()
+        assert gate.wait(WAIT_S)
+        return copy(self, *arguments, **options)
+
+    monkeypatch.setattr(CpuCopier, "_copy", held)
+    try:
+        yield begun, gate
+    finally:
+        gate.set()
+
+
+def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Do `work` in a thread; returns the thread, and a list for what the work returned or raised."""
+    results: list[Any] = []
+
+    def perform() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results.append(error)
+
+    thread = threading.Thread(target=perform)
+    thread.start()
+    return thread, results
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
+    open_connector: Open, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """Its session outlives `close` until the daemon was told that the copies have ended."""
+    monkeypatch.setattr(keeper, "CLOSE_S", 0.05)
+    watcher, connector = open_connector(name="watcher", pool=None), open_connector(name="lingers")
+    chain = chain_of(f"closed while it stores {in_background}", 8)
+
+    def sessions() -> int:
+        return sum(one["name"] == "lingers" for one in watcher.client.stats()["sessions"])
+
+    with held_copies(monkeypatch) as (begun, gate):
+        if in_background:
+            transfer = connector.store_async(chain, range(8))
+            thread, results = run(lambda: transfer.result(WAIT_S))
+        else:
+            thread, results = run(lambda: connector.store(chain, range(8)))
+        assert begun.wait(WAIT_S)
+        closing, _ = run(connector.close)
+        if not in_background:  # what a queue has begun may end
+            wait_until(lambda: not connector.available)
+            assert connector.store(chain, range(8)) == (0, 0, 8, False), "a closed connector begins nothing"
+            closing.join(WAIT_S)
+            assert (leases(watcher)["write"], sessions()) == (1, 1)
+        gate.set()
+        for one in (closing, thread):
+            one.join(WAIT_S)
+    wait_until(lambda: sessions() == 0)
+    assert leases(watcher) == {"write": 0, "quarantined": 0}
+    assert sum(results[0][:3]) == 8
+    assert watcher.match(chain).blocks == results[0].stored

@@ -17,6 +17,7 @@ import tiercache
 from tiercache.connector import stores as storing
 from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.protocol import messages as m
+from tiercache.protocol.keys import name_blocks
 from tiercache.protocol.messages import BlockState
 
 BLOCK = 4096
@@ -131,3 +132,33 @@ def test_what_was_annulled_while_it_was_copied_is_not_committed(
     assert store(connector).stored == 0
     wait_until(lambda: True in words(daemon))  # its frames are free again
     assert committed(daemon) == []
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_each_window_tells_what_its_blocks_are_to_a_daemon_that_wants_events(daemon: FakeDaemon, wanted: bool) -> None:
+    daemon.kv_events = wanted
+    tokens, first = np.arange(4 * BLOCKS), 3
+    pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, BLOCK), np.uint8))
+    with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
+        assert connector.wants_events == wanted
+        events = name_blocks(KEYS, first, tokens[4 * first :])
+        assert connector.store(KEYS, range(first, BLOCKS), first=first, events=events).stored == BLOCKS - first
+        with pytest.raises(ValueError, match="events name 9 blocks, and 1 are stored"):
+            connector.store(KEYS, [0], events=events)
+    told = [request.events for request in daemon.seen(m.Reserve) if isinstance(request, m.Reserve)]
+    assert len(told) == 3
+    if not wanted:
+        assert told == [None] * 3
+        return
+    place = first
+    for run, count in zip(told, (4, 1, 4), strict=True):
+        assert run is not None
+        assert run.hashes == [low(place + number) for number in range(count)]
+        assert run.parent == low(place - 1)
+        assert m.unpack_indices(run.tokens).tolist() == list(range(4 * place, 4 * (place + count)))
+        place += count
+
+
+def low(number: int) -> int:
+    """What an event calls block `number` of the chain."""
+    return int.from_bytes(KEYS[16 * number : 16 * number + 16], "big") & (1 << 64) - 1

@@ -58,7 +58,7 @@ class Meeting:
     def __call__(self) -> bool:
         if threading.get_ident() not in self.known:
             self.known.add(threading.get_ident())
-            self.both.wait(10)
+            self.both.wait(60)
             return False
         return self.then()
 
@@ -89,7 +89,7 @@ def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
         if threading.get_ident() == caller:
             raised.set()
             raise KeyboardInterrupt
-        return not raised.wait(10)
+        return not raised.wait(60)
 
     with pytest.raises(KeyboardInterrupt):
         copy_moves(moves, Meeting(interrupt), shared=True)

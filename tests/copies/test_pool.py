@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.copies.pool import MERGE_BYTES, CpuCopier, Limit, Pool, run_starts
+from tiercache.copies.pool import MERGE_BYTES, CpuCopier, Limit, Pool
 from tiercache.errors import LayoutError
 
 
@@ -72,16 +72,6 @@ def test_block_ids_are_checked() -> None:
     assert Pool.from_blocks(frozen).check_ids([1]).tolist() == [1]
     with pytest.raises(LayoutError, match="read-only"):
         Pool.from_blocks(frozen).check_ids([1], writing=True)
-
-
-def test_runs_are_contiguous_on_both_sides_and_bounded() -> None:
-    left = np.array([0, 8, 16, 24, 100, 108])
-    right = np.array([64, 72, 80, 200, 208, 216])
-    assert run_starts(left, right, 8, 100) == [0, 3, 4]
-    assert run_starts(left, right, 8, 2) == [0, 2, 3, 4]
-    assert run_starts(left, right, 8, 1) == [0, 1, 2, 3, 4, 5]
-    assert run_starts(left[:1], right[:1], 8, 9) == [0]
-    assert run_starts(left[:0], right[:0], 8, 9) == []
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,16 +1,4 @@
-"""Daemons and clients for the fault tests; every process ends with its test.
-
-Which of them also run with a worker process for each nvme directory (`nvme_workers = on`, marked `slow`):
-
-    hung_disk                  all of them; the fault is installed in the worker processes, too (fault_hang.py)
-    chaos                      one of its own: worker processes are killed and stopped while the daemon dies
-    upgrade                    the directory; of clients of another release the daemon's processes are no matter
-    start, lives, deaths       none: their daemons have no nvme directory
-    hostile                    none: it is about files that the daemon finds, which a process reads with the same code
-    tests/daemon/tiers/nvme    those in worker/. The others fail single system calls of a disk that lives in the test's
-                               own process (disk_rig.py), between two steps of its event loop: no other process can be
-                               held there
-"""
+"""Daemons and clients for the fault tests; every process ends with its test."""
 
 from __future__ import annotations
 

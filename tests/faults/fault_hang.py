@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_RUN_S = 30.0
 _BY_PATH = ("open", "unlink", "mkdir", "rename", "statvfs", "listdir", "scandir")
 _BY_FD = ("preadv", "pwritev", "posix_fallocate", "fsync", "fdatasync", "ftruncate", "pwrite", "pread")
 
@@ -43,13 +42,13 @@ class Gate:
         os.close(self._fd)
 
 
-def patch(directory: Path, gate: Gate, only_database: bool = False, **constants: float) -> str:
+def patch(directory: Path, gate: Gate, **constants: float) -> str:
     """Code for `Daemon(patch=...)`. `constants` are of the modules below daemon.nvme: `shelf__OFFLINE_AGE_S=1.0`.
 
     What has a deadline for the opening of a catalog has a short one.
     """
     lines = [f"import sys; sys.path.insert(0, {str(_HERE)!r})", "import fault_hang, importlib"]
-    lines.append(f"fault_hang.install({str(directory)!r}, {str(gate.path)!r}, {only_database})")
+    lines.append(f"fault_hang.install({str(directory)!r}, {str(gate.path)!r})")
     for name, value in constants.items():
         module, _, constant = name.partition("__")
         lines.append(f"importlib.import_module('tiercache.daemon.tiers.nvme.{module}').{constant} = {value!r}")
@@ -71,8 +70,8 @@ def _followed(path: str) -> str:
     return "/".join([os.readlink("/".join(parts[:5])), *parts[5:]]) if path.startswith("/proc/self/fd/") else path
 
 
-def install(directory: str, gate: str, only_database: bool) -> None:
-    """Hold up what goes to `directory` while the file `gate` is locked; `only_database`: what SQLite does there."""
+def install(directory: str, gate: str) -> None:
+    """Hold up what goes to `directory` while the file `gate` is locked."""
     real_open, real_close = os.open, os.close
 
     def wait_for(path: object) -> None:
@@ -109,12 +108,11 @@ def install(directory: str, gate: str, only_database: bool) -> None:
 
     connect = sqlite3.connect
     sqlite3.connect = lambda *args, **options: connect(*args, factory=Connection, **options)  # type: ignore[assignment]
-    if not only_database:
-        for name in _BY_PATH:
-            setattr(os, name, by_path(getattr(os, name)))
-        for name in _BY_FD:
-            setattr(os, name, by_fd(getattr(os, name)))
-        _hold_up_aio(wait_for)
+    for name in _BY_PATH:
+        setattr(os, name, by_path(getattr(os, name)))
+    for name in _BY_FD:
+        setattr(os, name, by_fd(getattr(os, name)))
+    _hold_up_aio(wait_for)
 
 
 def _hold_up_aio(wait_for: Callable[[object], None]) -> None:

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from chains import chain_of
 from fault_blocks import spec_of
-from fault_engine import Engine
 from fault_messages import answer_on, bad_headers, greet, random_headers
 from fault_peer import Peer, hello, open_session_socket
 from fault_processes import Daemon, open_fds
@@ -78,53 +77,6 @@ def test_22_noise(hardened: Daemon, bystander: Peer, connect: Callable[..., Peer
     assert isinstance(peer.ask(m.Ping), m.Done)
 
 
-VALUES: list[tuple[type[m.Request], dict[str, object]]] = [
-    (m.Match, {"namespaces": [], "keys": b"k" * 16}),
-    (m.Match, {"namespaces": [1, 1], "keys": b"k" * 16}),
-    (m.Match, {"namespaces": [999_999], "keys": b"k" * 16}),
-    (m.Match, {"namespaces": [-1], "keys": b"k" * 16}),
-    (m.Match, {"namespaces": [0], "keys": b"k" * 16}),
-    (m.Match, {"namespaces": list(range(1, 400)), "keys": b"k" * 16}),
-    (m.Match, {"namespaces": [1], "keys": b""}),
-    (m.Match, {"namespaces": [1], "keys": b"k" * 17}),
-    (m.Match, {"namespaces": [1], "keys": bytes(16 * (m.MAX_KEYS + 1))}),
-    (m.Match, {"namespaces": [1], "keys": b"k" * 16, "ttl_ms": -5}),
-    (m.Resolve, {"lease": 1, "namespace": 1, "first": 0, "count": 1}),
-    (m.Resolve, {"lease": 1, "namespace": 1, "first": -1, "count": 1}),
-    (m.Resolve, {"lease": 1, "namespace": 1, "first": 0, "count": 1 << 40}),
-    (m.Hold, {"lease": 12345}),
-    (m.Renew, {"leases": [1], "ttl_ms": 0}),
-    (m.Renew, {"leases": [1], "ttl_ms": -(1 << 60)}),
-    (m.Reserve, {"namespace": 1, "parent": b"", "keys": b"k" * 16, "ttl_ms": 0}),
-    (m.Reserve, {"namespace": 1, "parent": b"short", "keys": b"k" * 16, "ttl_ms": 100}),
-    (m.Reserve, {"namespace": 1, "parent": b"", "keys": bytes(16 * (m.MAX_RESERVE + 1)), "ttl_ms": 100}),
-    (m.Reserve, {"namespace": 77, "parent": b"", "keys": b"k" * 16, "ttl_ms": 100}),
-    (m.Commit, {"lease": 1, "blocks": b"123"}),
-    (m.Commit, {"lease": 1, "blocks": bytes(4 * (m.MAX_RESERVE + 1))}),
-    (m.Read, {"lease": 1, "namespace": 1, "index": 0, "offset": 0, "length": 1}),
-    (m.Pin, {"namespaces": [1], "keys": b"k" * 16, "ttl_ms": 0}),
-    (m.Flush, {"tier": "tape", "namespaces": [], "key": b""}),
-    (m.Flush, {"tier": "t" * (1 << 20), "namespaces": [], "key": b""}),
-    (m.Flush, {"tier": "all", "namespaces": [404], "key": b""}),
-    (m.Flush, {"tier": "all", "namespaces": [], "key": b"short"}),
-    (m.Report, {"registration": "magic", "counters": {}}),
-    (m.Report, {"registration": "none", "counters": {str(n): n for n in range(1000)}}),
-]
-
-
-@pytest.mark.parametrize(("kind", "fields"), VALUES, ids=lambda value: getattr(value, "__name__", ""))
-def test_22_values_out_of_range_are_refused(
-    hardened: Daemon, bystander: Peer, connect: Callable[..., Peer], kind: type[m.Request], fields: dict[str, object]
-) -> None:
-    peer = connect(hardened)
-    assert peer.register(spec_of()) >= 1
-    reply = peer.ask(kind, **fields)
-    assert isinstance(reply, m.Error)
-    assert reply.code in {code.value for code in m.ErrorCode} - {m.ErrorCode.INTERNAL.value}
-    assert len(reply.text) < 1000, "an error does not echo what it got"
-    assert isinstance(peer.ask(m.Ping), m.Done)
-
-
 def test_22_nothing_outside_a_block_is_read_or_written(
     hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
 ) -> None:
@@ -182,22 +134,6 @@ def test_22_a_session_cannot_be_guessed_or_borrowed(
         reply = other.ask(m.Flush, session=peer.welcome.session, tier="all", namespaces=[], key=b"")
         assert reply.code == m.ErrorCode.UNKNOWN_SESSION.value
         assert other.load(spec, keys) == 3
-
-
-def test_22_statistics_stay_readable_whatever_a_client_reports(
-    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], engine_of: Callable[..., Engine]
-) -> None:
-    """Reports and specs as long as they are allowed to be: a client that asks for stats still gets them."""
-    daemon = start_daemon()
-    engine, sinner = engine_of(daemon, spec_of()), connect(daemon)
-    for number in range(300):
-        spec = msgspec.structs.replace(spec_of(), engine=f"{number} " + "e" * 3900, layout="l" * 3900)
-        sinner.ask(m.RegisterNamespace, spec=spec)
-    for length in (30_000, 2000, 64, 32):
-        sinner.ask(m.Report, registration="none", counters={f"{n:02}" + "c" * length: n for n in range(64)})
-        sinner.stats()
-    assert engine.connector.stats()["daemon"]["daemon"]["pid"] == daemon.pid
-    assert engine.connector.available, "asking for statistics brought the client down"
 
 
 GREETINGS: dict[str, Callable[[], bytes]] = {

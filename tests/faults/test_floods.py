@@ -40,22 +40,6 @@ def test_24_a_frame_of_a_gigabyte_and_a_half_is_not_awaited(
     assert rss_bytes(hardened.pid) - before < 64 * MIB
 
 
-def test_43_an_unfinished_message_grows_and_goes(hardened: Daemon, bystander: Peer) -> None:
-    """A peer that may open the socket may fill memory this way, but must not stop the answers of others."""
-    parts = 90
-    before = rss_bytes(hardened.pid)
-    with RawZmtp(bystander.welcome.control) as raw:
-        raw.shake_hands()
-        for number in range(parts):
-            raw.send_frame(bytes(MIB), more=True)
-            if number % 30 == 0:
-                assert isinstance(bystander.ask(m.Ping), m.Done)
-        wait_until(lambda: rss_bytes(hardened.pid) - before > parts // 2 * MIB, "the parts are buffered")
-        assert rss_bytes(hardened.pid) - before < (parts + 40) * MIB
-        assert isinstance(bystander.ask(m.Ping), m.Done)
-    wait_until(lambda: rss_bytes(hardened.pid) - before < 40 * MIB, "the memory is given back")
-
-
 def test_24_idle_connections_on_the_session_socket(
     daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
 ) -> None:

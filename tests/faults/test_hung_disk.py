@@ -1,17 +1,11 @@
 """Fault 54: one of two disks hangs under a real daemon; the other one, DRAM and the clients do not notice.
 
-The disk is a directory whose system calls wait for a lock of the test's (fault_hang.py), and a file system
-that the kernel has frozen, where writes wait in the kernel itself. The calls are the daemon's own, or (marked `slow`)
-those of a worker process for each directory.
+The disk is a directory whose system calls wait for a lock of the test's (fault_hang.py). The calls are the daemon's
+own, or those of a worker process for each directory.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -148,9 +142,9 @@ def nvme_workers(request: pytest.FixtureRequest) -> str:
 
 each = pytest.mark.parametrize(
     ("nvme_io", "nvme_workers"),
-    [("aio", "off"), ("threads", "off"), pytest.param("aio", "on", marks=pytest.mark.stress)],
+    [("aio", "off"), ("threads", "on")],
     indirect=True,
-    ids=["aio", "threads", "workers"],
+    ids=["aio", "threads in workers"],
 )
 
 
@@ -160,32 +154,21 @@ def start_disks(
 ) -> Callable[..., Disks]:
     """A daemon on directories `hung`, which hangs when the gate says so, and `well`."""
 
-    def start(*flags: str, hung: Path | None = None, only_database: bool = False, **constants: float) -> Disks:
-        paths = [hung or tmp_path / "hung", tmp_path / "well"]
-        code = patch(paths[0], gate, only_database, **{"shelf__OFFLINE_AGE_S": 1.0, "tier__CLOSE_S": 0.5, **constants})
+    def start(**constants: float) -> Disks:
+        paths = [tmp_path / "hung", tmp_path / "well"]
+        code = patch(paths[0], gate, **{"shelf__OFFLINE_AGE_S": 1.0, "tier__CLOSE_S": 0.5, **constants})
         settings = "--arena", "32MiB", "--region", "8MiB", "--nvme-size", "128MiB", "--nvme-segment", "8MiB"
         nvme = "--nvme", ",".join(map(str, paths)), "--nvme-io", nvme_io, "--nvme-workers", nvme_workers
-        daemon = Daemon(*settings, *nvme, "--grace", "1s", *flags, patch=code)
+        daemon = Daemon(*settings, *nvme, "--grace", "1s", patch=code)
         closing.callback(daemon.close)
         return Disks(daemon, paths, engine_of)
 
     return start
 
 
-def get(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=SOON_S) as answer:
-        return dict(json.loads(answer.read()))
-
-
-def stats_of(run_dir: str) -> str:
-    """What `tiercache stats` prints."""
-    command = [sys.executable, "-m", "tiercache.cli.main", "stats", "--address", run_dir]
-    return subprocess.run(command, capture_output=True, check=True, timeout=SOON_S, text=True).stdout
-
-
 @each
 def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gate) -> None:
-    disks = start_disks("--http", "127.0.0.1:0")
+    disks = start_disks()
     hung, well = disks.paths
     disks.fill()
     disks.forget_dram()
@@ -204,7 +187,8 @@ def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gat
     assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
     assert disks.engine.load(in_dram) == BLOCKS, "DRAM has it, wherever else it is"
     assert disks.length(lost) == 0, "a miss at once"
-    _is_told(disks, hung)
+    assert f"nvme directory {hung}: an operation has been under way for" in disks.health()
+    assert f"nvme directory {hung} hangs" in disks.daemon.log()
     # What is computed again is kept in DRAM; what is new goes to the disk that works.
     assert disks.engine.store(lost).stored == BLOCKS
     assert disks.engine.load(lost) == BLOCKS
@@ -224,22 +208,8 @@ def test_54_a_hung_disk_is_one_disk(start_disks: Callable[..., Disks], gate: Gat
     disks.check_directories()
 
 
-def _is_told(disks: Disks, hung: Path) -> None:
-    """Statistics, their command and the HTTP port name the directory that hangs."""
-    told = f"nvme directory {hung}: an operation has been under way for"
-    assert told in disks.health()
-    assert f"nvme directory {hung} hangs" in disks.daemon.log()
-    assert told in re.sub(r"\s+", " ", stats_of(disks.daemon.run_dir))
-    (url,) = re.findall(r"serving (http://\S+) for", disks.daemon.log())
-    assert get(f"{url}/healthz")["status"] == "ok"
-    ready = get(f"{url}/readyz")
-    assert ready["status"] == "ready", "the other disk and DRAM serve"
-    assert told in ready["remark"]
-
-
 @each
-@pytest.mark.parametrize("end", ["terminated", "killed"])
-def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate, end: str) -> None:
+def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disks], gate: Gate) -> None:
     """The stop does not wait for the disk, and blocks that were being written are good or a miss."""
     disks = start_disks()
     hung, well = disks.paths
@@ -251,48 +221,13 @@ def test_54_the_end_of_a_daemon_whose_disk_hangs(start_disks: Callable[..., Disk
         new.append(disks.store())
     match = disks.engine.connector.match(disks.chains[hung][0])
     assert disks.engine.connector.load(match, list(range(BLOCKS)), timeout_s=0.1) == 0
-    if end == "terminated":
-        assert disks.daemon.terminate() == 0, "within the grace and the time to close"
-    else:
-        disks.daemon.kill()
+    assert disks.daemon.terminate() == 0, "within the grace and the time to close"
     gate.go_on()
     disks.start()
     disks.wait_all_well()
     assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
     assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
     assert all(disks.engine.load(keys) in range(BLOCKS + 1) for keys in new)
-    disks.check()
-    assert disks.daemon.terminate() == 0
-    disks.check_directories()
-
-
-@pytest.mark.parametrize(
-    ("only_database", "nvme_workers"),
-    [(False, "off"), (True, "off"), pytest.param(False, "on", marks=pytest.mark.stress)],
-    indirect=["nvme_workers"],
-    ids=["all", "database", "workers"],
-)
-def test_54_a_disk_that_hangs_at_the_start(start_disks: Callable[..., Disks], gate: Gate, only_database: bool) -> None:
-    disks = start_disks(only_database=only_database, tier__PATIENCE_S=0.5)
-    hung, well = disks.paths
-    disks.fill()
-    assert disks.daemon.terminate() == 0
-    gate.hang()
-    disks.start()
-    wait_until(lambda: disks.of(well).get("state") == "ok", "the other one is open", SOON_S)
-    assert disks.load_all(well) == [BLOCKS] * len(disks.chains[well])
-    assert disks.load_all(hung) == [0] * len(disks.chains[hung])
-    assert f"nvme directory {hung}: it is not open yet" in disks.health()
-    before = disks.blocks(well)
-    new = [disks.store() for _ in range(4)]
-    wait_until(lambda: disks.blocks(well) == before + 4 * BLOCKS, "all are written to the other disk", SOON_S)
-    assert disks.daemon.terminate() == 0, "the daemon ends while a directory is being opened"
-    disks.start()
-    assert not disks.of(hung)
-    gate.go_on()
-    disks.wait_all_well()
-    assert disks.load_all(hung) == [BLOCKS] * len(disks.chains[hung])
-    assert [disks.engine.load(keys) for keys in new] == [BLOCKS] * 4
     disks.check()
     assert disks.daemon.terminate() == 0
     disks.check_directories()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -116,42 +115,6 @@ def test_a_key_is_locked_out_by_removing_its_file(site: Site, remote: Daemon, cl
     wait_until(lambda: first.match(KEYS).blocks == 4, "its blocks are back with its key", 60)
 
 
-class Recorder:
-    """Passes one connection on and keeps what the client sent."""
-
-    def __init__(self, port: int) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self.sent = b""
-        self._port = port
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                near, _ = self._server.accept()
-            except OSError:
-                return
-            far = socket.create_connection(("127.0.0.1", self._port))
-            threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
-        try:
-            while data := source.recv(65536):
-                if keep:
-                    self.sent += data
-                sink.sendall(data)
-        except OSError:
-            pass  # the other direction has closed both
-        finally:
-            source.close()
-            sink.close()
-
-    def close(self) -> None:
-        self._server.close()
-
-
 def knock(port: int, data: bytes) -> None:
     """Send bytes to the TCP port and wait until it hangs up or says nothing for a moment."""
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
@@ -164,53 +127,19 @@ def knock(port: int, data: bytes) -> None:
             return
 
 
-def test_garbage_truncated_and_replayed_handshakes(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    recorder = Recorder(site.port)
-    closing.callback(recorder.close)
-    with Client.connect(site.address("team-a", recorder.port)) as client:
-        client.ping()
-    sent = recorder.sent
-    assert b"CURVE" in sent
-    assert b"team-a" not in sent
-    assert client.instance not in sent
+def test_garbage_and_truncated_handshakes(site: Site, remote: Daemon) -> None:
     before = _stats(remote)["counters"]
-    rng = np.random.default_rng(5)
-    for data in (
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        rng.bytes(5000),
-        b"",
-        b"\xff" + bytes(8) + b"\x7f",
-        *(sent[:length] for length in (1, 10, 12, 40, 64, 100, 200, 264, 300, 500)),
-        sent,  # all that a good client sent, once more
-        sent[:64] + rng.bytes(200),
-        sent[:264] + rng.bytes(300),
-        sent.replace(b"CURVE", b"PLAIN"),
-        sent.replace(b"CURVE" + bytes(3), b"NULL" + bytes(4)),
-    ):
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    null = greeting.replace(b"CURVE" + bytes(3), b"NULL" + bytes(4))
+    noise = np.random.default_rng(5).bytes(5000)
+    heads = [greeting[:length] for length in (1, 10, 12, 40, 64)]
+    for data in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", noise, b"", *heads, greeting + noise[:300], null + noise[:300]):
         knock(site.port, data)
     after = _stats(remote)["counters"]
     assert after["sessions_opened"] - before["sessions_opened"] == 1  # that of _stats
     assert after["requests_failed"] == 0
     with Client.connect(site.address("team-b")) as other:
         other.ping()
-
-
-def test_more_connections_than_sessions_are_refused(
-    site: Site, start_daemon: Callable[..., Daemon], closing: ExitStack
-) -> None:
-    daemon = start_daemon(*site.flags, "--max-sessions", "8")
-    for tenant in ("team-a", "team-b", "team-c"):
-        if tenant == "team-c":
-            make_client(site.keys, tenant, site.file(tenant))
-        for _ in range(2):
-            closing.enter_context(Client.connect(site.address(tenant)))
-        with pytest.raises(RequestRefused, match=r"(2 sessions of tenant|6 sessions of other hosts)"):
-            Client.connect(site.address(tenant))
-    # A part is left for the engines of this host.
-    for _ in range(2):
-        closing.enter_context(Client.connect(daemon.run_dir, map_arena=False))
-    with pytest.raises(RequestRefused, match="8 sessions are open: raise max_sessions"):
-        Client.connect(daemon.run_dir, map_arena=False)
 
 
 def _stats(daemon: Daemon) -> dict[str, Any]:
@@ -324,14 +253,3 @@ def test_keys_that_all_users_could_add_to(tmp_path: Path) -> None:
         assert "chmod o-w" in daemon.log()
     finally:
         daemon.close()
-
-
-def test_names_do_not_forge_lines_of_the_log(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
-    place = tmp_path / "kv\n2026-01-01 INFO all is well\x1b[2J"
-    daemon = start_daemon("--arena", "16MiB", "--region", "4MiB", "--nvme", str(place), "--nvme-size", "64MiB")
-    with Client.connect(daemon.run_dir, name="x\n<3>ERROR forged", map_arena=False) as client:
-        client.flush()
-    log = daemon.log()
-    assert "kv\\n2026" in log
-    assert "\x1b" not in log
-    assert not any(line.startswith(("2026-01-01", "<3>ERROR")) for line in log.splitlines())

@@ -65,23 +65,6 @@ def test_a_wrong_setting_is_one_clear_line(directory: Path, case: str) -> None:
     assert not list(directory.iterdir()), "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("arena = 'much'", "arena"),
-        ("arena = ", "is not TOML"),
-        ("colour = 'red'", "colour"),
-        ("\xff\xfe", "tiercache.toml"),
-        ("max_sessions = [1]", "max_sessions"),
-    ],
-)
-def test_a_wrong_file_is_one_clear_line(directory: Path, text: str, named: str) -> None:
-    file = directory / "tiercache.toml"
-    file.write_bytes(text.encode("latin-1"))
-    line = refused("--config", str(file), "--run-dir", str(directory / "run"))
-    assert named in line
-
-
 def test_a_run_dir_that_others_may_write_is_refused(directory: Path) -> None:
     directory.chmod(0o777)
     assert "chmod 0700" in refused("--run-dir", str(directory))
@@ -126,18 +109,6 @@ def _answers(daemon: Daemon) -> bool:
         return False
 
 
-def test_terminated_under_load_it_ends_cleanly(
-    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]
-) -> None:
-    daemon = start_daemon()
-    peers = [connect(daemon) for _ in range(5)]
-    for peer in peers:
-        for _ in range(200):
-            peer.post(m.Ping)
-    assert daemon.terminate() == 0
-    assert "Traceback" not in daemon.log()
-
-
 SPEC = spec_of(64 << 10)
 
 
@@ -161,20 +132,6 @@ def test_28_requests_of_a_former_life_are_refused(daemon: Daemon, connect: Calla
     stale = new.ask(m.Flush, generation=old.welcome.generation, tier="all", namespaces=[], key=b"")
     assert stale.code == m.ErrorCode.STALE_GENERATION.value
     assert new.load(SPEC, keys) == 3
-
-
-def test_28_leases_of_a_former_life_are_nothing(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    old, keys = connect(daemon), chain_of("former", 3)
-    old.store(SPEC, keys)
-    read = old.match(SPEC, keys, ttl_ms=60_000).lease
-    write = old.reserve(SPEC, chain_of("more", 2)).lease
-    daemon.restart()
-    new = connect(daemon, instance=old.instance)
-    new.register(SPEC)
-    assert not new.ask(m.Release, lease=read).good
-    assert new.commit(write, [0, 1]) == [m.CommitState.DROPPED] * 2
-    assert list(new.ask(m.Renew, leases=[read, write], ttl_ms=1000).alive) == [0, 0]
-    assert new.length(SPEC, keys) == 0
 
 
 def test_7_a_second_daemon_on_the_same_run_dir_is_refused(

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from fault_blocks import spec_of
-from fault_peer import Peer
 from fault_processes import Daemon
 from fault_tenants import Site, Tenant, free_port
 from waiting import wait_until
@@ -96,22 +94,6 @@ def test_what_tells_of_others_is_refused(
         assert other.ask(kind.__struct_config__.tag, *its)[:2] == ["error", "forbidden"], kind
     assert other.ask("flush", "all", [], b"")[:2] == ["error", "forbidden"]
     assert daemon.run_dir not in str(other.welcome)
-
-
-def test_a_process_has_one_quarantine_however_often_it_connects(
-    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer]
-) -> None:
-    """A client chooses its instances, so more of them give it no more room; a part of the arena is left to others."""
-    daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", "--quarantine-per-client", "64MiB")
-    wait_until(lambda: stats_of(daemon)["arena"]["populated_bytes"] == 16 * MIB, "the arena is there")
-    for _ in range(6):
-        with Peer(daemon.run_dir, instance=os.urandom(16)) as peer:
-            peer.reserve(spec_of(65536), os.urandom(16 * 512))
-    arena = wait_until(lambda: (its := stats_of(daemon)["arena"])["quarantined_bytes"] and its, "stores are given up")
-    assert arena["quarantined_bytes"] <= 8 * MIB
-    health = stats_of(daemon)["health"]
-    assert health["state"] == "degraded"
-    assert f"wait in quarantine for process {os.getpid()} " in health["reasons"][0]
 
 
 def refused_to_the_deaf(session: Tenant, namespace: int, key: bytes) -> str:

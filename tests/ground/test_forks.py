@@ -20,8 +20,6 @@ from connector_helpers import BLOCK_BYTES, spec
 from waiting import state_of, wait_until
 
 import tiercache
-from tiercache.connector.jobs import JobQueue, Transfer
-from tiercache.copies.pool import Limit
 from tiercache.errors import DaemonUnavailable
 from tiercache.ground import forks
 
@@ -151,32 +149,6 @@ def test_a_child_gets_misses_and_reasons_whatever_lock_was_held(
     assert connector.client.session() is session
     assert connector.load(match, range(8, 12)) == 4
     assert (connector.counters["times_up"], connector.counters["times_down"]) == (1, 0)
-
-
-def test_what_was_under_way_is_over_in_the_child_and_goes_on_in_the_parent() -> None:
-    jobs, gate, begun = JobQueue("test", 4), threading.Event(), threading.Event()
-
-    def work() -> int:
-        begun.set()
-        return 7 if gate.wait(HANG_S) else 0
-
-    first, second = (Transfer(work, lambda: 0, 0, Limit()) for _ in range(2))
-    assert jobs.submit(first)
-    assert jobs.submit(second)
-    assert begun.wait(HANG_S)
-
-    def look() -> list[object]:
-        jobs.close()
-        late = Transfer(lambda: 1, lambda: 0, 0, Limit())
-        first.perform()  # by mistake: it is over here
-        return [first.done(), first.result(HANG_S), second.result(HANG_S), jobs.submit(late), len(jobs)]
-
-    with LocksHeld():
-        assert in_child(look) == [True, 0, 0, False, 0]
-    assert not first.done()
-    gate.set()
-    assert (first.result(HANG_S), second.result(HANG_S)) == (7, 7)
-    jobs.close()
 
 
 def test_a_child_ends_no_daemon_and_a_daemon_outlives_no_parent(tmp_path: Path) -> None:
