@@ -210,17 +210,6 @@ def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: py
         assert caplog.records == []
 
 
-def test_the_daemon_hears_how_the_arena_is_held_and_the_counters(
-    daemon: FakeDaemon, connector: tiercache.Connector
-) -> None:
-    def reports() -> list[m.Report]:
-        return [request for request in daemon.seen(m.Report) if isinstance(request, m.Report)]
-
-    wait_until(reports)
-    wait_until(lambda: reports()[-1].registration == connector.client.session().arena.registration)  # type: ignore[union-attr]
-    assert reports()[-1].counters["loads"] == 0
-
-
 @pytest.mark.parametrize("code", [m.ErrorCode.EXPIRED, m.ErrorCode.LIMIT])
 def test_a_lease_whose_end_was_not_heard_is_ended_later(
     daemon: FakeDaemon, client: tiercache.Client, code: m.ErrorCode

@@ -242,14 +242,6 @@ class MemoryDaemon:
                 data = np.frombuffer(bytes(payload), np.uint8)
                 self.memory[self.pending[write.blocks[index]].frame, offset : offset + len(data)] = data
                 return m.Done(*ids), None
-            case m.Pin(keys=keys, namespaces=namespaces) | m.Unpin(keys=keys, namespaces=namespaces):
-                return m.Pinned(*ids, self.run(namespaces, keys)), None
-            case m.Hint(keys=keys, namespaces=namespaces):
-                return m.Hinted(*ids, self.run(namespaces, keys)), None
-            case m.Prefetch(keys=keys, namespaces=namespaces):
-                return m.Matched(*ids, self.run(namespaces, keys), 0, m.NO_LEASE), None
-            case m.Stats():
-                return m.StatsReply(*ids, {"fake": 1}), None
             case _:
                 return m.Done(*ids), None
 

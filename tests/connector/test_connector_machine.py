@@ -45,9 +45,15 @@ chains = st.integers(0, len(CHAINS) - 1)
 blocks = st.integers(0, BLOCKS - 1)
 events = st.sampled_from(["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "cancel", "expire", "lost"])
 """What happens in the middle of a copy."""
-KINDS = [m.Match, m.Resolve, m.Release, m.Reserve, m.Commit, m.Abort, m.Read, m.Write, m.Hold]
-troubles = st.none() | st.none() | st.tuples(st.sampled_from(KINDS), st.sampled_from(Trouble))
-"""Which request does not go as it should during a call, and how."""
+
+
+def troubles(*kinds: type[m.Request]) -> st.SearchStrategy[Any]:
+    """Which request does not go as it should during a call, and how; or none."""
+    return st.none() | st.tuples(st.sampled_from(kinds), st.sampled_from(Trouble))
+
+
+LOADING = troubles(m.Release, m.Release, m.Resolve, m.Read)
+STORING = troubles(m.Reserve, m.Commit, m.Commit, m.Abort, m.Write)
 
 
 @dataclass
@@ -112,7 +118,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     # --- calls of an engine -----------------------------------------------------------------------
 
-    @rule(engine=engines, chain=chains, first=blocks, count=blocks, event=events, trouble=troubles, data=st.data())
+    @rule(engine=engines, chain=chains, first=blocks, count=blocks, event=events, trouble=STORING, data=st.data())
     def store(
         self, engine: int, chain: int, first: int, count: int, event: str, trouble: Any, data: st.DataObject
     ) -> None:
@@ -151,7 +157,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             its.write([0], [content(1, named[first])])
             assert its.connector.store(keys, [0], first=first) == (0, 0, 1, True)
 
-    @rule(engine=engines, chain=chains, trouble=troubles, data=st.data())
+    @rule(engine=engines, chain=chains, trouble=troubles(m.Match), data=st.data())
     def match(self, engine: int, chain: int, trouble: Any, data: st.DataObject) -> None:
         its, keys = self.engines[engine], CHAINS[chain]
         with self.during(its, "nothing", trouble, data, keys) as quiet:
@@ -161,10 +167,12 @@ class ConnectorMachine(RuleBasedStateMachine):
                 self.held.append(Held(its, match, keys, self.now_s + 600))
 
     @precondition(lambda self: self.held)
-    @rule(place=blocks, engine=engines, trouble=troubles, data=st.data())
+    @rule(place=blocks, engine=engines, trouble=troubles(m.Hold), data=st.data())
     def hand_over(self, place: int, engine: int, trouble: Any, data: st.DataObject) -> None:
-        """The other engine, a process of the same instance, adopts a match."""
+        """Another engine, a process of the same instance, adopts a match."""
         held, its = self.held[place % len(self.held)], self.engines[engine]
+        if any(one.engine is its and one.match._lease == held.match._lease for one in self.held):
+            return  # its own
         lives = self.lease(held) is not None
         with self.during(its, "nothing", trouble, data, held.keys) as quiet:
             match = its.connector.adopt(held.match.ticket())
@@ -174,7 +182,7 @@ class ConnectorMachine(RuleBasedStateMachine):
                 self.held.append(Held(its, match, held.keys, self.now_s + 600))
 
     @precondition(lambda self: self.held)
-    @rule(place=blocks, first=blocks, count=blocks, event=events, trouble=troubles, data=st.data())
+    @rule(place=blocks, first=blocks, count=blocks, event=events, trouble=LOADING, data=st.data())
     def load(self, place: int, first: int, count: int, event: str, trouble: Any, data: st.DataObject) -> None:
         held = self.held.pop(place % len(self.held))
         its, first = held.engine, first % (held.match.blocks + 1)
@@ -198,7 +206,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             finally:
                 its.known[ids] = its.pool()[ids]  # the rest of them holds anything
 
-    @rule(engine=engines, chain=chains, first=blocks, count=blocks, event=events, trouble=troubles, data=st.data())
+    @rule(engine=engines, chain=chains, first=blocks, count=blocks, event=events, trouble=LOADING, data=st.data())
     def fetch(
         self, engine: int, chain: int, first: int, count: int, event: str, trouble: Any, data: st.DataObject
     ) -> None:
@@ -217,27 +225,27 @@ class ConnectorMachine(RuleBasedStateMachine):
         del held
         gc.collect(0)
 
-    @rule(engine=engines, chain=chains)
-    def ask(self, engine: int, chain: int) -> None:
-        connector, keys = self.engines[engine].connector, CHAINS[chain]
-        expected = self.daemon.run([1], keys) if connector.available else 0
-        assert connector.pin(keys, 1) == connector.unpin(keys) == connector.prefetch(keys) == expected
-        assert connector.hint(keys, tiercache.Hint(done=True)) == expected
-
     # --- what happens -----------------------------------------------------------------------------
 
-    @rule(late=st.booleans(), slow=st.integers(0, 2), most=st.integers(1, 3))
-    def pace(self, late: bool, slow: int, most: int) -> None:
-        self.daemon.late, self.daemon.slow, self.daemon.most = late, slow, most
-
-    @rule(chain=chains, number=blocks)
-    def flush(self, chain: int, number: int) -> None:
-        self.daemon.flush((1, split(CHAINS[chain])[number]))
-
-    @rule(count=st.integers(1, 6))
-    def make_room(self, count: int) -> None:
-        for _ in range(count):
-            self.daemon.evict()
+    @rule(
+        what=st.sampled_from(["pace", "pace", "flush", "evict", "evict", "silence", "restart"]),
+        chain=chains,
+        number=blocks,
+        late=st.booleans(),
+    )
+    def change(self, what: str, chain: int, number: int, late: bool) -> None:
+        """Something happens between two calls."""
+        if what == "pace":
+            self.daemon.late, self.daemon.slow, self.daemon.most = late, number % 3, 1 + number % 3
+        elif what == "flush":
+            self.daemon.flush((1, split(CHAINS[chain])[number]))
+        elif what == "evict":
+            for _ in range(number + 1):
+                self.daemon.evict()
+        elif what == "silence":
+            self.silence()
+        else:
+            self.restart()
 
     @rule(count=st.integers(1, 3))
     def time_passes(self, count: int) -> None:
@@ -254,7 +262,6 @@ class ConnectorMachine(RuleBasedStateMachine):
             if held.kept and self.now_s < held.until_s:
                 assert self.lease(held) is not None, "a lease in use was not renewed"
 
-    @rule()
     def silence(self) -> None:
         """The clients stand still for longer than their leases."""
         self.now_s += TTL_S + 1
@@ -262,7 +269,6 @@ class ConnectorMachine(RuleBasedStateMachine):
         for held in self.held:
             held.kept = False
 
-    @rule()
     def restart(self) -> None:
         self.daemon.alive = False
         for lease in self.daemon.reads.values():
@@ -360,5 +366,5 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-TestConnector = in_first_ring(ConnectorMachine, examples=80, steps=40)
+TestConnector = in_first_ring(ConnectorMachine, examples=100, steps=40)
 TestConnectorForLong = in_stress(ConnectorMachine)

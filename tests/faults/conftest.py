@@ -22,12 +22,10 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test here as violent, with a limit of a minute unless it has its own."""
+    """Each test here has a limit of a minute unless it has its own."""
     for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker(pytest.mark.stress)
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(60))
+        if _HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(60))
 
 
 @pytest.fixture

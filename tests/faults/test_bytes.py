@@ -22,6 +22,8 @@ from waiting import wait_until
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.protocol import messages as m
 
+pytestmark = pytest.mark.stress
+
 BAD_HEADERS = sorted(bad_headers(b"s" * 16, 1, Path("/nowhere")))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -12,18 +11,18 @@ from unittest.mock import MagicMock
 
 import pytest
 import zmq
-from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_messages import RawZmtp, greet
 from fault_peer import Peer
-from fault_processes import Daemon, open_fds, rss_bytes
+from fault_processes import Daemon, rss_bytes
 from waiting import wait_until
 
 from tiercache.client.session import Session, SessionSettings
-from tiercache.config.daemon_config import session_socket_path
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
+
+pytestmark = pytest.mark.stress
 
 MIB = 1 << 20
 
@@ -38,34 +37,6 @@ def test_24_a_frame_of_a_gigabyte_and_a_half_is_not_awaited(
         raw.announce(3 << 29)
         assert raw.is_over(), "the daemon waits for 1.5 GiB"
     assert rss_bytes(hardened.pid) - before < 64 * MIB
-
-
-def test_24_idle_connections_on_the_session_socket(
-    daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
-) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4000), hard), hard))
-    closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-    peer, spec, keys = connect(daemon), spec_of(), chain_of("idle", 4)
-    peer.store(spec, keys)
-    before = open_fds(daemon.pid)
-    idle = []
-    deadline_s = time.monotonic() + 45
-    while len(idle) < 1500:
-        sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        sock.setblocking(False)
-        while True:  # a full backlog is a reason to try again
-            assert time.monotonic() < deadline_s
-            with suppress(BlockingIOError):
-                sock.connect(str(session_socket_path(daemon.run_dir)))
-                break
-        idle.append(sock)
-        if len(idle) % 100 == 0:
-            assert peer.load(spec, keys) == 4
-    assert open_fds(daemon.pid) - before <= 64, "few silent peers are admitted"
-    wait_until(lambda: _greets(daemon), "a peer that says hello is admitted")
-    wait_until(lambda: open_fds(daemon.pid) <= before, "silent peers are dropped")
-    assert peer.load(spec, keys) == 4
 
 
 def _greets(daemon: Daemon) -> bool:
@@ -137,26 +108,3 @@ def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
     assert posted > 1000, "a thousand outstanding replies are allowed"
     assert bystander.stats()["counters"]["sessions_cut"] > 0
     assert all(isinstance(other.ask(m.Ping), m.Done) for other in others)
-
-
-def test_42_the_last_request_before_silence_is_answered(hardened: Daemon, connect: Callable[..., Peer]) -> None:
-    """All threads stop at once, so no further request wakes the daemon for one that it has missed."""
-    peers = [connect(hardened, map_arena=False) for _ in range(8)]
-    failures: list[str] = []
-
-    def ask(peer: Peer, barrier: threading.Barrier) -> None:
-        try:
-            for _ in range(150):
-                barrier.wait(40)
-                assert isinstance(peer.ask(m.Ping), m.Done)
-        except (AssertionError, threading.BrokenBarrierError) as error:
-            failures.append(repr(error))
-            barrier.abort()
-
-    barrier = threading.Barrier(len(peers))
-    threads = [threading.Thread(target=ask, args=(peer, barrier)) for peer in peers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50)
-    assert not failures

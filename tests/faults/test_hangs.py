@@ -11,6 +11,8 @@ from fault_engine import Engine
 from fault_processes import Child, Daemon
 from waiting import wait_until
 
+pytestmark = pytest.mark.stress
+
 SPEC = spec_of(64 << 10)
 
 

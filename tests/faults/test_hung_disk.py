@@ -23,6 +23,8 @@ from waiting import wait_until
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.protocol import messages as m
 
+pytestmark = pytest.mark.stress
+
 SPEC = spec_of(64 << 10)
 BLOCKS = 6
 SOON_S = 30.0

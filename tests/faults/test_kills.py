@@ -26,6 +26,8 @@ from waiting import state_of, wait_until
 
 from tiercache.protocol import messages as m
 
+pytestmark = pytest.mark.stress
+
 SPEC = spec_of(64 << 10)
 WIDE = spec_of(256 << 10)
 FRAMES = 16

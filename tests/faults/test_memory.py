@@ -21,6 +21,8 @@ from waiting import wait_until
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.protocol import messages as m
 
+pytestmark = pytest.mark.stress
+
 MIB = 1 << 20
 _F_ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1033, 2, 4, 8
 SPEC = spec_of(64 << 10)

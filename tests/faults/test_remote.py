@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -22,6 +21,8 @@ from tiercache.client.client import Client
 from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.curve import load_client, make_client, make_server
+
+pytestmark = pytest.mark.stress
 
 SPEC = tiercache.NamespaceSpec(engine="remote/1", layout="x", dtype="uint8", block_size=4, block_bytes=5000)
 KEYS = tiercache.KeyChain(tiercache.root_key("a model"), 4, range(16)).packed()  # of 4 blocks
@@ -91,7 +92,7 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     make_client(tmp_path / "else", "team-c", tmp_path / "team-c.toml")
     with pytest.raises(DaemonUnavailable, match="it has other keys, or it does not let ours in"):
         # The key of another daemon, unknown to this one.
-        Client.connect(site.address("team-c"), timeout_s=1.0, request_timeout_s=0.5)
+        Client.connect(site.address("team-c"), timeout_s=1.0, request_timeout_s=0.5)  # rule: none comes
     right = load_client(tmp_path / "team-a.toml")
     stranger, secret = zmq.curve_keypair()
     keys = {"public_key": stranger, "secret_key": secret, "server_key": right.server}
@@ -99,7 +100,7 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     unknown.write_text("".join(f"{name} = '{key.decode()}'\n" for name, key in keys.items()))
     unknown.chmod(0o600)
     with pytest.raises(DaemonUnavailable, match="does not let ours in"):
-        Client.connect(site.address("unknown"), timeout_s=1.0, request_timeout_s=0.5)
+        Client.connect(site.address("unknown"), timeout_s=1.0, request_timeout_s=0.5)  # rule: none comes
     with Client.connect(remote.run_dir, map_arena=False) as local:
         assert local.stats()["counters"]["handshakes_refused"] >= 1
     Client.connect(site.address("team-a")).close()
@@ -117,7 +118,7 @@ def test_a_key_is_locked_out_by_removing_its_file(site: Site, remote: Daemon, cl
 
 def knock(port: int, data: bytes) -> None:
     """Send bytes to the TCP port and wait until it hangs up or says nothing for a moment."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         sock.settimeout(0.2)
         try:
             sock.sendall(data)
@@ -188,21 +189,6 @@ STRANGER = 54322
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as other users")
 
 
-def test_namespaces_by_the_thousand(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    greedy = closing.enter_context(Client.connect(site.address("team-a")))
-
-    def register(client: Client, number: int) -> None:
-        client.register(msgspec.structs.replace(SPEC, extra={"number": str(number)}))
-
-    for number in range(256):
-        register(greedy, number)
-    with pytest.raises(RequestRefused, match="tenant team-a has registered 256 namespaces"):
-        register(greedy, 256)
-    register(greedy, 0)
-    register(closing.enter_context(Client.connect(site.address("team-b"))), 0)
-    register(closing.enter_context(Client.connect(remote.run_dir, map_arena=False)), 256)
-
-
 @needs_root
 def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     """Another user took the path in /tmp first: that daemon would get all blocks, and could answer with anything."""
@@ -214,7 +200,7 @@ def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Da
         if pid == 0:
             try:
                 os.setuid(STRANGER)
-                Client.connect(run_dir, timeout_s=1.0)
+                Client.connect(run_dir)
                 said = "connected"
             except (DaemonUnavailable, ConfigError) as error:
                 said = str(error)
@@ -234,7 +220,7 @@ def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Da
     try:
         assert "it may be no daemon of ours" in outcome(str(link))
         late = Daemon("--arena", "16MiB", run_dir=str(link))
-        assert late.launch().wait(20) != 0
+        assert late.launch().wait(60) != 0
         assert "is another user's symbolic link" in late.log()
         late.close()
     finally:
@@ -249,7 +235,7 @@ def test_keys_that_all_users_could_add_to(tmp_path: Path) -> None:
     (keys / "clients").chmod(0o777)
     daemon = Daemon("--arena", "16MiB", "--listen", "tcp://127.0.0.1:1", "--curve-keys", str(keys))
     try:
-        assert daemon.launch().wait(20) != 0
+        assert daemon.launch().wait(60) != 0
         assert "chmod o-w" in daemon.log()
     finally:
         daemon.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from chains import chain_of
 from fault_blocks import spec_of
 from fault_peer import Peer
@@ -12,6 +13,8 @@ from fault_processes import Daemon
 from waiting import state_of, wait_until
 
 from tiercache.protocol import messages as m
+
+pytestmark = pytest.mark.stress
 
 SPEC = spec_of(64 << 10)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import threading
 
 import pytest
 from hypothesis import given
@@ -65,21 +64,3 @@ def test_nothing_seen_and_clocks_that_step() -> None:
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(metrics).failed == 0
-
-
-def test_one_thread_observes_while_another_reads() -> None:
-    latency, done = LatencyHistogram(), threading.Event()
-    values = range(1, 20_001)
-
-    def observe() -> None:
-        for value in values:
-            latency.observe(value)
-        done.set()
-
-    thread = threading.Thread(target=observe)
-    thread.start()
-    while not done.is_set():
-        assert sum(count for _, count in latency.buckets()) <= len(values)
-    thread.join(30)
-    assert (latency.count, latency.sum, latency.max) == (len(values), sum(values), values[-1])
-    assert sum(count for _, count in latency.buckets()) == len(values)

@@ -46,30 +46,6 @@ def test_no_child_imports_from_the_current_directory(proof: Path, tmp_path: Path
     assert not proof.exists(), proof.read_text()
 
 
-def test_a_quick_child_has_the_path_of_its_parent_and_nothing_else(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    other.joinpath("probe.py").write_text(
-        "import sys, tiercache\ndef main():\n"
-        "    print(*sys.path, sys.argv, 'site' in sys.modules, sep='\\n')\n    return 3\n"
-    )
-    parent = (
-        f"import sys; sys.path[:] = [{str(ROOT)!r}, {str(other)!r}, '', 'relative', *sys.path]\n"
-        "import subprocess, tiercache.ground.isolated as isolated\n"
-        "print(*(folder for folder in sys.path if folder.startswith('/')), sep='\\n')\n"
-        "sys.exit(subprocess.run(isolated.quick_command('probe', 'a b', '-m')).returncode)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", parent], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (3, "")
-    lines = done.stdout.splitlines()
-    path, seen = lines[: len(lines) // 2 - 1], lines[len(lines) // 2 - 1 : -2]
-    assert seen == path
-    assert {str(ROOT), str(other)} < set(path)
-    assert lines[-2:] == ["['probe', 'a b', '-m']", "False"]
-
-
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-P",)])
 def test_a_child_has_the_package_of_its_parent(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Also where only the parent knows where the package is, as in a script beside it."""
