@@ -93,6 +93,7 @@ class MemoryDaemon:
     Attributes:
         visible: frame and parent of each block that a match finds.
         copying: frames that copies of the client use now, each as often as it is used.
+        voided: frames of stores that were annulled while they were copied.
         trouble: what becomes of the next request of a type.
         late: requests that are posted are done when their reply is waited for, and not before.
         most: frames that one reservation gets at most.
@@ -116,6 +117,7 @@ class MemoryDaemon:
         self.slow = 0
         self.requests: list[m.Request] = []
         self.problems: list[str] = []
+        self.voided: set[int] = set()
         self.ended: set[tuple[MemorySession, int]] = set()
         self.alive = True
         self._clock_s = clock_s
@@ -310,6 +312,7 @@ class MemoryDaemon:
                 continue
             named = write.blocks[index]
             self._must(entry.frame not in self.copying, "a block is committed while it is copied")
+            self._must(entry.frame not in self.voided, "a block is committed though its store was annulled")
             self._must(self.memory[entry.frame].tobytes() == content(*named), "wrong bytes are committed")
             entry.complete = True
             self._show(named)
@@ -368,6 +371,7 @@ class MemoryDaemon:
 
     def _set_free(self, frame: int) -> None:
         self.memory[frame] = GARBAGE
+        self.voided.discard(frame)
         self.free.append(frame)
 
     def _next_lease(self) -> int:

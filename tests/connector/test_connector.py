@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import chain_of
-from connector_helpers import BLOCK_BYTES, bytes_of, spec
+from connector_helpers import bytes_of, spec
 from waiting import wait_until
 
 import tiercache
 import tiercache.connector.connector
 from tiercache.client import keeper
-from tiercache.copies.pool import CpuCopier, Limit
+from tiercache.copies.pool import CpuCopier
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.protocol.hints import Hint
 
@@ -59,20 +59,6 @@ def test_layered_pools_store_the_same_bytes_as_block_pools(open_connector: Open,
     assert bytes_of(layered, [10, 11, 12, 13, 14]) == [row.tobytes() for row in flat[:5]]
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
-def test_torch_pools(open_connector: Open, dtype: str) -> None:
-    import torch
-
-    tensor = torch.randint(-100, 100, (12, 2, 64)).to(getattr(torch, dtype))
-    connector = open_connector(pool=tiercache.Pool.from_blocks(tensor))
-    chain = chain_of(f"torch {dtype}", 4)
-    assert connector.store(chain, [0, 2, 4, 6]).stored == 4
-    assert connector.load(connector.match(chain), [8, 9, 10, 11]) == 4
-    raw = tensor.view(torch.uint8)
-    assert torch.equal(raw[[0, 2, 4, 6]], raw[8:12])
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> None:
     pool = np.random.default_rng(0).integers(0, 256, (4, (5 << 20) + 8), np.uint8)
@@ -95,25 +81,6 @@ def test_long_chains_go_in_windows(open_connector: Open) -> None:
     assert connector.load(match, range(1500, 2800)) == 1300
     assert np.array_equal(pool[1500:2800], pool[:1300])
     connector.flush()
-
-
-def test_a_full_queue_drops_stores_and_misses_loads(open_connector: Open) -> None:
-    connector = open_connector()
-    chain = chain_of("full queue", 2)
-    connector.store(chain, [0, 1])
-    gate = threading.Event()
-    for queue in (connector._loads, connector._stores):
-        queue.submit(tiercache.Transfer(lambda: gate.wait(WAIT_S), lambda: None, None, Limit()))
-        wait_until(lambda queue=queue: not len(queue), "it is under way")
-        queue._capacity = 1
-    waiting = connector.store_async(chain, [0, 1]), connector.load_async(connector.match(chain), [2, 3])
-    dropped = connector.store_async(chain, [0, 1])
-    missed = connector.load_async(connector.match(chain), [4, 5])
-    assert (dropped.done(), dropped.result()) == (True, (0, 0, 2, False))
-    assert (missed.done(), missed.result()) == (True, 0)
-    gate.set()
-    assert (waiting[0].result().present, waiting[1].result()) == (2, 2)
-    assert _leases(connector) == (0, 0)
 
 
 def test_ranks_are_matched_together(open_connector: Open) -> None:
@@ -214,14 +181,6 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
     first.release(match)
     assert first.client.report.counters()["stored_blocks"] == 10
     assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
-
-
-def test_a_sibling_whose_blocks_do_not_fit_is_refused(open_connector: Open) -> None:
-    first = open_connector()
-    with pytest.raises(LayoutError, match=f"has 700 bytes and the namespace says {BLOCK_BYTES}"):
-        first.sibling(spec(), small_pool())
-    with pytest.raises(ConfigError, match="window_blocks is -1"):
-        first.sibling(spec(700, window_blocks=-1), small_pool())
 
 
 def found(connector: tiercache.Connector, chain: bytes) -> int:

@@ -43,7 +43,9 @@ TTL_S = loads.READ_TTL_MS / 1000
 engines = st.integers(0, 1)
 chains = st.integers(0, len(CHAINS) - 1)
 blocks = st.integers(0, BLOCKS - 1)
-events = st.sampled_from(["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "cancel", "expire", "lost"])
+events = st.sampled_from(
+    ["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "void", "cancel", "cancel", "expire", "lost"]
+)
 """What happens in the middle of a copy."""
 
 
@@ -96,16 +98,16 @@ class ConnectorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        for name in ("EDGE_BYTES", "WINDOW_BYTES"):
-            self.patch.setattr(stores, name, 2 * BLOCK_BYTES)
         self.patch.setattr(loads, "RESOLVE_WITH_MATCH", 1)
         self.patch.setattr(loads, "MAX_RESOLVE", 2)
         self.now_s = 1000.0
         self.held: list[Held] = []
         self.lost_frames = 0
 
-    @initialize(frames=st.integers(4, 3 * BLOCKS), stored=st.integers(0, BLOCKS))
-    def begin(self, frames: int, stored: int) -> None:
+    @initialize(frames=st.integers(4, 3 * BLOCKS), stored=st.integers(0, BLOCKS), edge=st.integers(1, 2))
+    def begin(self, frames: int, stored: int, edge: int) -> None:
+        self.patch.setattr(stores, "EDGE_BYTES", edge * BLOCK_BYTES)
+        self.patch.setattr(stores, "WINDOW_BYTES", 2 * BLOCK_BYTES)
         self.frames = frames
         self.daemon = MemoryDaemon(self.clock_s, frames)
         self.engines = [Engine(self.daemon, self.clock_s, mapped=mapped) for mapped in (True, False)]
@@ -321,10 +323,11 @@ class ConnectorMachine(RuleBasedStateMachine):
                 its.client.lose_session()
             elif event == "restart":
                 self.restart()
-            elif event == "cancel" and source:
+            elif event == "void" and source:
                 limit.annul()
+                self.daemon.voided |= {*self.daemon.copying}
                 its.write(source, [bytes([DIRT]) * BLOCK_BYTES] * len(source))  # the engine reuses them
-            elif event == "cancel":
+            elif event in ("void", "cancel"):
                 limit.stop()
             elif event == "expire":
                 self.silence()
@@ -366,5 +369,5 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-TestConnector = in_first_ring(ConnectorMachine, examples=100, steps=40)
+TestConnector = in_first_ring(ConnectorMachine, examples=250, steps=40)
 TestConnectorForLong = in_stress(ConnectorMachine)

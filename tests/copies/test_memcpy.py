@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -98,17 +97,6 @@ def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
     assert copy_moves(again, Meeting(), shared=True) == BLOCKS  # by both: the helper has left the first
     again.check()
     np.testing.assert_array_equal(moves.target, before)
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_copies_with_a_helper_of_its_own() -> None:
-    moves = Moves()
-    assert copy_moves(moves, Meeting(), shared=True) == BLOCKS
-    child = os.fork()
-    if child == 0:
-        good = copy_moves(moves, Meeting(), shared=True) == BLOCKS
-        os._exit(0 if good else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_one_thread_where_there_is_little_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,25 +108,6 @@ class StopAfter(Limit):
         return self.left < 0
 
 
-@pytest.mark.parametrize("into", [True, False])
-@pytest.mark.parametrize("rows", [[4, 5, 6, 7, 8, 9], [9, 4, 5, 6, 0, 1], [1, 3, 5, 7, 9, 11]])
-def test_small_blocks_are_gathered_and_scattered_by_runs_of_the_arena(rows: list[int], into: bool) -> None:
-    blocks = np.random.default_rng(1).integers(1, 256, (12, 96), np.uint8)
-    arena = np.random.default_rng(2).integers(1, 256, (12, 96), np.uint8)
-    expected_blocks, expected_arena = blocks.copy(), arena.copy()
-    ids = [7, 2, 11, 0, 5, 3]
-    copier = CpuCopier(Pool.from_blocks(blocks))
-    if into:
-        expected_blocks[ids] = arena[rows]
-        done = copier.copy_in(addresses(arena, rows), np.array(ids), Limit())
-    else:
-        expected_arena[rows] = blocks[ids]
-        done = copier.copy_out(np.array(ids), addresses(arena, rows), Limit())
-    assert done == 6
-    np.testing.assert_array_equal(blocks, expected_blocks)
-    np.testing.assert_array_equal(arena, expected_arena)
-
-
 @pytest.mark.parametrize("layered", [False, True])
 def test_a_stopped_copy_says_how_many_leading_blocks_are_complete(
     layered: bool, monkeypatch: pytest.MonkeyPatch

@@ -10,38 +10,13 @@ from chains import chain_of
 from fault_blocks import spec_of
 from fault_peer import Peer
 from fault_processes import Daemon
-from waiting import state_of, wait_until
+from waiting import wait_until
 
 from tiercache.protocol import messages as m
 
 pytestmark = pytest.mark.stress
 
 SPEC = spec_of(64 << 10)
-
-
-def asleep(daemon: Daemon, seconds: float) -> None:
-    """Stop the daemon for a time; the test is about that time."""
-    daemon.stop()
-    end_s = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > end_s, "the pause is over", seconds + 1)
-    assert state_of(daemon.pid) == "T"
-    daemon.go_on()
-
-
-def test_45_leases_do_not_expire_while_the_daemon_stands_still(daemon: Daemon, connect: Callable[..., Peer]) -> None:
-    peer, other, keys = connect(daemon), connect(daemon), chain_of("still", 4)
-    peer.store(SPEC, keys)
-    read = peer.match(SPEC, keys, ttl_ms=2000).lease
-    reserved = peer.reserve(SPEC, chain_of("being written", 3), ttl_ms=2000)
-    indices = peer.fill(SPEC, chain_of("being written", 3), reserved)
-    assert other.ask(m.Pin, namespaces=[other.register(SPEC)], keys=keys, ttl_ms=2000).blocks == 4
-    asleep(daemon, 2.5)
-    stats = other.stats()
-    assert stats["counters"]["leases_expired"] == 0
-    assert stats["pins"]["count"] == 1
-    assert peer.ask(m.Release, lease=read).good
-    assert peer.commit(reserved.lease, indices) == [m.CommitState.VISIBLE] * 3
-    assert peer.load(SPEC, chain_of("being written", 3)) == 3
 
 
 def test_45_renewals_in_the_queue_are_read_before_leases_are_judged(
