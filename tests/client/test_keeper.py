@@ -81,12 +81,15 @@ def test_a_refusal_at_hello_is_told_at_once(daemon: FakeDaemon) -> None:
 def test_a_missed_deadline_is_down_and_good_pings_are_up(daemon: FakeDaemon, client: tiercache.Client) -> None:
     daemon.rules[m.Ping] = lambda request, reply: []
     daemon.rules[m.Stats] = lambda request, reply: []
+    session = client.session()
     with hurried(client, 0.2):
         with pytest.raises(DeadlineExceeded):
             client.stats()
         assert not client.alive
         with pytest.raises(DaemonUnavailable, match="unavailable: no answer"):
             client.stats()
+        with pytest.raises(DaemonUnavailable, match="is being probed"):  # a match that is held costs no deadline
+            session.call(m.Stats, m.StatsReply)
         wait_until(lambda: daemon.seen(m.Stats))
         assert len(daemon.seen(m.Stats)) == 1  # the second call did not even ask
         pings = len(daemon.seen(m.Ping))

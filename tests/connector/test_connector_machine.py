@@ -139,6 +139,7 @@ class ConnectorMachine(RuleBasedStateMachine):
                 result = its.connector.store(keys, ids, first=first)
             assert sum(result[:3]) == len(ids)
             assert min(result[:3]) >= 0
+            assert not (result.parent_missing and result.stored + result.present)
             if quiet and alone:
                 now = [(1, key) in self.daemon.visible for key in named]
                 assert result.stored + result.present == sum(now)

@@ -81,20 +81,6 @@ class PeerChild:
                 signal.pause()
         return pid
 
-    def ping_pong(self, seconds: float, peers: int) -> int:
-        """Several sessions, each with a few pings under way; every one must be answered."""
-        others = [Peer(self.run_dir, name=f"ping {n}", map_arena=False) for n in range(peers)]
-        answered = 0
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
-            posted = [(peer, peer.post(m.Ping)) for peer in others for _ in range(3)]
-            for peer, request_id in posted:
-                assert isinstance(peer.answer_to(request_id)[0], m.Done)
-                answered += 1
-        for peer in others:
-            peer.close()
-        return answered
-
 
 class EngineChild:
     """Orders for a connector with a pool."""

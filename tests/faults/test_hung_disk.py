@@ -23,11 +23,11 @@ from waiting import wait_until
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.protocol import messages as m
 
-pytestmark = pytest.mark.stress
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(240)]
 
 SPEC = spec_of(64 << 10)
 BLOCKS = 6
-SOON_S = 30.0
+SOON_S = 60.0
 """Deadline of states that must be reached, however slow the machine."""
 
 
