@@ -22,10 +22,10 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test here has a limit of a minute unless it has its own."""
+    """Each test here has a limit of three minutes unless it has its own."""
     for item in items:
         if _HERE in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(60))
+            item.add_marker(pytest.mark.timeout(180))
 
 
 @pytest.fixture

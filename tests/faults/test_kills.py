@@ -194,7 +194,7 @@ def moments(dice: random.Random, seconds: float, shortest: float, longest: float
         yield
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("workers", [False, True], ids=["dram", "nvme workers"])
 def test_clients_at_random_while_the_daemon_and_its_worker_processes_die(
     start_daemon: Callable[..., Daemon],
