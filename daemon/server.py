@@ -172,7 +172,6 @@ class Server:
                 __version__,
                 config.arena_bytes,
                 wants_events,
-                hints=True,
                 connections=CONNECTIONS_PER_SESSION,
             )
 

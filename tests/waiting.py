@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,13 +37,9 @@ def state_of(pid: int | str) -> str:
 
 @contextmanager
 def hurried(client: tiercache.Client, deadline_s: float = 0.5) -> Iterator[None]:
-    """Meanwhile the client's requests have this deadline. Before and after, it waits for a daemon that is only slow."""
-    session, keeper = client.session(), client._keeper
-    patient, keeper._settings = keeper._settings, dataclasses.replace(keeper._settings, request_timeout_s=deadline_s)
-    session.timeout_s = session._channels.timeout_s = deadline_s
+    """Meanwhile the client's requests have this deadline: for a daemon that does not answer at all."""
+    patient_s, client.request_timeout_s = client.request_timeout_s, deadline_s
     try:
         yield
     finally:
-        keeper._settings = patient
-        for one in {session, keeper._session} - {None}:  # another one since, if the first was lost
-            one.timeout_s = one._channels.timeout_s = patient.request_timeout_s
+        client.request_timeout_s = patient_s

@@ -10,11 +10,7 @@ so `import tiercache` costs nothing.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from tiercache.ground import former_names
 
 if TYPE_CHECKING:
     from tiercache.client.client import Client
@@ -100,19 +96,6 @@ __all__ = [
     "launch",
     "root_key",
 ]
-
-
-class _Package(ModuleType):
-    """Keeps `tiercache.launch` the function: an import of the former module of that name would replace it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "launch" and isinstance(value, ModuleType):
-            value = value.launch
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-former_names.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,10 +5,3 @@
 `hinted_policy` wraps the policy of a tier: hints take precedence over the policy. Until the first hint
 `switched_policy` leaves it out.
 """
-
-from typing import TYPE_CHECKING
-
-from tiercache.ground.former_names import former_module
-
-if not TYPE_CHECKING:  # `tiercache.daemon.hints` was a module in 0.1
-    __getattr__ = former_module("tiercache.daemon.hints.hints")

@@ -15,10 +15,3 @@ answer on its way to a client, a write to a disk). The index calls it when an en
 pins it; `dram/writes` and `dram/pending_blocks` for frames that were reserved and not published, after a quarantine if
 a client may still write to them. An NVMe slot is free after its row is deleted (`nvme/left_slots`).
 """
-
-from typing import TYPE_CHECKING
-
-from tiercache.ground.former_names import former_module
-
-if not TYPE_CHECKING:  # `tiercache.daemon.index` was a module in 0.1
-    __getattr__ = former_module("tiercache.daemon.index.index")

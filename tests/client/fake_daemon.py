@@ -47,6 +47,7 @@ class FakeDaemon:
         self.good = True
         self.announce_regions = True
         self.kv_events = False
+        self.refusal: m.Refused | None = None
         self.next_frame = 0
         self._region_bytes = region_bytes
         self._region_fd = create_region(region_bytes, "fake")
@@ -84,6 +85,10 @@ class FakeDaemon:
         self.rules.clear()
         self._commands.append(self._send_held)
 
+    def send(self, reply: m.Reply) -> None:
+        """Send a reply to the client whose request is being answered. For rules."""
+        self._router.send_multipart([self._identity, _encode(reply)])
+
     def drop_sessions(self) -> None:
         """Close all session sockets, as a daemon that dies does."""
         self._commands.append(self._drop_sessions)
@@ -95,7 +100,7 @@ class FakeDaemon:
     def close(self) -> None:
         """End the daemon and its thread."""
         self._closing = True
-        self._thread.join(5)
+        self._thread.join(60)
         for sock in self._tokens.values():
             sock.close()
         self._listener.close()
@@ -137,8 +142,12 @@ class FakeDaemon:
         assert len(fds) == 1
         hello = _hello.decode(data)
         self.hellos.append(hello)
+        if self.refusal is not None:
+            send_packet(sock, _encode(self.refusal))
+            sock.close()
+            return
         token = secrets.token_bytes(16)
-        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes, self.kv_events)
+        welcome = m.Welcome(1, self.generation, token, self.control, "fake", self._region_bytes, self.kv_events, 16)
         try:
             send_packet(sock, _encode(welcome))
             if hello.map_arena and self.announce_regions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,18 +29,17 @@ def test_no_frame_outside_its_region_has_an_address(count: int) -> None:
     try:
         mapping.add([(0, 1 << 20)], [fd])
         frames = np.arange(count, dtype=np.uint64) * 4096
-        found = mapping.addresses(frames.tobytes(), 4096, 1.0)
+        found = mapping.addresses(frames.tobytes(), 4096, 60.0)
         assert (found - found[0]).tolist() == frames.tolist()
         frames[-1] = (1 << 20) - 4096
-        assert mapping.addresses(frames.tobytes(), 4096, 1.0)[-1] == found[0] + (1 << 20) - 4096
+        assert mapping.addresses(frames.tobytes(), 4096, 60.0)[-1] == found[0] + (1 << 20) - 4096
         for bad in ((1 << 20) - 4095, 1 << 20, 1 << 40):
             frames[-1] = bad
             with pytest.raises(ProtocolError, match="not inside its region"):
-                mapping.addresses(frames.tobytes(), 4096, 1.0)
+                mapping.addresses(frames.tobytes(), 4096, 60.0)
     finally:
         os.close(fd)
         mapping.end()
-        assert mapping.wait_unmapped(60)
 
 
 @contextmanager
@@ -53,22 +51,12 @@ def region(size_bytes: int = 1 << 20) -> Iterator[int]:
         os.close(fd)
 
 
+def is_mapped(address: int) -> bool:
+    return f"\n{address:x}-" in Path("/proc/self/maps").read_text()
+
+
 def packed(region_id: int) -> bytes:
     return (region_id << REGION_SHIFT).to_bytes(8, "little")
-
-
-def test_a_region_that_no_thread_can_populate_is_mapped(no_threads: pytest.MonkeyPatch) -> None:
-    ready = threading.Event()
-    mapping = ArenaMapping(lambda registration: ready.set())
-    with region() as first, region() as second:
-        mapping.add([(0, 1 << 20)], [first])
-        assert len(mapping.addresses(packed(0), 4096, 1.0)) == 1
-        no_threads.undo()
-        mapping.add([(1, 1 << 20)], [second])
-        assert ready.wait(WAIT_S), "both regions have been populated"
-        assert mapping._fresh == []
-    mapping.end()
-    assert mapping.wait_unmapped(WAIT_S)
 
 
 def test_a_region_is_mapped_once_and_its_number_is_bounded() -> None:
@@ -76,14 +64,13 @@ def test_a_region_is_mapped_once_and_its_number_is_bounded() -> None:
     try:
         with region() as fd:
             mapping.add([(3, 1 << 20)], [fd])
-            address = mapping.addresses(packed(3), 4096, 1.0)
+            address = mapping.addresses(packed(3), 4096, 60.0)
             for bad in (3, -1, 1 << (64 - REGION_SHIFT)):
                 with pytest.raises(ProtocolError, match="out of range or was sent twice"):
                     mapping.add([(bad, 1 << 20)], [fd])
             with pytest.raises(ProtocolError, match="2 regions came with 1 descriptors"):
                 mapping.add([(4, 1 << 20), (5, 1 << 20)], [fd])
-        assert mapping.region_count == 1
-        assert mapping.addresses(packed(3), 4096, 1.0) == address
+        assert mapping.addresses(packed(3), 4096, 60.0) == address
     finally:
         mapping.end()
 
@@ -109,18 +96,19 @@ def test_the_mapping_goes_with_the_last_copy() -> None:
     mapping = ArenaMapping(lambda registration: None)
     with region() as fd:
         mapping.add([(0, 1 << 20)], [fd])
-        address = int(mapping.addresses(packed(0), 4096, 1.0)[0])
+        address = int(mapping.addresses(packed(0), 4096, 60.0)[0])
         for _ in range(2):
             assert mapping.begin_copy()
         mapping.end()
         assert not mapping.begin_copy()
         mapping.end_copy()
-        ctypes.memset(address, 7, 1 << 20)  # a process whose mapping had gone would die of it
+        assert is_mapped(address)
+        ctypes.memset(address, 7, 1 << 20)
         mapping.end_copy()
-        assert mapping.wait_unmapped(WAIT_S)
-        assert mapping.region_count == 0
+        assert not is_mapped(address)
         mapping.add([(1, 1 << 20)], [fd])
-        assert mapping.region_count == 0, "nothing is mapped after the end"
+        with pytest.raises(DeadlineExceeded):
+            mapping.addresses(packed(1), 4096, 60.0)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -151,7 +139,6 @@ def test_what_the_gpu_driver_keeps_stays_mapped(monkeypatch: pytest.MonkeyPatch,
         assert ready.wait(WAIT_S)
         assert mapping.registration == "cuda"
         mapping.end()
-        assert mapping.wait_unmapped(WAIT_S)
     assert unmapped == ([] if kept else [0])
 
 
@@ -171,24 +158,3 @@ def test_memory_that_could_shrink_or_is_of_another_size_is_not_mapped() -> None:
         Region(0, sealed, 1 << 21)
     with open("/dev/null", "rb") as file, pytest.raises(ArenaError, match="no memory file"):
         Region(0, file.fileno(), 0)
-
-
-def test_a_forked_child_does_not_have_the_mapping() -> None:
-    """Else a forked child would keep the arena's memory for as long as it lives."""
-    with region() as fd:
-        mapped = Region(0, fd, 1 << 20)
-        try:
-            flags = _flags_of(mapped.address)
-        finally:
-            mapped.unmap()
-    assert "dc" in flags  # do not copy on fork
-
-
-def _flags_of(address: int) -> list[str]:
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(match[1], 16) <= address < int(match[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    pytest.skip("this kernel does not say how memory is mapped")

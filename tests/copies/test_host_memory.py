@@ -133,5 +133,4 @@ def test_a_region_that_cuda_keeps_stays_mapped(fake: FakeDriver, kept: bool, mon
     (address,) = fake.held
     fake.keeps = address if kept else -1
     mapped.end()
-    assert mapped.wait_unmapped(10)
     assert (f"{address:x}-" in Path("/proc/self/maps").read_text()) == kept

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import VISIBLE, Client, block_of, hello, new_chain
+from raw_client import VISIBLE, Client, block_of, new_chain
 from waiting import wait_until
 
 
@@ -15,15 +14,6 @@ def stored(client: Client, blocks: int) -> tuple[int, bytes]:
     number, keys = client.namespace(), new_chain(blocks)
     assert client.store(number, keys, [block_of(place) for place in range(blocks)]) == [VISIBLE] * blocks
     return number, keys
-
-
-def test_the_welcome_says_that_hints_are_taken(run_dir: Path) -> None:
-    from raw_client import SessionSocket
-
-    session = SessionSocket(run_dir)
-    welcome, _ = session.hello(hello(b"h" * 16, map_arena=False))
-    assert welcome[7:9] == [False, True]
-    session.close()
 
 
 def test_a_hint_takes_effect(client: Client) -> None:

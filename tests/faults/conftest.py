@@ -1,16 +1,4 @@
-"""Daemons and clients for the fault tests; every process ends with its test.
-
-Which of them also run with a worker process for each nvme directory (`nvme_workers = on`, marked `slow`):
-
-    hung_disk                  all of them; the fault is installed in the worker processes, too (fault_hang.py)
-    chaos                      one of its own: worker processes are killed and stopped while the daemon dies
-    upgrade                    the directory; of clients of another release the daemon's processes are no matter
-    start, lives, deaths       none: their daemons have no nvme directory
-    hostile                    none: it is about files that the daemon finds, which a process reads with the same code
-    tests/daemon/tiers/nvme    those in worker/. The others fail single system calls of a disk that lives in the test's
-                               own process (disk_rig.py), between two steps of its event loop: no other process can be
-                               held there
-"""
+"""Daemons and clients for the fault tests; every process ends with its test."""
 
 from __future__ import annotations
 
@@ -34,12 +22,10 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test here as violent, with a limit of a minute unless it has its own."""
+    """Each test here has a limit of three minutes unless it has its own."""
     for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker(pytest.mark.stress)
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(60))
+        if _HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(180))
 
 
 @pytest.fixture

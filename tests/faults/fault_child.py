@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -67,19 +66,8 @@ class PeerChild:
     def commit(self) -> list[int]:
         return self.peer.commit(self.lease, self.indices)
 
-    def abort(self, finished: bool) -> str:
-        return type(self.peer.ask(m.Abort, lease=self.lease, finished=finished)).__name__
-
     def hang_up(self) -> bool:
         self.peer.hang_up()
-        return True
-
-    def reconnect(self) -> bool:
-        """A new session of the same process and instance; the old mapping stays in use."""
-        old = self.peer
-        old.hang_up()
-        self.peer = Peer(self.run_dir, instance=old.instance, map_arena=False)
-        self.peer.regions = old.regions
         return True
 
     def fork(self) -> int:
@@ -93,33 +81,6 @@ class PeerChild:
                 signal.pause()
         return pid
 
-    def hold(self, seed: object, blocks: int, ttl_ms: int) -> dict[str, Any]:
-        self.keys = chain_of(seed, blocks)
-        matched = self.peer.match(self.spec, self.keys, ttl_ms=ttl_ms, resolve=m.MAX_RESOLVE)
-        self.lease = matched.lease
-        self.frames = list(m.unpack_frames(matched.frames[0])) if matched.lease else []
-        return {"blocks": matched.dram_blocks, "frames": self.frames}
-
-    def release(self) -> bool:
-        return bool(self.peer.ask(m.Release, lease=self.lease).good)
-
-    def store(self, seed: object, blocks: int) -> int:
-        return len(self.peer.store(self.spec, chain_of(seed, blocks)))
-
-    def ping_pong(self, seconds: float, peers: int) -> int:
-        """Several sessions, each with a few pings under way; every one must be answered."""
-        others = [Peer(self.run_dir, name=f"ping {n}", map_arena=False) for n in range(peers)]
-        answered = 0
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
-            posted = [(peer, peer.post(m.Ping)) for peer in others for _ in range(3)]
-            for peer, request_id in posted:
-                assert isinstance(peer.answer_to(request_id)[0], m.Done)
-                answered += 1
-        for peer in others:
-            peer.close()
-        return answered
-
 
 class EngineChild:
     """Orders for a connector with a pool."""
@@ -130,13 +91,8 @@ class EngineChild:
         block_bytes: int = 4096,
         rank: int = 0,
         blocks: int = 64,
-        spare_files: int = 0,
         **settings: Any,
     ) -> None:
-        if spare_files:
-            limit = len(os.listdir("/proc/self/fd")) + spare_files
-            _, self.most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, self.most_files))
         self.engine = Engine(run_dir, spec_of(block_bytes, rank), blocks, **settings)
 
     def store(self, seed: object, blocks: int) -> list[int]:
@@ -144,16 +100,6 @@ class EngineChild:
 
     def load(self, seed: object, blocks: int) -> int:
         return self.engine.load(chain_of(seed, blocks))
-
-    def more_files(self) -> int:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.most_files, self.most_files))
-        return self.most_files
-
-    def available(self) -> bool:
-        return self.engine.connector.available
-
-    def counters(self) -> dict[str, int]:
-        return self.engine.connector.counters
 
     def mapped_regions(self) -> int:
         return sum("memfd:tiercache" in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -64,6 +64,17 @@ class Engine:
         """Match, load and verify; how many blocks were good."""
         return self.load_match(self.connector.match(keys), keys)
 
+    def misses(self, keys: bytes) -> None:
+        """Check that every call is a miss, as when the cache is away, and that none raises or hangs."""
+        count, cache = len(keys) // KEY_BYTES, self.connector
+        assert self.load(keys) == 0
+        assert self.store(keys) == (0, 0, count, False)
+        assert cache.prefetch(keys) == cache.pin(keys, ttl_s=1) == cache.unpin(keys) == 0
+        assert cache.store_async(keys, self.write(keys)).result() == (0, 0, count, False)
+        assert cache.load_async(cache.match(keys), []).result() == 0
+        assert cache.stats()["daemon"] == {}
+        assert self.try_flush(b"") == 0
+
     def hurried(self, deadline_s: float = 0.5) -> AbstractContextManager[None]:
         """See `waiting.hurried`."""
         return hurried(self.connector.client, deadline_s)

@@ -12,14 +12,12 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_RUN_S = 30.0
 _BY_PATH = ("open", "unlink", "mkdir", "rename", "statvfs", "listdir", "scandir")
 _BY_FD = ("preadv", "pwritev", "posix_fallocate", "fsync", "fdatasync", "ftruncate", "pwrite", "pread")
 
@@ -44,62 +42,13 @@ class Gate:
         os.close(self._fd)
 
 
-class FrozenDisk:
-    """An ext4 of its own that the kernel freezes: a thread that writes there waits in state D and cannot be killed.
-
-    Raises OSError where one may not be made. A process of its own thaws it when it is told to, when this one
-    has ended, or after a minute, whatever comes first.
-    """
-
-    def __init__(self, folder: Path, size_mib: int) -> None:
-        self.path = folder / "disk"
-        self.path.mkdir()
-        self._freezer: subprocess.Popen[bytes] | None = None
-        image = folder / "image"
-        with image.open("wb") as file:
-            file.truncate(size_mib << 20)
-        _run("mkfs.ext4", "-q", str(image))
-        _run("mount", "-o", "loop", str(image), str(self.path))
-
-    def freeze(self) -> None:
-        """No write begins from now on; those under way are awaited."""
-        script = 'fsfreeze -f "$1" || exit 1; echo frozen; timeout 60 cat; fsfreeze -u "$1"'
-        self._freezer = subprocess.Popen(
-            ["sh", "-c", script, "sh", str(self.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._freezer.stdout is not None
-        assert self._freezer.stdout.readline() == b"frozen\n"
-
-    def thaw(self) -> None:
-        """Writes go on; nothing if it is not frozen."""
-        if self._freezer is not None:
-            assert self._freezer.communicate(timeout=_RUN_S) == (b"", None)
-            assert self._freezer.returncode == 0
-            self._freezer = None
-
-    def close(self) -> None:
-        """Thaw and unmount it."""
-        self.thaw()
-        _run("umount", "--lazy", str(self.path))
-
-
-def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=_RUN_S)
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"{command[0]}: {error.stderr.decode().strip()}") from None
-
-
-def patch(directory: Path, gate: Gate, only_database: bool = False, **constants: float) -> str:
+def patch(directory: Path, gate: Gate, **constants: float) -> str:
     """Code for `Daemon(patch=...)`. `constants` are of the modules below daemon.nvme: `shelf__OFFLINE_AGE_S=1.0`.
 
     What has a deadline for the opening of a catalog has a short one.
     """
     lines = [f"import sys; sys.path.insert(0, {str(_HERE)!r})", "import fault_hang, importlib"]
-    lines.append(f"fault_hang.install({str(directory)!r}, {str(gate.path)!r}, {only_database})")
+    lines.append(f"fault_hang.install({str(directory)!r}, {str(gate.path)!r})")
     for name, value in constants.items():
         module, _, constant = name.partition("__")
         lines.append(f"importlib.import_module('tiercache.daemon.tiers.nvme.{module}').{constant} = {value!r}")
@@ -121,8 +70,8 @@ def _followed(path: str) -> str:
     return "/".join([os.readlink("/".join(parts[:5])), *parts[5:]]) if path.startswith("/proc/self/fd/") else path
 
 
-def install(directory: str, gate: str, only_database: bool) -> None:
-    """Hold up what goes to `directory` while the file `gate` is locked; `only_database`: what SQLite does there."""
+def install(directory: str, gate: str) -> None:
+    """Hold up what goes to `directory` while the file `gate` is locked."""
     real_open, real_close = os.open, os.close
 
     def wait_for(path: object) -> None:
@@ -159,12 +108,11 @@ def install(directory: str, gate: str, only_database: bool) -> None:
 
     connect = sqlite3.connect
     sqlite3.connect = lambda *args, **options: connect(*args, factory=Connection, **options)  # type: ignore[assignment]
-    if not only_database:
-        for name in _BY_PATH:
-            setattr(os, name, by_path(getattr(os, name)))
-        for name in _BY_FD:
-            setattr(os, name, by_fd(getattr(os, name)))
-        _hold_up_aio(wait_for)
+    for name in _BY_PATH:
+        setattr(os, name, by_path(getattr(os, name)))
+    for name in _BY_FD:
+        setattr(os, name, by_fd(getattr(os, name)))
+    _hold_up_aio(wait_for)
 
 
 def _hold_up_aio(wait_for: Callable[[object], None]) -> None:

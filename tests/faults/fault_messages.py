@@ -153,10 +153,6 @@ class RawZmtp:
             got += more
         return got
 
-    def send_frame(self, data: bytes, *, more: bool) -> None:
-        """One long frame."""
-        self.sock.sendall(bytes([2 | more]) + struct.pack(">Q", len(data)) + data)
-
     def announce(self, length: int) -> None:
         """The head of a frame of `length` bytes, and nothing of the frame."""
         self.sock.sendall(b"\x02" + struct.pack(">Q", length))

@@ -188,7 +188,7 @@ class Child:
             ready = select.select([self._process.stdout], [], [], left_s)[0]
             assert ready, f"child {self.pid} does not answer"
             got = os.read(self._process.stdout.fileno(), 1 << 20)
-            assert got, f"child {self.pid} ended with {self._process.wait(5)}"
+            assert got, f"child {self.pid} ended with {self._process.wait(READY_S)}"
             self._read += got
         line, _, self._read = self._read.partition(b"\n")
         answer = json.loads(line)

@@ -61,21 +61,14 @@ def check(
     rate: Annotated[
         str, typer.Option("--rate", metavar="SIZE", help="Limit for reading blocks, bytes per second; 0: none.")
     ] = "200MiB",
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Let a daemon of release 0.1 check any number of blocks; it answers no other request meanwhile.",
-        ),
-    ] = False,
     path: ConfigFile = None,
     as_json: Json = False,
     address: Address = None,
 ) -> int:
     """Look for faults in nvme directories, or in a running daemon."""
     scan = _scan_of(full, sample, rate)
-    if nvme and (address is not None or force):
-        raise ConfigError("--nvme is for directories that no daemon uses: leave out --address and --force")
+    if nvme and address is not None:
+        raise ConfigError("--nvme is for directories that no daemon uses: leave out --address")
     directories = [Path(one.strip()).absolute() for text in nvme or () for one in text.split(",") if one.strip()]
     if not directories:
         where = address or default_address()
@@ -85,7 +78,7 @@ def check(
                     f"the daemon at {where} repairs its directories itself: stop it to use --repair on them"
                 )
             try:
-                return _check_daemon(where, scan, force, as_json)
+                return _check_daemon(where, scan, as_json)
             except DaemonUnavailable as error:
                 if address is not None or isinstance(error, NotAnswering):
                     raise
@@ -179,16 +172,16 @@ def _progress(as_json: bool, name: str) -> Iterator[Progress]:
 # --- a daemon ----------------------------------------------------------------------------------------
 
 
-def _check_daemon(where: str, scan: _Scan, force: bool, as_json: bool) -> int:
+def _check_daemon(where: str, scan: _Scan, as_json: bool) -> int:
     sample, rate = scan
     with connected(where) as client:
         timeout_s = _answer_s(client.stats(), sample, rate)
         try:
-            reply = client.call(Check, timeout_s=timeout_s, sample=sample, bytes_per_s=rate, force=force)
+            reply = client.call(Check, timeout_s=timeout_s, sample=sample, bytes_per_s=rate)
         except RequestRefused as refusal:
             if refusal.code != ErrorCode.LIMIT.value:
                 raise
-            raise ConfigError(f"the daemon at {where} was not checked: {refusal.text} (--force)") from None
+            raise ConfigError(f"the daemon at {where} was not checked: {refusal.text}") from None
     if not isinstance(reply, CheckReply):
         raise ProtocolError(f"a check was answered with {type(reply).__name__}")
     if as_json:

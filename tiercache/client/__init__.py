@@ -11,10 +11,3 @@
 
 Nothing here interprets a block's bytes. The connector does.
 """
-
-from typing import TYPE_CHECKING
-
-from tiercache.ground.former_names import former_module
-
-if not TYPE_CHECKING:  # `tiercache.client` was a module in 0.1
-    __getattr__ = former_module("tiercache.client.client")

@@ -26,8 +26,6 @@ from tiercache.protocol.curve import ClientKeys
 from tiercache.protocol.messages import AnyReply, Error, ErrorCode, Reply, Request
 
 PIPELINE_DEPTH = 8
-MAX_CHANNELS = 16
-"""Connections of one session if the daemon does not name its limit."""
 LATE_CHANNEL_S = 30.0
 """How long a channel is watched for a missing reply before it is closed."""
 LOOK_UP_NS = 100_000_000
@@ -67,8 +65,7 @@ class Channels:
     Args:
         endpoint, session, generation: from the daemon's `Welcome`.
         keys: for a daemon on another host.
-        most: connections that this session may have; 0: unknown.
-        timeout_s: default deadline of a request.
+        most: connections that this session may have.
         on_late: called with every reply of this generation that came too late for its caller, in the thread that finds
             it; must not block.
     """
@@ -78,19 +75,18 @@ class Channels:
         endpoint: str,
         session: bytes,
         generation: int,
-        timeout_s: float,
         on_late: Callable[[AnyReply], None],
         keys: ClientKeys | None = None,
-        most: int = 0,
+        *,
+        most: int,
     ) -> None:
         self.generation = generation
-        self.timeout_s = timeout_s
         self._endpoint = endpoint
         self._session = session
         self._on_late = on_late
         self._keys = keys
         self._changed = threading.Condition(threading.Lock())
-        self._most = most or MAX_CHANNELS
+        self._most = most
         self._holders: dict[int, int] = {}  # threads, and how many channels each has checked out
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
@@ -100,19 +96,11 @@ class Channels:
         self._why_closed = "the session with the daemon is over"
         forks.watch(self, "_changed")
 
-    def call(self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any) -> R:
-        """Send one request and wait for its reply.
+    def post(self, request_type: type[Request], expect: type[R], timeout_s: float, **fields: Any) -> Pending[R]:
+        """Send one request. Take its reply with `wait`, or give it up with `abandon`.
 
-        Raises DeadlineExceeded without one in time, RequestRefused for an `Error`, ProtocolError
-        for an answer of another type, DaemonUnavailable when the session is over.
+        Raises DaemonUnavailable when the session is over, RequestRefused if too many threads hold channels.
         """
-        return self.wait(self.post(request_type, expect, timeout_s, **fields))
-
-    def post(
-        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
-    ) -> Pending[R]:
-        """Send one request. Take its reply with `wait`, or give it up with `abandon`."""
-        timeout_s = timeout_s or self.timeout_s
         channel = self._check_out(timeout_s)
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         request_id = next(_request_ids)
@@ -125,7 +113,11 @@ class Channels:
         return Pending(channel, request_id, deadline_ns, timeout_s, expect)
 
     def wait(self, pending: Pending[R]) -> R:
-        """The reply to a posted request, once. Raises as `call` does."""
+        """The reply to a posted request, once.
+
+        Raises DeadlineExceeded without one in time, RequestRefused for an `Error`, ProtocolError for an answer of
+        another type, DaemonUnavailable when the session is over.
+        """
         channel = pending.channel
         # However the wait ends, the reply may still come and grant something, unless the connection is broken.
         owed, broken = 1, False
@@ -158,18 +150,18 @@ class Channels:
         orders: Iterable[Order],
         expect: type[R],
         on_reply: Callable[[int, R, bytes | None], None],
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> None:
         """Send requests, up to 8 unanswered, and pass on each reply with its position in `orders`.
 
-        Every request has a deadline of its own. Raises as `call` does; replies still missing then
+        Every request has a deadline of its own. Raises as `wait` does; replies still missing then
         are treated as late ones.
         """
-        channel = self._check_out(timeout_s or self.timeout_s)
+        channel = self._check_out(timeout_s)
         waiting: dict[int, tuple[int, int]] = {}
         broken = True
         try:
-            self._exchange(channel, orders, expect, on_reply, timeout_s or self.timeout_s, waiting)
+            self._exchange(channel, orders, expect, on_reply, timeout_s, waiting)
             broken = False
         except (RequestRefused, DeadlineExceeded):
             broken = False

@@ -22,7 +22,7 @@ from tiercache.client.leases import Leases
 from tiercache.client.self_report import SelfReport
 from tiercache.client.session import REQUEST_TIMEOUT_S, Session, SessionSettings
 from tiercache.config.daemon_config import session_socket_path
-from tiercache.errors import ArenaError, ConfigError
+from tiercache.errors import ConfigError
 from tiercache.protocol import messages
 from tiercache.protocol.answers import ANSWERS
 from tiercache.protocol.curve import find_remote, is_remote, public_part
@@ -51,15 +51,13 @@ class Client:
         """Make a client that is DOWN; `start` or `connect` bring it up. Arguments as for `connect`."""
         if instance is not None and len(instance) != messages.INSTANCE_BYTES:
             raise ValueError(f"an instance is {messages.INSTANCE_BYTES} random bytes, not {len(instance)}")
-        if request_timeout_s <= 0:
-            raise ValueError(f"request_timeout_s is {request_timeout_s}: must be more than 0")
         find_remote(address)  # a wrong address is reported here, not retried again and again
         self.address = public_part(address) if is_remote(address) else str(session_socket_path(address).parent)
         self.name = name
         self.instance = instance or os.urandom(messages.INSTANCE_BYTES)
+        self._settings = SessionSettings(str(address), name, self.instance, map_arena, cuda)
         self.request_timeout_s = request_timeout_s
-        settings = SessionSettings(str(address), name, self.instance, map_arena, cuda, request_timeout_s)
-        self._keeper = SessionKeeper(settings, self.address)
+        self._keeper = SessionKeeper(self._settings, self.address)
         self.leases: Leases = self._keeper.leases
         """Leases of this client, and its loads and stores in progress."""
         self.report: SelfReport = self._keeper.report
@@ -114,6 +112,17 @@ class Client:
         Without `warn` the caller reports that there is no daemon yet; `session` tells it why.
         """
         self._keeper.start(timeout_s, required=required, warn=warn)
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Deadline of one request. It may be changed at any time, for requests that are sent from then on."""
+        return self._settings.request_timeout_s
+
+    @request_timeout_s.setter
+    def request_timeout_s(self, seconds: float) -> None:
+        if seconds <= 0:
+            raise ValueError(f"request_timeout_s is {seconds}: must be more than 0")
+        self._settings.request_timeout_s = seconds
 
     @property
     def alive(self) -> bool:
@@ -200,17 +209,6 @@ class Client:
         """
         self.report.models = list(models)
         self._keeper.wake()
-
-    def frame_address(self, frame: int, length: int) -> int:
-        """The address of a frame in this process; waits, with a deadline, for its region to be mapped.
-
-        Only valid while the session lives and a copy is announced (`ArenaMapping.begin_copy`). Raises ProtocolError for
-        a frame outside its region, DeadlineExceeded, DaemonUnavailable.
-        """
-        arena = self.session().arena
-        if arena is None:
-            raise ArenaError("this client does not map the arena: it was connected with map_arena=False")
-        return int(arena.addresses(messages.pack_frames([frame]), length, self.request_timeout_s)[0])
 
     def close(self) -> None:
         """End the session. Blocks for at most about 2 s. Idempotent.

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tiercache.client.session import Session
@@ -38,7 +38,8 @@ class _Kept(NamedTuple):
 class Leases:
     """The leases in use of one client, and its loads and stores in progress. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
         self._changed = threading.Condition()
         self._kept: dict[int, _Kept] = {}
         self._operations: list[Limit] = []
@@ -54,7 +55,7 @@ class Leases:
 
     def keep(self, session: Session, lease: int, ttl_ms: int, holder: Any, *, writing: bool) -> None:
         """Renew `lease` in the background until `let_go`, for at most 10 minutes, while `holder` exists."""
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         kept = _Kept(session, ttl_ms, now_s + ttl_ms / 2000, now_s + HOLD_AT_MOST_S, weakref.ref(holder), writing)
         with self._changed:
             self._kept[lease] = kept
@@ -68,14 +69,14 @@ class Leases:
         """Time until the next renewal is due, at most a second."""
         with self._changed:
             due_s = min((kept.due_s for kept in self._kept.values()), default=None)
-        return 1.0 if due_s is None else min(1.0, max(0.001, due_s - time.monotonic()))
+        return 1.0 if due_s is None else min(1.0, max(0.001, due_s - self._clock_s()))
 
     def renew(self, session: Session) -> None:
         """Extend the kept leases that are due; give back those whose holder is gone. Raises as `Session.call`.
 
         Leases that could not be extended then stay due.
         """
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         due: list[int] = []
         dropped: list[tuple[int, bool]] = []
         with self._changed:

@@ -152,29 +152,17 @@ class ArenaMapping:
         if last:
             self._unmap()
 
-    def wait_unmapped(self, timeout_s: float) -> bool:
-        """Wait for the last copy after `end`. True when nothing is mapped any more."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._ended and not self._regions, timeout_s)
-
     def forget_in_child(self) -> None:
         """After a fork, in the child, where nothing is mapped: refuse everything, unmap nothing."""
         self._ended = True
         self._copies = 0
         self._regions = {}
 
-    @property
-    def region_count(self) -> int:
-        """Regions mapped now."""
-        return len(self._regions)
-
     def _unmap(self) -> None:
         for region in self._regions.values():
             if not self._cuda or _unregister(region):
                 region.unmap()
-        with self._changed:
-            self._regions = {}
-            self._changed.notify_all()
+        self._regions = {}
 
     # --- populating, in a thread of its own ------------------------------------------------------
 

@@ -71,9 +71,12 @@ Errands = deque[tuple[int, bytes, type[Request], dict[str, Any]]]
 _decode = msgspec.msgpack.Decoder(SessionMessage).decode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SessionSettings:
-    """What a client says of itself in each of its sessions, and how long it waits; see `Client.connect`."""
+    """What a client says of itself in each of its sessions, and how long it waits; see `Client.connect`.
+
+    `request_timeout_s` may change at any time: it applies to requests that are sent from then on.
+    """
 
     address: str
     name: str
@@ -115,7 +118,8 @@ class Session:
         Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
         """
         self._owner = owner
-        self.timeout_s = timeout_s = settings.request_timeout_s
+        self._settings = settings
+        timeout_s = settings.request_timeout_s
         remote = find_remote(settings.address)
         self.arena: ArenaMapping | None = None
         if settings.map_arena and remote is None:
@@ -160,8 +164,13 @@ class Session:
         self._clock_differs = False
         endpoint, keys = (self.welcome.control, None) if remote is None else remote
         self._channels = Channels(
-            endpoint, self.welcome.session, self.generation, timeout_s, self._on_late, keys, self.welcome.connections
+            endpoint, self.welcome.session, self.generation, self._on_late, keys, most=self.welcome.connections
         )
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of one request."""
+        return self._settings.request_timeout_s
 
     def fileno(self) -> int:
         """Descriptor of the session socket, to poll."""
@@ -197,7 +206,7 @@ class Session:
                 return False
 
     def call(self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any) -> R:
-        """One request and its reply. Raises as `Channels.call`, and reports trouble to the owner."""
+        """One request and its reply. Raises as `Channels.wait`, and reports trouble to the owner."""
         return uninterrupted(lambda: self.wait(self.post(request_type, expect, timeout_s, **fields)))
 
     def post(
@@ -207,7 +216,7 @@ class Session:
         if self._paused and self._prober != threading.get_ident():
             raise DaemonUnavailable("the daemon did not answer, and is being probed")
         try:
-            return self._channels.post(request_type, expect, timeout_s, **fields)
+            return self._channels.post(request_type, expect, timeout_s or self.timeout_s, **fields)
         except TierCacheError as error:
             self._blame(error)
             raise
@@ -250,7 +259,7 @@ class Session:
         if self._paused:
             raise DaemonUnavailable("the daemon did not answer, and is being probed")
         try:
-            self._channels.pipeline(orders, expect, on_reply)
+            self._channels.pipeline(orders, expect, on_reply, self.timeout_s)
         except TierCacheError as error:
             self._blame(error)
             raise
@@ -337,14 +346,7 @@ class Session:
 
     def _tell_clock(self) -> None:
         """Have the daemon use our present clock for deadlines: one of the two may have stood still."""
-        try:
-            self.call(Ping, Done, clock_us=time.monotonic_ns() // 1000)
-        except RequestRefused as error:
-            if error.code != ErrorCode.EXPIRED.value:
-                raise
-            text = "it is wrong about our clock, and too old to be told: a new session"
-            self._owner.session_failed(self, text, True)
-            raise DaemonUnavailable(text) from error
+        self.call(Ping, Done, clock_us=time.monotonic_ns() // 1000)
         self._clock_differs = False
 
     def _report(self) -> None:

@@ -9,10 +9,3 @@
 
 A new setting is one row in `settings`; flags, the file, the Helm schema and `tiercache config` follow from it.
 """
-
-from typing import TYPE_CHECKING
-
-from tiercache.ground.former_names import former_module
-
-if not TYPE_CHECKING:  # `tiercache.config` was a module in 0.1
-    __getattr__ = former_module("tiercache.config.daemon_config")

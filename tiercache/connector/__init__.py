@@ -10,10 +10,3 @@
 
 A load that was not confirmed is a miss. This folder imports `client` and `copies`, but no engine.
 """
-
-from typing import TYPE_CHECKING
-
-from tiercache.ground.former_names import former_module
-
-if not TYPE_CHECKING:  # `tiercache.connector` was a module in 0.1
-    __getattr__ = former_module("tiercache.connector.connector")

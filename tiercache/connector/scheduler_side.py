@@ -132,16 +132,14 @@ class SchedulerSide:
     ) -> int:
         """Send a hint about blocks `first..` of the chain `keys`, as far as no other chain shares them.
 
-        `namespaces`: by default the connector's own. Returns how many of `keys` are here, in any tier; 0 on failure,
-        and with a daemon of an earlier release, which takes no hints. Blocks for one round trip.
+        `namespaces`: by default the connector's own. Returns how many of `keys` are in any tier; 0 on
+        failure. Blocks for one round trip.
         """
         check_keys(keys)
         if first < 0:
             raise ValueError(f"first is {first}: must be 0 or more")
 
         def ask(session: Session, namespace_ids: list[int]) -> int:
-            if not session.welcome.hints:
-                return 0
             reply = session.call(HintRequest, Hinted, namespaces=namespace_ids, keys=keys, first=first, **hint.fields())
             self._outcomes.count(hints=1)
             return reply.blocks

@@ -36,7 +36,7 @@ def _samples(family: Family, tree: Tree) -> Samples:
     try:
         return list(family.samples(tree)) if tree else []
     except KeyError:
-        return []  # a daemon of an earlier release, without that figure
+        return []  # a daemon of another release, without that figure
 
 
 def _numbers(family: Family, samples: Samples) -> Iterator[str]:

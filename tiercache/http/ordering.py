@@ -143,7 +143,7 @@ class OrderSearch:
         self._budget = budget
         self._slots = _Slots(query)
         self._total = min(self._slots.tokens // stored.card.block_size, MAX_KEYS)
-        windows = stored.windows or []
+        windows = stored.windows
         self._chains = [number for number, window in enumerate(windows) if not window]
         self._reach = max(0, max(windows, default=0) - 1)  # blocks before a run that its first match may need
         self._best, self._given, self._best_order = 0, 0, query.as_given
@@ -154,8 +154,6 @@ class OrderSearch:
         self._best = self._given = self._stored.matched(self._query.prompt(self._best_order)) // size
         if not self._stored.there or self._best == self._total or not self._slots.count:
             return self._found(complete=True)
-        if self._stored.windows is None:  # of an older daemon: unknown where a run may go on behind missing blocks
-            return self._found(complete=False)
         try:
             self._search()
         except BudgetSpent:

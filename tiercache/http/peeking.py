@@ -14,14 +14,14 @@ from tiercache.protocol.messages import KEY_BYTES, ModelCard, Peek, Peeked
 class ModelsKnown(NamedTuple):
     """The models that are announced. The numbers of namespaces are valid in this session only.
 
-    `windows`: blocks that a match needs in a namespace with a window; None from a daemon that does not say.
+    `windows`: blocks that a match needs in a namespace with a window.
     """
 
     session: Session
     asked_s: float
     cards: Sequence[ModelCard]
     numbers: Mapping[str, int]
-    windows: Mapping[str, int] | None
+    windows: Mapping[str, int]
 
 
 class ModelBlocks:
@@ -33,13 +33,13 @@ class ModelBlocks:
         self._session = models.session
         self._numbers = [models.numbers[name] for name in card.namespaces if name in models.numbers]
         self.there = self.names.known and len(self._numbers) == len(card.namespaces)
-        windows = models.windows
-        self.windows = None if windows is None else [windows.get(name, 0) for name in card.namespaces]
+        self.windows = [models.windows.get(name, 0) for name in card.namespaces]
 
     def peek(self, keys: bytes) -> Peeked:
         """The leading run of these keys."""
         if not keys or not self.there:
-            return Peeked(0, 0, 0, 0, [(0, 0)] * len(self.card.namespaces))
+            none = len(self.card.namespaces)
+            return Peeked(0, 0, 0, 0, [(0, 0)] * none, 0, [0] * none)
         return self._session.call(Peek, Peeked, namespaces=self._numbers, keys=keys)
 
     def matched(self, tokens: Sequence[int]) -> int:
@@ -50,7 +50,6 @@ class ModelBlocks:
         """The part of an answer about this model."""
         card, keys = self.card, self.names.keys(tokens)
         found = self.peek(keys)
-        each_shared = found.each_shared or [0] * len(found.each)  # an older daemon does not tell
         return {
             "content": card.content.hex(),
             "names": card.names,
@@ -62,7 +61,7 @@ class ModelBlocks:
             "matched_tokens": _by_tier(found.dram_blocks, found.below_blocks, found.shared_blocks, card.block_size),
             "namespaces": [
                 {"fingerprint": name, **_by_tier(dram, below, shared, card.block_size)}
-                for name, (dram, below), shared in zip(card.namespaces, found.each, each_shared, strict=True)
+                for name, (dram, below), shared in zip(card.namespaces, found.each, found.each_shared, strict=True)
             ],
         }
 
@@ -79,8 +78,7 @@ def run_here(found: Peeked) -> int:
 
 def runs_here(found: Peeked) -> list[int]:
     """Blocks of the run of each namespace on this host."""
-    shared = found.each_shared or [0] * len(found.each)  # an older daemon does not tell
-    return [dram + below - its for (dram, below), its in zip(found.each, shared, strict=True)]
+    return [dram + below - its for (dram, below), its in zip(found.each, found.each_shared, strict=True)]
 
 
 def _by_tier(dram_blocks: int, below_blocks: int, shared_blocks: int, block_size: int) -> dict[str, int]:

@@ -61,7 +61,7 @@ def at(*path: str) -> Callable[[Tree], Samples]:
 
 
 def hints(*names: str) -> Callable[[Tree], Samples]:
-    """These figures of the hints, by name without the unit; a daemon of an earlier release has none."""
+    """These figures of the hints, by name without the unit."""
 
     def samples(tree: Tree) -> Samples:
         its = tree.get("hints", {})
@@ -142,7 +142,7 @@ def reasons(tree: Tree) -> Samples:
 
 
 def _below(below: int, shared: int) -> Samples:
-    """What was found below DRAM, by tier. `shared` is a part of `below`; a daemon of an earlier release has none."""
+    """What was found below DRAM, by tier. `shared` is a part of `below`."""
     yield ("nvme",), below - shared
     yield (SHARED,), shared
 
@@ -151,14 +151,14 @@ def hit_blocks(tree: Tree) -> Samples:
     """By tier."""
     counters = tree["counters"]
     yield ("dram",), counters["match_blocks_hit"]
-    yield from _below(counters["match_blocks_below"], counters.get("match_blocks_shared", 0))
+    yield from _below(counters["match_blocks_below"], counters["match_blocks_shared"])
 
 
 def hit_tokens(tree: Tree) -> Samples:
     """By tier."""
     traffic = tree["traffic"]
     yield ("dram",), traffic["dram_hit_tokens"]
-    yield from _below(traffic["below_hit_tokens"], traffic.get("shared_hit_tokens", 0))
+    yield from _below(traffic["below_hit_tokens"], traffic["shared_hit_tokens"])
 
 
 def moved(tree: Tree) -> Samples:

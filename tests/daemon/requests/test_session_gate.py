@@ -56,7 +56,7 @@ class Rig:
 
     @staticmethod
     def _welcome(session: Session, protocol: int) -> Welcome:
-        return Welcome(protocol, 1, session.token, "", "0", 0)
+        return Welcome(protocol, 1, session.token, "", "0", 0, False, 16)
 
     def connect(self) -> socket.socket:
         """A client that says nothing."""

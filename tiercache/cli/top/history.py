@@ -35,7 +35,6 @@ class RecentReadings:
     last: Reading | None = None
     change: Change | None = None
     problem: str = ""
-    gone_since_s: float = 0.0
     restarts: int = 0
     points: deque[IntervalHits] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     _readings: deque[Reading] = field(default_factory=lambda: deque(maxlen=MAX_READINGS))
@@ -43,8 +42,6 @@ class RecentReadings:
     def take(self, reading: Reading) -> None:
         """Add a reading."""
         if reading.problem:
-            if not self.problem:
-                self.gone_since_s = reading.time_s
             self.problem = reading.problem
             return
         self.problem = ""

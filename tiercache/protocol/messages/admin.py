@@ -47,13 +47,11 @@ class Check(Request, tag="check"):
     """Check the daemon's bookkeeping, and blocks on disks against their checksums.
 
     Answered with `CheckReply`, once `sample` blocks (-1: all) were read at `bytes_per_s` (0: no limit). The daemon
-    serves others meanwhile. `force` is for daemons up to 0.1, which stood still for it and refused to check a large
-    cache otherwise.
+    serves others meanwhile.
     """
 
     sample: int = 0
     bytes_per_s: int = 200 << 20
-    force: bool = False
 
 
 class Inspect(Request, tag="inspect"):
@@ -93,12 +91,12 @@ class StatsReply(Reply, tag="stats_reply"):
 class ModelList(Reply, tag="model_list"):
     """Models of the open sessions, each once, and the numbers of their namespaces by fingerprint.
 
-    `windows`: the windows of those namespaces that have one, in blocks. None: an earlier daemon, which does not say.
+    `windows`: the windows of those namespaces that have one, in blocks.
     """
 
     models: list[ModelCard]
     namespaces: dict[str, int]
-    windows: dict[str, int] | None = None
+    windows: dict[str, int]
 
 
 class CheckReply(Reply, tag="check_reply"):

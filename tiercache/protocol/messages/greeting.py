@@ -23,8 +23,8 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """The daemon's answer. `control` is the ZeroMQ endpoint of the ROUTER.
 
-    `kv_events`: the daemon publishes events, and wants an `EventRun` with each store. `hints`: it takes a `Hint`.
-    `connections`: how many this session may have to the control socket at a time; 0: unknown.
+    `kv_events`: the daemon publishes events, and wants an `EventRun` with each store.
+    `connections`: how many this session may have to the control socket at a time.
     """
 
     protocol: int
@@ -33,9 +33,8 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     control: str
     daemon_version: str
     arena_bytes: int
-    kv_events: bool = False
-    hints: bool = False
-    connections: int = 0
+    kv_events: bool
+    connections: int
 
 
 class Regions(msgspec.Struct, array_like=True, tag="regions"):

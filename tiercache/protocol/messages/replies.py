@@ -51,14 +51,14 @@ class Peeked(Reply, tag="peeked"):
     """Blocks of the leading run by tier: that of all namespaces, then `[dram, below]` of each one alone.
 
     The last `shared_blocks` of those below are in a store that hosts share; `each_shared`: the same of each namespace
-    alone, in the order of `each`, empty from a daemon that does not tell.
+    alone, in the order of `each`.
     """
 
     dram_blocks: int
     below_blocks: int
     each: list[tuple[int, int]]
-    shared_blocks: int = 0
-    each_shared: list[int] = []
+    shared_blocks: int
+    each_shared: list[int]
 
 
 class Frames(Reply, tag="frames"):

@@ -104,11 +104,6 @@ class HeldExtents:
         elif op.outcome is DiskOutcome.OK:
             log.warning("%s: a client finds a block bad that is good here", shelf.directory.path)
 
-    @property
-    def judging(self) -> int:
-        """Reported blocks that are being read."""
-        return len(self._doubts)
-
 
 class _Part(NamedTuple):
     """What is kept of one namespace: blocks from `first` on, by pins on `entries`, as of a certain epoch."""

@@ -1,11 +1,10 @@
-"""What a peek says of blocks in the shared store: apart from those on NVMe, also to peers of an earlier release."""
+"""What a peek says of blocks in the shared store: apart from those on NVMe."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from waiting import wait_until
 
@@ -65,7 +64,7 @@ class _Session:
 
 def _answer(peeked: Peeked) -> dict[str, Any]:
     card = ModelCard(["demo"], bytes(16), [SPEC.fingerprint()], 4)
-    known = ModelsKnown(_Session(peeked), 0.0, [card], {SPEC.fingerprint(): 7}, None)  # type: ignore[arg-type]
+    known = ModelsKnown(_Session(peeked), 0.0, [card], {SPEC.fingerprint(): 7}, {})  # type: ignore[arg-type]
     return ModelBlocks(known, card, Query(model="demo", salt="", tokens=list(range(40)))).chain(list(range(40)))
 
 
@@ -74,17 +73,3 @@ def test_an_affinity_query_says_what_is_in_the_shared_store() -> None:
     assert answer["matched"] == 40
     assert answer["matched_tokens"] == {"dram": 12, "nvme": 8, "shared": 20}
     assert answer["namespaces"] == [{"fingerprint": SPEC.fingerprint(), "dram": 12, "nvme": 8, "shared": 20}]
-
-
-def test_peers_of_an_earlier_release_understand_each_other() -> None:
-    class Earlier(msgspec.Struct, tag="peeked", array_like=True):
-        request_id: int
-        generation: int
-        dram_blocks: int
-        below_blocks: int
-        each: list[tuple[int, int]]
-
-    told = msgspec.msgpack.encode(Peeked(1, 2, 3, 7, [(3, 7)], 5, [5]))
-    assert msgspec.msgpack.decode(told, type=Earlier).below_blocks == 7
-    found = msgspec.msgpack.decode(msgspec.msgpack.encode(Earlier(1, 2, 3, 7, [(3, 7)])), type=Peeked)
-    assert _answer(found)["matched_tokens"] == {"dram": 12, "nvme": 28, "shared": 0}

@@ -42,8 +42,8 @@ def flip_bit(cluster: Cluster, number: int) -> None:
         os.close(fd)
 
 
-def ask(cluster: Cluster, sample: int, bytes_per_s: int = 0, force: bool = False) -> CheckReply:
-    reply = cluster.connector.client.call(Check, timeout_s=30.0, sample=sample, bytes_per_s=bytes_per_s, force=force)
+def ask(cluster: Cluster, sample: int, bytes_per_s: int = 0) -> CheckReply:
+    reply = cluster.connector.client.call(Check, timeout_s=30.0, sample=sample, bytes_per_s=bytes_per_s)
     assert isinstance(reply, CheckReply)
     return reply
 

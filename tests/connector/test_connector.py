@@ -1,0 +1,286 @@
+"""Blocks through a real daemon and back: every way in, every way out, and how a connector ends."""
+
+from __future__ import annotations
+
+import doctest
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import chain_of
+from connector_helpers import bytes_of, spec
+from waiting import wait_until
+
+import tiercache
+import tiercache.connector.connector
+from tiercache.client import keeper
+from tiercache.copies.pool import CpuCopier
+from tiercache.errors import ConfigError, LayoutError
+from tiercache.protocol.hints import Hint
+
+Open = Callable[..., tiercache.Connector]
+WAIT_S = 60
+
+
+def test_the_example_of_the_module_runs() -> None:
+    failed, tried = doctest.testmod(tiercache.connector.connector)
+    assert (failed, tried > 10) == (0, True)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
+    connector = open_connector(map_arena=mapped)
+    chain = chain_of(f"round trip {mapped}", 10)
+    expected = bytes_of(connector, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0])
+    assert connector.store(chain, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0]) == (10, 0, 0, False)
+    match = connector.match(chain + chain_of("else", 3))
+    assert match.blocks == 10
+    assert connector.load(match, list(range(20, 30))) == 10
+    assert bytes_of(connector, list(range(20, 30))) == expected
+    assert connector.load(match, [20]) == 0  # a match is used up
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_layered_pools_store_the_same_bytes_as_block_pools(open_connector: Open, mapped: bool) -> None:
+    rng = np.random.default_rng(3)
+    layers = [rng.integers(0, 256, (2, 16, 640), np.uint8) for _ in range(3)]
+    layered = open_connector(pool=tiercache.Pool.from_layers(layers, block_axis=1), map_arena=mapped)
+    flat = np.zeros((16, 6 * 640), np.uint8)
+    blocks = open_connector(pool=tiercache.Pool.from_blocks(flat), map_arena=mapped)
+    chain = chain_of(f"layers {mapped}", 5)
+    assert layered.store(chain, [1, 2, 3, 5, 8]).stored == 5
+    assert blocks.load(blocks.match(chain), [0, 1, 2, 3, 4]) == 5
+    expected = np.concatenate([layer[part] for layer in layers for part in (0, 1)], axis=1)
+    assert np.array_equal(flat[:5], expected[[1, 2, 3, 5, 8]])
+    assert layered.load(layered.match(chain), [10, 11, 12, 13, 14]) == 5
+    assert bytes_of(layered, [10, 11, 12, 13, 14]) == [row.tobytes() for row in flat[:5]]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> None:
+    pool = np.random.default_rng(0).integers(0, 256, (4, (5 << 20) + 8), np.uint8)
+    connector = open_connector(pool=tiercache.Pool.from_blocks(pool), map_arena=mapped)
+    chain = chain_of(f"large {mapped}", 2)
+    connector.flush(all_namespaces=True)
+    assert connector.store(chain, [0, 1]).stored == 2
+    assert connector.load(connector.match(chain), [3, 2]) == 2
+    assert np.array_equal(pool[[3, 2]], pool[[0, 1]])
+    connector.flush(all_namespaces=True)
+
+
+def test_long_chains_go_in_windows(open_connector: Open) -> None:
+    pool = np.arange(3000 * 16, dtype=np.uint32).reshape(3000, 16)
+    connector = open_connector(pool=tiercache.Pool.from_blocks(pool))
+    chain = chain_of("long", 1300)
+    assert connector.store(chain, range(1300)).stored == 1300
+    match = connector.match(chain)
+    assert match.blocks == 1300
+    assert connector.load(match, range(1500, 2800)) == 1300
+    assert np.array_equal(pool[1500:2800], pool[:1300])
+    connector.flush()
+
+
+def test_ranks_are_matched_together(open_connector: Open) -> None:
+    specs = [spec(tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    instance = bytes(range(16))
+    workers = [open_connector(namespace=own, instance=instance) for own in specs]
+    scheduler = open_connector(pool=None, namespace=specs[0], instance=instance)
+    chain = chain_of("ranks", 6)
+    workers[0].store(chain, range(6))
+    workers[1].store(chain, range(10, 14))
+    match = scheduler.match(chain, namespaces=specs)
+    assert match.blocks == 4  # what both have
+    ticket = match.ticket()
+    held = [worker.adopt(ticket) for worker in workers]
+    scheduler.release(match)
+    for worker, own, source in zip(workers, held, (0, 10), strict=True):
+        assert own.blocks == 4
+        assert worker.load(own, range(20, 24)) == 4
+        assert bytes_of(worker, list(range(20, 24))) == bytes_of(worker, list(range(source, source + 4)))
+    assert workers[0].adopt(ticket).blocks == 0  # over with its last holder
+    stranger = open_connector(namespace=specs[0])
+    other = scheduler.match(chain, namespaces=specs)
+    assert stranger.adopt(other.ticket()).blocks == 0  # another instance
+    scheduler.release(other)
+
+
+def test_pins_prefetch_and_flush(open_connector: Open) -> None:
+    connector = open_connector(namespace=spec(group="pins"))
+    chain = chain_of("pins", 4)
+    connector.store(chain, range(4))
+    assert connector.pin(chain, 60) == 4
+    assert connector.prefetch(chain) == 4
+    assert connector.unpin(chain) == 4
+    assert connector.flush(key=chain[32:48]) == 2
+    assert connector.match(chain).blocks == 2
+    assert connector.flush() == 2
+    assert connector.match(chain).blocks == 0
+
+
+def test_statistics_have_both_sides(open_connector: Open) -> None:
+    connector = open_connector(name="statistics")
+    chain = chain_of("stats", 2)
+    connector.store(chain, [0, 1])
+    connector.load(connector.match(chain), [2, 3])
+    stats = connector.stats()
+    assert stats["available"]
+    expected = {"matches": 1, "matched_blocks": 2, "loads": 1, "loaded_blocks": 2, "loaded_bytes": 10000}
+    assert expected.items() <= stats["client"].items()
+    assert (stats["client"]["stored_blocks"], stats["client"]["failures"]) == (2, 0)
+    assert "statistics" in [session["name"] for session in stats["daemon"]["sessions"]]
+
+
+def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
+    connector = open_connector()
+    chain = chain_of("bad", 4)
+    with pytest.raises(ValueError, match="16 bytes each"):
+        connector.match(b"short")
+    with pytest.raises(ValueError, match="5 keys from the root; there are 4"):
+        connector.store(chain, [0, 1, 2], first=2)
+    with pytest.raises(LayoutError, match="0 to 31"):
+        connector.store(chain, [32])
+    with pytest.raises(LayoutError, match="twice"):
+        connector.load(connector.match(chain), [1, 1])
+    with pytest.raises(LayoutError, match="has no pool"):
+        open_connector(pool=None).store(chain, [0])
+    with pytest.raises(LayoutError, match="namespace says"):
+        open_connector(namespace=spec(4096))
+    with pytest.raises(ConfigError, match="block_bytes is 0"):
+        open_connector(namespace=spec(0), pool=None)
+
+
+def _leases(connector: tiercache.Connector) -> tuple[int, int]:
+    """This session's read and write leases, as the daemon counts them."""
+    leases = connector.stats()["daemon"]["leases"]
+    return leases["read"], leases["write"]
+
+
+def small_pool(block_bytes: int = 700) -> tiercache.Pool:
+    """Blocks whose bytes begin those of larger ones, as blocks of a group of layers may."""
+    rng = np.random.default_rng(5)
+    return tiercache.Pool.from_blocks(rng.integers(0, 256, (16, 2 * block_bytes), np.uint8)[:, :block_bytes])
+
+
+def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connector: Open) -> None:
+    first = open_connector()
+    windowed = spec(700, group="window of siblings", window_blocks=2)
+    sibling = first.sibling(windowed, small_pool())
+    both, chain = [first.namespace, windowed], chain_of("siblings", 8)
+    assert first.store(chain, range(8)).stored == 8
+    assert first.match(chain, namespaces=both).blocks == 0
+    assert sibling.store(chain, [4, 5], first=4).stored == 2
+    match = first.match(chain, namespaces=both)
+    assert match.blocks == 6  # the last cut behind a whole window
+    assert first.prefetch(chain, namespaces=both) == 6
+    expected = bytes_of(sibling, [4, 5])
+    assert sibling.load(sibling.match(chain[: 6 * 16]), [9, 8], first=4) == 2
+    assert bytes_of(sibling, [9, 8]) == expected
+    first.release(match)
+    assert first.client.report.counters()["stored_blocks"] == 10
+    assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
+
+
+def found(connector: tiercache.Connector, chain: bytes) -> int:
+    """How many blocks a match finds; it is released at once."""
+    match = connector.match(chain)
+    connector.release(match)
+    return match.blocks
+
+
+def test_what_is_stored_for_a_while_is_gone_after_it(open_connector: Open) -> None:
+    connector = open_connector()
+    chain, other = chain_of("for a while", 6), chain_of("for longer", 3)
+    connector.store(other, [0, 1, 2])
+    assert connector.store(chain, range(6), hint=Hint(ttl_s=0.2)).stored == 6
+    wait_until(lambda: found(connector, chain) == 0)
+    assert found(connector, other) == 3
+    assert connector.counters["hints"] == 1
+
+
+def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:
+    connector = open_connector()
+    chain = chain_of("partly here", 5)
+    connector.store(chain[:48], range(3))
+    assert connector.hint(chain, Hint(return_in_s=30)) == 3
+    assert connector.hint(chain_of("nowhere", 5), Hint(done=True)) == 0
+    assert connector.hint(b"", Hint(done=True)) == 0
+    with pytest.raises(ValueError, match="16 bytes"):
+        connector.hint(b"abc", Hint(done=True))
+    with pytest.raises(ValueError, match="first is -1"):
+        connector.hint(chain, Hint(done=True), first=-1)
+    assert connector.counters["failures"] == 0
+
+
+def leases(watcher: tiercache.Connector) -> dict[str, int]:
+    found = watcher.client.stats()["leases"]
+    return {name: found[name] for name in ("write", "quarantined")}
+
+
+@contextmanager
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Holds copies that have begun until the test lets them go on."""
+    begun, gate = threading.Event(), threading.Event()
+    copy = CpuCopier._copy
+
+    def held(self: CpuCopier, *arguments: Any, **options: Any) -> int:
+        begun.set()
+        assert gate.wait(WAIT_S)
+        return copy(self, *arguments, **options)
+
+    monkeypatch.setattr(CpuCopier, "_copy", held)
+    try:
+        yield begun, gate
+    finally:
+        gate.set()
+
+
+def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Do `work` in a thread; returns the thread, and a list for what the work returned or raised."""
+    results: list[Any] = []
+
+    def perform() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results.append(error)
+
+    thread = threading.Thread(target=perform)
+    thread.start()
+    return thread, results
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
+    open_connector: Open, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """Its session outlives `close` until the daemon was told that the copies have ended."""
+    monkeypatch.setattr(keeper, "CLOSE_S", 0.05)
+    watcher, connector = open_connector(name="watcher", pool=None), open_connector(name="lingers")
+    chain = chain_of(f"closed while it stores {in_background}", 8)
+
+    def sessions() -> int:
+        return sum(one["name"] == "lingers" for one in watcher.client.stats()["sessions"])
+
+    with held_copies(monkeypatch) as (begun, gate):
+        if in_background:
+            transfer = connector.store_async(chain, range(8))
+            thread, results = run(lambda: transfer.result(WAIT_S))
+        else:
+            thread, results = run(lambda: connector.store(chain, range(8)))
+        assert begun.wait(WAIT_S)
+        closing, _ = run(connector.close)
+        if not in_background:  # what a queue has begun may end
+            wait_until(lambda: not connector.available)
+            assert connector.store(chain, range(8)) == (0, 0, 8, False), "a closed connector begins nothing"
+            closing.join(WAIT_S)
+            assert (leases(watcher)["write"], sessions()) == (1, 1)
+        gate.set()
+        for one in (closing, thread):
+            one.join(WAIT_S)
+    wait_until(lambda: sessions() == 0)
+    assert leases(watcher) == {"write": 0, "quarantined": 0}
+    assert sum(results[0][:3]) == 8
+    assert watcher.match(chain).blocks == results[0].stored

@@ -1,0 +1,300 @@
+"""Work that signals do not cut: a handler raises when it is done, and never in between."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import chain_of
+from connector_helpers import bytes_of
+from signals_at_steps import Terminated, handling, heal, injected, steps_of
+from waiting import wait_until
+
+import tiercache
+from tiercache.client.channel import Channel
+from tiercache.copies.pool import CpuCopier, Limit
+from tiercache.errors import CallInterrupted
+from tiercache.ground import forks
+from tiercache.ground import uninterrupted as module
+from tiercache.ground.uninterrupted import interrupted, uninterrupted
+
+WAIT_S = 60
+OWN = ("tiercache/ground/uninterrupted.py",)
+pytestmark = pytest.mark.usefixtures("handlers")
+
+
+def logged(log: list[str]) -> Callable[[], str]:
+    """Work that says when it begins and ends, and takes note of signals in between."""
+
+    def work() -> str:
+        log.append("begun")
+        interrupted()
+        log.append("ended")
+        return "result"
+
+    return work
+
+
+def test_a_signal_at_any_step_of_it_raises_once_and_cuts_no_work() -> None:
+    log: list[str] = []
+    count = steps_of(lambda: uninterrupted(logged(log)), OWN, "opcode")
+    assert count > 100
+    for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+        for step in range(1, count):
+            log.clear()
+            with pytest.raises(kind), injected({step: number}, OWN):
+                uninterrupted(logged(log))
+            assert log in ([], ["begun", "ended"])
+            assert module._current is None
+            heal()
+
+
+def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handlers: dict[int, Any]) -> None:
+    calls: list[tuple[int, bool]] = []
+    with handling(signal.SIGUSR1, lambda number, frame: calls.append((number, frame is not None))):
+
+        def work() -> str:
+            signal.raise_signal(signal.SIGUSR1)
+            assert calls == []
+            assert not interrupted()
+            assert calls == [(signal.SIGUSR1, True)]
+            signal.raise_signal(signal.SIGUSR1)
+            return "result"
+
+        assert uninterrupted(work) == "result"
+        assert len(calls) == 2
+
+
+def test_what_the_call_was_given_goes_with_the_error() -> None:
+    """And not only with the next garbage collection: a match that is not loaded ends with its last reference."""
+
+    class Given:
+        pass
+
+    def call(given: object) -> None:
+        uninterrupted(lambda: (given, signal.raise_signal(signal.SIGINT), interrupted()))
+
+    given = Given()
+    alive = weakref.ref(given)
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            call(given)
+        del given
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_handler_may_call_and_be_interrupted_itself() -> None:
+    def nested(number: int, frame: Any) -> None:
+        uninterrupted(lambda: signal.raise_signal(signal.SIGINT))
+        pytest.fail("the inner call's signal is raised when that is over")
+
+    ended: list[bool] = []
+    with handling(signal.SIGUSR1, nested):
+
+        def work() -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            ended.append(interrupted())
+
+        with pytest.raises(KeyboardInterrupt):
+            uninterrupted(work)
+        assert ended == [True]
+
+
+def test_only_the_calls_own_thread_handles_signals() -> None:
+    def work() -> list[bool]:
+        signal.raise_signal(signal.SIGINT)
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(interrupted()))
+        thread.start()
+        thread.join()
+        return [*seen, interrupted()]
+
+    seen: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(lambda: seen.extend(work()))
+    assert seen == [False, True]
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(uninterrupted(lambda: 1)))
+    thread.start()
+    thread.join()
+    assert results == [1]
+    assert not interrupted()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
+    """The error belongs to the parent. Raised in the child it would stop the child from dropping the rest."""
+
+    class Owner:
+        forgotten = False
+
+        def forget_in_child(self) -> None:
+            self.forgotten = True
+
+    owner = Owner()
+    forks.watch(owner)
+    statuses: list[int] = []
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if owner.forgotten and not interrupted() else 1)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(work)
+    assert statuses == [0]
+
+
+def test_at_the_very_end_and_where_handlers_cannot_be_set_it_is_only_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+from tiercache.ground.uninterrupted import uninterrupted
+assert uninterrupted(lambda: 1) == 1
+class Last:
+    def __del__(self):
+        print(uninterrupted(lambda: "done"), flush=True)
+last = Last()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout == "done\n"
+    # The interpreter's own main thread is another than `threading` believes where a program embeds Python.
+    monkeypatch.setattr(module, "_is_main", lambda: True)
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(uninterrupted(lambda: 1)))
+    thread.start()
+    thread.join()
+    assert results == [1]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+Open = Callable[..., tiercache.Connector]
+
+
+NONE = {"write": 0, "quarantined": 0, "read": 0}
+
+
+def leases(watcher: tiercache.Connector) -> dict[str, int]:
+    found = watcher.client.stats()["leases"]
+    return {name: found[name] for name in NONE}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("part", range(3))
+def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behind(
+    open_connector: Open, part: int
+) -> None:
+    """Interrupt at a hundred of all lines; the rest are alike."""
+    watcher, connector = open_connector(name="watcher", pool=None), open_connector()
+    chain = chain_of(f"interrupted at a line of part {part}", 8)
+    assert connector.store(chain, range(8)).stored == 8
+    calls = 0
+
+    def new() -> bytes:
+        nonlocal calls
+        calls += 1
+        return chain_of(f"interrupted at a line {part} {calls}", 8)
+
+    def match() -> None:
+        connector.release(connector.match(chain))
+
+    def load() -> None:
+        connector.load(connector.match(chain), range(10, 18))
+
+    def store() -> None:
+        connector.store(new(), range(8))
+
+    call = (match, load, store)[part]
+    folders = ("client", "connector", "copies", "ground", "protocol")
+    paths = [path for folder in folders for path in (ROOT / "tiercache" / folder).rglob("*.py")]
+    files = tuple(str(path.relative_to(ROOT)) for path in paths)
+    count = steps_of(call, files, "line")
+    assert count > 80
+    steps, uninterrupted = range(1, count, max(1, count // 80)), 0
+    for step in steps:
+        # A call that waits for the daemon a little less than the one that was counted is over before the last steps.
+        with suppress(KeyboardInterrupt), injected({step: signal.SIGINT}, files, "line"):
+            call()
+            uninterrupted += 1
+        heal()
+        assert connector.client.leases.wait_idle(0)
+    assert uninterrupted < 0.1 * len(steps)
+    wait_until(lambda: leases(watcher) == NONE)
+    assert connector.available
+    last = new()
+    assert connector.store(last, range(8)).stored == 8
+    assert connector.load(connector.match(last), range(10, 18)) == 8
+    assert bytes_of(connector, list(range(10, 18))) == bytes_of(connector, list(range(8)))
+
+
+def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
+    open_connector: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher, connector = open_connector(name="watcher", pool=None), open_connector()
+    chain = chain_of("interrupted in a copy", 8)
+    assert connector.store(chain, range(8)).stored == 8
+    match = connector.match(chain)
+    ended: list[bool] = []
+    copy = CpuCopier._copy  # rule: the copy itself is interrupted
+
+    def interrupt(self: CpuCopier, block_ids: Any, addresses: Any, limit: Limit, **options: Any) -> int:
+        for _ in range(2):  # the user presses Ctrl-C twice
+            os.kill(os.getpid(), signal.SIGINT)
+        copied = copy(self, block_ids[:4], addresses[:4], limit, **options)
+        assert copied == 0, "no copy has begun"
+        ended.append(limit.stopped)
+        return copied
+
+    monkeypatch.setattr(CpuCopier, "_copy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        connector.load(match, range(10, 18))
+    assert ended == [True], "the blocks are free when the call is over"
+    with pytest.raises(KeyboardInterrupt):
+        connector.store(chain_of("interrupted in another copy", 8), range(8))
+    assert ended == [True, True]
+    assert leases(watcher) == NONE
+
+
+def test_ctrl_c_ends_the_wait_for_an_answer_that_is_long_in_coming(
+    open_connector: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the lease is granted all the same it is given back, and the daemon does not count as gone."""
+    watcher, connector = open_connector(name="watcher", pool=None), open_connector(request_timeout_s=10**6)
+    receive, waits = Channel.receive, [0]
+
+    def none_yet(self: Channel, deadline_ns: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return receive(self, deadline_ns)
+        waits[0] += 1
+        if waits[0] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert waits[0] < 1000
+        return None
+
+    monkeypatch.setattr(Channel, "receive", none_yet)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        connector.store(chain_of("long in coming", 8), range(8))
+    assert not isinstance(caught.value.__context__, CallInterrupted)
+    assert connector.available
+    waits[0] = 0
+    with pytest.raises(KeyboardInterrupt):
+        connector.match(chain_of("long in coming", 8))
+    monkeypatch.setattr(Channel, "receive", receive)
+    wait_until(lambda: leases(watcher) == NONE)
+    assert connector.store(chain_of("later", 8), range(8)).stored == 8
+    assert caplog.messages == []
