@@ -43,7 +43,6 @@ OPTIONAL = (
     "tiercache/http/",
     "tiercache/cli/affinity",
     "daemon/tiers/forms/cipher.py",
-    "daemon/tiers/shared/stores/mooncake/",
     "daemon/tiers/shared/stores/objects/",
     "tiercache/replay/plot.py",
 )

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from daemon_rig import BLOCKS, Host, content, flush, keys, started_by
-from mooncake_rig import MooncakeMaster, own_network
 from s3_rig import KEY, SECRET, RcloneServer
 from seaweed_rig import SeaweedServer
 from valkey_rig import ValkeyServer
@@ -178,25 +177,12 @@ def seaweed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.end()
 
 
-@pytest.fixture
-def mooncake(tmp_path: Path) -> Iterator[str]:
-    """A pool of the hosts' memory, in a network of its own."""
-    with own_network():
-        master = MooncakeMaster(tmp_path)
-        try:
-            master.start()
-            yield master.url()
-        finally:
-            master.kill()
-
-
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
         ("bucket", BLOCKS // 16 * 16),
         ("folder", BLOCKS),
         pytest.param("seaweed", BLOCKS // 16 * 16, marks=pytest.mark.stress),
-        pytest.param("mooncake", BLOCKS, marks=pytest.mark.stress),
     ],
 )
 def test_hosts_share_other_kinds_of_stores(
