@@ -67,7 +67,7 @@ async def test_a_store_that_is_away_is_not_told_before_it_is_back(
     await a.until(lambda: a.shared.away and a.shared.flushes._job is None)
     tries = a.shared.stats()["flush_tries"]
     answers: list[bool] = []
-    a.shared.flush([space], b"", answers.append)
+    a.shared.begin_flush([space], b"", answers.append)
     await a.until(lambda: answers == [False])
     assert a.shared.stats()["flush_tries"] == tries, "none while it is away"
     assert a.shared.stats()["flushes_waiting"] > 0

@@ -212,7 +212,7 @@ def test_a_flush_during_write_behind(hosts: Hosts, relay: Relay, whose: str) -> 
                 relay.go_on()
             else:
                 answers = list[bool]()
-                b.shared.flush([b.namespace()], b"", answers.append)
+                b.shared.begin_flush([b.namespace()], b"", answers.append)
                 relay.go_on()
                 await b.until(lambda: answers == [True])
             b.forget_dram()

@@ -189,7 +189,7 @@ async def test_jobs_that_ask_nothing_do_not_speak_for_the_store(tmp_path: Path) 
             raise StoreError(problems[call], "no")
 
     store.before = before
-    a.shared.flush([flushed], b"", lambda durable: None, named=True)
+    a.shared.begin_flush([flushed], b"", lambda durable: None, named=True)
     await a.until(lambda: a.shared.stats()["flush_tries"] > 1)
     problems["exists"] = StoreProblem.UNREACHABLE
     for number in range(FAILURES):

@@ -78,7 +78,7 @@ async def test_many_flushes_of_a_store_that_refuses_are_one_job_at_a_time(
     answers: list[bool] = []
     for _ in range(20):
         seen = len(tries)
-        a.shared.flush([space], b"", answers.append)
+        a.shared.begin_flush([space], b"", answers.append)
         await a.until(lambda seen=seen: len(tries) > seen or a.shared.away)
         await a.until(lambda: a.shared.flushes._job is None)
     timers = [one for one in asyncio.get_running_loop()._scheduled if not one.cancelled() and "_tell" in repr(one)]
@@ -178,10 +178,10 @@ async def test_a_flush_of_one_namespace_leaves_what_is_known_of_others(tmp_path:
     a.store(other, chain)
     await a.sent()
     answers: list[bool] = []
-    a.shared.flush([mine], b"", answers.append, named=True)
+    a.shared.begin_flush([mine], b"", answers.append, named=True)
     await a.until(lambda: bool(answers))
     assert a.shared.presence.has(other, key_of(chain, 3))
-    a.shared.flush([mine], b"", answers.append)
+    a.shared.begin_flush([mine], b"", answers.append)
     assert not a.shared.presence.has(other, key_of(chain, 3)), "all, for every host"
     await a.until(lambda: len(answers) == 2)
     await a.close()

@@ -102,7 +102,7 @@ async def test_a_flush_that_waits_concerns_its_namespace_alone(tmp_path: Path, m
         a.store(space, chain)
     await a.sent()
     store.fail(StoreProblem.READ_ONLY, "set_note")
-    a.shared.flush([mine], b"", answers.append, named=True)
+    a.shared.begin_flush([mine], b"", answers.append, named=True)
     await a.until(lambda: answers == [False])
     a.forget_dram()
     assert await a.load([mine], chain) == 0
