@@ -178,7 +178,8 @@ class LowerTiers:
 
     def check(self) -> Steps[list[str]]:
         """See `TierBelow`."""
-        return self.local.check()
+        findings = yield from self.local.check()
+        return findings + self.shared.check_integrity()
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]

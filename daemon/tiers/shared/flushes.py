@@ -188,7 +188,7 @@ class SharedFlushes:
 
     def _time_is_up(self, number: int) -> None:
         if any(waiting <= number for waiting, _ in self._waiting):
-            self._unsaved = number
+            self._unsaved = max(self._unsaved, number)
             self._save()
 
     def _answer(self, number: int, durable: bool) -> None:

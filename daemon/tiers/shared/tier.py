@@ -324,6 +324,11 @@ class SharedTier:
             for one in namespaces
         ]
 
+    def check_integrity(self) -> list[str]:
+        """Every way in which the parts of this tier on this host disagree."""
+        parts = self._writes, self.presence, self._lookups
+        return [finding for part in parts for finding in part.check_integrity()]
+
     # --- the end ---------------------------------------------------------------------------------
 
     async def close(self, grace_s: float) -> int:

@@ -318,6 +318,19 @@ class SharedWrites:
             self.skipped_evicted += 1
         self._queue = kept
 
+    def check_integrity(self) -> list[str]:
+        """Every way in which the queue and its counts disagree."""
+        names = [(wanted.namespace.number, wanted.key) for wanted in self._queue]
+        evicted_bytes = sum(wanted.evicted[1] for wanted in self._queue if wanted.evicted is not None)
+        findings = []
+        if len(names) != len(self._queued) or set(names) != self._queued:
+            findings.append(f"shared writes: {len(names)} blocks wait, and {len(self._queued)} count as waiting")
+        if evicted_bytes != self._evicted_bytes:
+            findings.append(f"shared writes: {evicted_bytes} bytes of evicted blocks wait, not {self._evicted_bytes}")
+        if self.in_flight_bytes < 0 or (self._in_flight and not self.in_flight_bytes):
+            findings.append(f"shared writes: {self.in_flight_bytes} bytes of {len(self._in_flight)} blocks in flight")
+        return findings
+
     def close(self) -> None:
         """The daemon ends: send what waits, whatever the budget says."""
         self._closing = True
