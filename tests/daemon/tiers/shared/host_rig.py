@@ -199,27 +199,3 @@ def names_of(one: HostRig, chain: bytes, namespace: Namespace | None = None) -> 
     assert epoch is not None
     naming = shared.epochs.naming
     return [naming.block(scope, epoch, key_of(chain, place)) for place in range(len(chain) // KEY_BYTES)]
-
-
-class Hosts:
-    """Hosts of one deployment, each with a store object of its own; `async with` checks and closes them."""
-
-    def __init__(self, open_store: Callable[[], SharedStore], tmp_path: Path) -> None:
-        self._open_store = open_store
-        self._tmp_path = tmp_path
-        self._hosts: list[HostRig] = []
-
-    def open(self, store: SharedStore | None = None, **settings: Any) -> HostRig:
-        name = f"host{len(self._hosts)}"
-        self._hosts.append(host(store or self._open_store(), self._tmp_path, name, **settings))
-        return self._hosts[-1]
-
-    async def __aenter__(self) -> Hosts:
-        return self
-
-    async def __aexit__(self, kind: object, *_: object) -> None:
-        for one in self._hosts:
-            if kind is None:
-                await one.until(lambda one=one: one.below.settled and not one.shared._writes._in_flight)  # type: ignore[misc]
-                one.check()
-            await one.close(grace_s=0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
@@ -121,7 +121,7 @@ class MemoryConnection:
         part = value[get.offset :]
         if get.ranged:
             part = part[: head + room]
-        if not head <= len(part) <= head + room:
+        if get.offset > len(value) or not head <= len(part) <= head + room:
             get.fate = Fate.MISFIT
             return
         get.head[:] = part[:head]

@@ -52,10 +52,6 @@ def test_kinds_of_jobs_are_counted_apart(breaker: Breaker) -> None:
     assert breaker.failed(AWAY, "fetch")
 
 
-def test_a_store_that_rejects_us_is_not_asked_thrice(breaker: Breaker) -> None:
-    assert breaker.failed(StoreError(StoreProblem.DENIED, "password"))
-
-
 def test_one_probe_after_each_pause_and_longer_ones(breaker: Breaker, clock: Clock) -> None:
     opened(breaker)
     pause_s, pauses = FIRST_PAUSE_S, list[float]()
@@ -71,16 +67,6 @@ def test_one_probe_after_each_pause_and_longer_ones(breaker: Breaker, clock: Clo
         pause_s = min(LAST_PAUSE_S, 2 * pause_s)
     assert pauses[-1] == LAST_PAUSE_S
     assert breaker.opened == 1
-
-
-def test_the_pauses_are_random(clock: Clock) -> None:
-    times = set()
-    for _ in range(20):
-        one = Breaker(clock)
-        opened(one)
-        times.add(one._probe_s)
-    assert len(times) > 10
-    assert max(times) <= clock.now_s + FIRST_PAUSE_S * (1 + module.JITTER)
 
 
 def test_it_comes_back_by_and_by(breaker: Breaker, clock: Clock) -> None:

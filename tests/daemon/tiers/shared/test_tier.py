@@ -25,6 +25,7 @@ from stepped_lines import SteppedLines, SteppedLoop
 
 from tiercache.daemon import cache
 from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.shared.lines import LineUse
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
@@ -68,9 +69,11 @@ class Fleet(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for name in ("FLUSHED_AT_ONCE", "KEYS_FLUSHED_AT_ONCE"):
             self.patch.setattr(cache, name, 1)
+        self.patch.setattr(promotion, "LOOK_AGAIN_S", 0.0)
         self.hosts: list[HostRig] = []
         self.copies: list[Copy] = []
         self.loading: set[tuple[int, int, str]] = set()
+        self.unanswered: list[tuple[list[bool], int, str, list[Copy]]] = []
         self.version = self.turn = 0
         self.trouble, self.steps = "works", 0
         self.meanwhile: tuple[int, Callable[[], object]] | None = None
@@ -350,15 +353,19 @@ class Fleet(RuleBasedStateMachine):
                 self.act(rig.cache.work)
                 self.step(rig, LineUse.WRITE)
         self.act(below.end)
-        self.drive(rig, lambda: answers)
+        self.unanswered.append((answers, host, tier, flushed))
+        if not self.loop.is_running():  # else it is answered after the job in which this happens
+            self.drive(rig, lambda: answers)
+        self.told()
+
+    def answered(self, durable: bool, host: int, tier: str, flushed: list[Copy]) -> None:
         for copy in flushed:
             if tier == "all":
                 copy.hosts.discard(host)
-            if answers == [True]:
+            if durable:
                 copy.stored = bool(copy.hosts)
             elif host not in copy.hosts:
                 copy.hidden.add(host)
-        self.told()
 
     def concerns(self, block: Block, spaces: tuple[int, ...], name: str, number: int) -> bool:
         if spaces and block[0] not in spaces:
@@ -368,6 +375,10 @@ class Fleet(RuleBasedStateMachine):
 
     def told(self) -> None:
         """Forget what no host can find any more."""
+        for answers, *flush in self.unanswered:
+            for durable in answers:
+                self.answered(durable, *flush)
+        self.unanswered = [one for one in self.unanswered if not one[0]]
         for host, rig in enumerate(self.hosts):
             if not rig.shared.flushes.waiting:
                 for copy in self.copies:
@@ -399,6 +410,7 @@ class Fleet(RuleBasedStateMachine):
         host %= len(self.hosts)
         self.meanwhile = None
         self.loop.run_until_complete(self.hosts[host].close(0.0))
+        self.unanswered = [one for one in self.unanswered if one[1] != host]
         for copy in self.copies:
             copy.hosts.discard(host)
         self.hosts[host] = self.host(host)
@@ -411,6 +423,7 @@ class Fleet(RuleBasedStateMachine):
         for rig in self.hosts:
             self.drive(rig, lambda rig=rig: self.is_idle(rig))  # type: ignore[misc]
         self.told()
+        assert not self.unanswered
         for host, rig in enumerate(self.hosts):
             self._flush(host, (), "", 0, "all", 0)
             rig.check_end()
