@@ -385,7 +385,7 @@ class SharedTier:
         found = []
         if not self.breaker.closed:
             found.append(f"the shared store {self.store.address} is away: {self.breaker.problem}")
-        elif self.breaker.problem:
+        elif self.breaker.refuses_writes:
             found.append(f"the shared store {self.store.address} takes no writes: {self.breaker.problem}")
         if self.flushes.waiting:
             found.append(f"the shared store {self.store.address} has not been told of a flush yet")

@@ -83,23 +83,6 @@ def test_it_comes_back_by_and_by(breaker: Breaker, clock: Clock) -> None:
     assert breaker.share == 1.0
 
 
-def test_a_store_that_comes_and_goes_is_asked_less_and_less(breaker: Breaker, clock: Clock) -> None:
-    waited = list[float]()
-    for _ in range(6):
-        opened(breaker)
-        began_s = clock.now_s
-        while not breaker.wants_probe():
-            clock.now_s += 0.25
-        waited.append(clock.now_s - began_s)
-        breaker.worked()
-        breaker.worked()
-    assert waited == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
-    clock.now_s += LAST_PAUSE_S
-    breaker.worked()
-    opened(breaker)
-    assert breaker._probe_s == clock.now_s + FIRST_PAUSE_S, "it was well for long enough"
-
-
 def test_a_full_store_gets_no_writes_for_a_while(breaker: Breaker, clock: Clock) -> None:
     assert breaker.may_write
     for problem in (StoreProblem.FULL, StoreProblem.READ_ONLY):

@@ -1,4 +1,4 @@
-"""Two daemons as two hosts, over a real Valkey: it is killed, stopped and emptied, and they go on."""
+"""Daemons as hosts over real stores: what they share, what operators see of it, and a store that comes and goes."""
 
 from __future__ import annotations
 
@@ -7,103 +7,114 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from daemon_rig import BLOCKS, Host, content, flush, keys, started_by
-from s3_rig import KEY, SECRET, RcloneServer
-from seaweed_rig import SeaweedServer
+from daemon_rig import BLOCK_BYTES, BLOCKS, SPEC, Host, brief, keys
+from prometheus_client.parser import text_string_to_metric_families
+from s3_rig import KEY, SECRET, FakeServer
 from valkey_rig import ValkeyServer
 from waiting import wait_until
 
+import tiercache
+from tiercache.cli.main import main
+from tiercache.http.measured.family import PREFIX
+from tiercache.http.measured.shared import SHARED
+from tiercache.http.metrics import metrics_text
 
-@pytest.fixture
-def valkey(full_valkey: ValkeyServer) -> ValkeyServer:
-    return full_valkey
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> str:
-    path = tmp_path / "shared.key"
-    path.write_text("5a" * 32)
-    path.chmod(0o600)
-    return str(path)
+PASSWORD = "open-sesame"
 
 
-@pytest.fixture(autouse=True)
-def brief() -> Iterator[None]:
-    with started_by("brief_daemon.py"):
-        yield
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with ValkeyServer("--maxmemory", "256mb", "--maxmemory-policy", "volatile-ttl") as server:
+        server.change_password(PASSWORD)
+        yield server
 
 
-Make = Callable[..., Host]
+@pytest.fixture(scope="module")
+def hosts(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    place = tmp_path_factory.mktemp("hosts")
+    key = place / "key"
+    key.write_text("5a" * 32)
+    key.chmod(0o600)
+    a, b = (Host(place / name, url_of(valkey), shared_key=key, log=place / f"{name}.log") for name in "ab")
+    yield a, b
+    for one in (a, b):
+        one.close()
+    for log in place.glob("*.log"):
+        assert PASSWORD not in log.read_text()
 
 
-@pytest.fixture
-def make(tmp_path: Path, valkey: ValkeyServer, key_file: str) -> Iterator[Make]:
-    hosts: list[Host] = []
-
-    def make(store: str = "", **settings: str) -> Host:
-        settings = settings or {"shared_key": key_file}
-        hosts.append(Host(tmp_path / f"h{len(hosts)}", store or valkey.url, **settings))
-        return hosts[-1]
-
-    yield make
-    for host in hosts:
-        host.close()
+def url_of(valkey: ValkeyServer) -> str:
+    return valkey.url.replace("://", f"://:{PASSWORD}@")
 
 
-def test_a_prompt_of_one_host_is_a_hit_on_the_other(make: Make, valkey: ValkeyServer) -> None:
-    a, b = make(), make()
-    a.store("one")
-    wait_until(lambda: a.shared("written_blocks") == BLOCKS)
-    found = b.connector.match(keys("one"))
-    assert found.blocks == BLOCKS
-    b.connector.release(found)
-    assert b.load("one") == BLOCKS
-    assert b.load("one") == BLOCKS
-    assert b.shared("fetched_blocks") == BLOCKS
-    # The store goes: what a host has it still serves, and new prompts are stored on this host.
-    valkey.kill()
-    assert b.load("one") == BLOCKS
-    b.store("two")
-    assert b.load("two") == BLOCKS
-    a.forget_dram()
-    assert a.load("one") == 0
-    assert a.load("two") == 0
-    wait_until(lambda: a.load("one") == 0 and b.stats()["health"]["state"] == "degraded")
-    # It comes back, empty.
-    valkey.start()
-    wait_until(lambda: a.stats()["health"]["state"] == b.stats()["health"]["state"] == "ok")
-    a.store("three")
-    wait_until(lambda: b.load("three") == BLOCKS)
+def metrics(host: Host) -> dict[tuple[str, ...], float]:
+    """Each sample by its name and the values of its labels."""
+    families = text_string_to_metric_families(metrics_text(host.stats()).decode())
+    return {
+        (sample.name.removeprefix(PREFIX), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
-@pytest.mark.stress
-def test_a_store_that_stops_answering_stops_no_host(make: Make, valkey: ValkeyServer) -> None:
-    a, b = make(), make()
-    a.store("one")
-    wait_until(lambda: a.shared("written_blocks") == BLOCKS)
-    valkey.stop()
-    try:
-        for number in range(5):
-            assert b.load(f"x{number}") == 0
-        b.store("two")
-        assert b.load("two") == BLOCKS
-        wait_until(lambda: b.load("one") == 0 and b.stats()["health"]["state"] == "degraded")
-    finally:
-        valkey.go_on()
-    wait_until(lambda: b.load("one") == BLOCKS)
+def test_a_prompt_of_one_host_is_a_hit_on_the_other(
+    hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told apart from hits on NVMe, in metrics and for people."""
+    a, b = hosts
+    a.share("one")
+    b.finds("one")
+    b.finds("one")
+    assert b.shared("fetched_blocks") == BLOCKS, "the second time from DRAM"
+    told = metrics(b)
+    assert told["match_blocks_shared_total",] == told["hit_blocks_total", "shared"] == BLOCKS
+    assert told["hit_blocks_total", "nvme"] == told["hit_tokens_total", "nvme"] == 0
+    assert told["hit_tokens_total", "shared"] == 4 * BLOCKS
+    assert told["namespace_hit_blocks_total", SPEC.fingerprint(), "test/1", "tp 0/1 pp 0/1", "shared"] == BLOCKS
+    assert told["shared_fetched_bytes_total",] == told["moved_bytes_total", "shared", "out"] >= BLOCKS * BLOCK_BYTES
+    assert told["shared_breaker_state", "closed"] == 1
+    assert told["shared_bad_blocks_total",] == 0
+    assert not [family.name for family in SHARED if not any(name[0] in family.full_name for name in told)]
+    sent = metrics(a)
+    assert sent["moved_bytes_total", "shared", "in"] == sent["shared_written_bytes_total",] >= BLOCKS * BLOCK_BYTES
+    assert main(["stats", "summary", "tiers", "--address", b.address]) == 0
+    assert "from the shared store" in capsys.readouterr().out
+
+
+def test_the_password_is_shown_nowhere(hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]) -> None:
+    a, _ = hosts
+    shown = [Path(f"/proc/{a.daemon.pid}/cmdline").read_text(), str(a.stats())]
+    for options in ([], ["--json"]):
+        assert main(["config", "--running", *options, "--address", a.address]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "valkey://:***@127.0.0.1" in shown[-1]
+    assert [text for text in shown if PASSWORD in text] == []
+
+
+@pytest.mark.parametrize("what", ["everything", "namespace", "prefix"])
+def test_a_flush_of_the_store_is_one_for_every_host(
+    hosts: tuple[Host, Host], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = hosts
+    options = {"namespace": ["--namespace", SPEC.fingerprint()[:8]], "prefix": ["--prefix", keys(what)[-16:].hex()]}
+    a.share(what)
+    b.finds(what)
+    a.forget_dram()  # what a host still has it sends again when it is asked for
+    assert main(["flush", "--yes", "--tier", "shared", *options.get(what, []), "--address", b.address]) == 0
+    assert capsys.readouterr().out == "flushed: no host finds these blocks in the shared store any more\n"
+    b.forget_dram()
+    assert b.load(what) == a.load(what) == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         (["--shared", "valkey://127.0.0.1:1"], "set shared_key"),
-        (["--shared", "nonsense"], "is no URL"),
-        (["--shared", "nosuch://host", "--shared-plain", "yes"], "no kind of store is called 'nosuch'"),
+        (["--shared", "mooncake://host", "--shared-plain", "yes"], "no kind of store is called 'mooncake'"),
         (["--shared", "valkey://u:secret-word@h:99999", "--shared-plain", "yes"], "port"),
-        (["--shared", "valkey://h", "--shared-key", "/nonexistent/key"], "shared_key /nonexistent/key cannot be read"),
-        (["--shared", "valkey://h", "--shared-plain", "yes", "--shared-deployment", "a:b"], "must be 1 to 64 letters"),
     ],
 )
 def test_a_mistake_is_told_before_the_daemon_serves(tmp_path: Path, settings: list[str], says: str) -> None:
@@ -115,79 +126,100 @@ def test_a_mistake_is_told_before_the_daemon_serves(tmp_path: Path, settings: li
     assert "secret-word" not in ended.stderr
 
 
-def test_nvme_has_the_beginning_and_the_store_the_rest(make: Make, tmp_path: Path, key_file: str) -> None:
-    half = BLOCKS // 2
-    a = make()
-    b = make(shared_key=key_file, nvme=str(tmp_path / "nvme"), nvme_size="64MiB", shared_write="evicted")
-    b.pool[:] = content("one")
-    assert b.connector.store(keys("one")[: 16 * half], list(range(half))).stored == half
-    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == half)
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Host]]:
+    made: list[Host] = []
+
+    def make(store: str, **settings: Any) -> Host:
+        name = str(settings.pop("name", len(made)))
+        made.append(Host(tmp_path / name, store, **{"shared_plain": "yes", **settings}))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
+
+
+def test_nvme_has_the_beginning_and_the_store_the_rest(
+    make: Callable[..., Host], valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    half, url = BLOCKS // 2, url_of(valkey)
+    a, b = make(url), make(url, nvme=str(tmp_path / "nvme"), nvme_size="64MiB", shared_write="evicted")
+    b.store("half", half)
+    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == half, "write-behind")
     b.forget_dram()
-    a.store("one")
-    wait_until(lambda: a.shared("written_blocks") == BLOCKS)
-    assert b.load("one") == BLOCKS
-    assert b.stats()["tiers"]["nvme"]["promoted_blocks"] == half
+    a.share("half")
+    b.finds("half")
+    assert b.stats()["tiers"]["nvme"]["promoted_blocks"] >= half
     assert b.shared("fetched_blocks") == BLOCKS - half
     # What came from the store is on NVMe then, as what a client stores.
-    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == BLOCKS)
+    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == BLOCKS, "write-behind of the rest")
 
 
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An object store, by rclone."""
-    pytest.importorskip("obstore")
-    server = RcloneServer(tmp_path / "s3")
+@pytest.mark.parametrize("kind", ["bucket", "folder"])
+def test_hosts_share_other_kinds_of_stores(
+    make: Callable[..., Host], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    if kind == "bucket":
+        pytest.importorskip("obstore", reason="needs Python 3.11 or later")
+    (tmp_path / "kv").mkdir()
+    server = FakeServer()
     try:
-        server.wait()
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        yield server.url("kv")
+        url = server.url() if kind == "bucket" else f"file://{tmp_path}/kv"
+        a, b = make(url), make(url)
+        a.share("one")
+        b.finds("one")
+        assert b.shared("bad_blocks") == 0
+        a.connector.flush()
+        b.forget_dram()
+        assert b.load("one") == 0
+        b.share("one")
+        a.finds("one")
     finally:
         server.end()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    path = tmp_path / "folder"
-    path.mkdir()
-    return f"file://{path}"
+@pytest.mark.stress
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_store_that_goes_and_comes_back(make: Callable[..., Host], how: str) -> None:
+    """Hosts serve what they have, take new prompts, say what is wrong, and use the store when it is back."""
+    with ValkeyServer() as valkey, brief():
+        a, b = make(valkey.url), make(valkey.url)
+        a.share("one")
+        b.finds("one")
+        (valkey.kill if how == "killed" else valkey.stop)()
+        try:
+            assert b.load("one") == BLOCKS
+            b.store("two")
+            assert b.load("two") == BLOCKS
+            a.forget_dram()
+            wait_until(lambda: a.load("one") == 0 and a.stats()["health"]["state"] == "degraded")
+        finally:
+            (valkey.start if how == "killed" else valkey.go_on)()
+        wait_until(lambda: {one.stats()["health"]["state"] for one in (a, b)} == {"ok"})
+        if how == "stopped":
+            a.finds("one")
+        a.share("three")
+        b.finds("three")
 
 
-@pytest.fixture
-def seaweed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An object store, by SeaweedFS."""
-    pytest.importorskip("obstore")
-    server = SeaweedServer(tmp_path / "seaweed")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    yield server.url("kv")
-    server.end()
-
-
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [
-        ("bucket", BLOCKS // 16 * 16),
-        ("folder", BLOCKS),
-        pytest.param("seaweed", BLOCKS // 16 * 16, marks=pytest.mark.stress),
-    ],
-)
-def test_hosts_share_other_kinds_of_stores(
-    kind: str, found: int, tmp_path: Path, key_file: str, request: pytest.FixtureRequest
-) -> None:
-    url = request.getfixturevalue(kind)
-    hosts = [Host(tmp_path / name, url, shared_key=key_file) for name in "ab"]
-    try:
-        a, b = hosts
-        a.store("one")
-        wait_until(lambda: a.shared("written_blocks") == found)
-        wait_until(lambda: b.load("one") == found)
-        assert b.shared("bad_blocks") == 0
-        flush(a, "all")
+@pytest.mark.stress
+def test_a_flush_of_a_store_that_is_away_outlives_kill_9(make: Callable[..., Host], tmp_path: Path) -> None:
+    """It is told by the next life of the daemon, which uses nothing of the store before."""
+    state = {"shared_state": str(tmp_path / "state")}
+    with ValkeyServer() as valkey, brief():
+        a, b = make(valkey.url, name="a", **state), make(valkey.url)
+        a.share("one")
+        valkey.change_password("another")
+        with pytest.raises(tiercache.RequestRefused, match="the flush is kept, across restarts too"):
+            a.connector.flush()
+        assert metrics(a)["shared_flushes_waiting",] == 1
+        a.daemon.kill()
+        valkey.change_password("")
+        b.finds("one")  # the store was not told
         b.forget_dram()
-        assert b.load("one") == 0
-        b.store("one")
-        wait_until(lambda: a.load("one") == found)
-    finally:
-        for one in hosts:
-            one.close()
+        a = make(valkey.url, name="a", **state)
+        wait_until(lambda: a.shared("flushes_waiting") == 0, "the store is told")
+        assert a.load("one") == b.load("one") == 0

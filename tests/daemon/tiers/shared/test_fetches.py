@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chains import chain_of, key_of
-from host_rig import HostRig, host
+from chains import chain_of
+from host_rig import host
 from memory_store import MemoryStore
 from played import played
 
@@ -37,32 +36,6 @@ async def test_what_a_host_may_not_read_it_cannot_name(tmp_path: Path) -> None:
     assert b.shared.source.tally.bad_blocks == 0, "they were not even read"
     assert await b.load([b.namespace()], chain) == 8
     for one in (a, b, other_key, other_deployment, plain):
-        await one.close()
-
-
-@played
-async def test_windows_and_ranks_are_found_together(tmp_path: Path) -> None:
-    store = MemoryStore()
-    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
-    chain = chain_of("x", 30)
-
-    def spaces(one: HostRig) -> list[Any]:
-        return [one.namespace(), one.namespace(tp_rank=1), one.namespace(window_blocks=4)]
-
-    for space in spaces(a):
-        a.store(space, chain)
-    await a.sent()
-    assert await b.load(spaces(b), chain) == 30
-    assert b.shared.source.tally.blocks == 64, "of the window only what is needed"
-    c = host(store, tmp_path, "c")
-    rank_1 = a.namespace(tp_rank=1)
-    scope = a.shared.scope_of(rank_1, chain[:16])
-    epoch = a.shared.epochs.of(scope)
-    assert epoch is not None
-    del store.values[a.shared.epochs.naming.block(scope, epoch, key_of(chain, 20))]
-    assert await c.load(spaces(c), chain) == 20, "what all have"
-    for one in (a, b, c):
-        one.check()
         await one.close()
 
 

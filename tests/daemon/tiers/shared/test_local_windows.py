@@ -34,20 +34,6 @@ async def stored(store: MemoryStore, tmp_path: Path) -> HostRig:
 
 
 @played
-async def test_an_end_without_the_block_that_cannot_be_fetched_is_found_at_once(tmp_path: Path) -> None:
-    """A claim that is cut short there would need other blocks of the window, and nothing would look for them."""
-    store = MemoryStore()
-    a, b = await stored(store, tmp_path), host(store, tmp_path, "b")
-    victim = names_of(a, CHAIN, spaces(a)[1])[28]
-    store.values[victim] = store.values[victim][:-1] + b"?"
-    assert await b.load(spaces(b), CHAIN) < 28, "what was promised does not all arrive"
-    assert await b.load(spaces(b), CHAIN) == 28
-    for one in (a, b):
-        one.check()
-        await one.close()
-
-
-@played
 async def test_blocks_of_a_window_on_this_hosts_disks_count(tmp_path: Path) -> None:
     store = MemoryStore()
     a, b = await stored(store, tmp_path), host(store, tmp_path, "b")

@@ -13,9 +13,8 @@ from played import play, played
 
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import Cipher
-from tiercache.daemon.tiers.shared import presence
 from tiercache.daemon.tiers.shared.naming import BlockIdentity
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, MAGIC, VERSION, ValueForm, announced_bytes
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
@@ -171,26 +170,3 @@ def test_a_block_comes_back_and_only_as_itself(monkeypatch: pytest.MonkeyPatch, 
         frame = memoryview(bytearray(len(block)))
         outcome = form.unpack(one, header, memoryview(bytearray(body)), frame)
         assert (outcome.name == "OK", bytes(frame) == block) == (good, good)
-
-
-@pytest.mark.parametrize("place", [len(MAGIC), len(MAGIC) + 1], ids=["another release", "damage"])
-@played
-async def test_a_block_that_is_computed_much_later_replaces_the_value_that_was_bad(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long prefill takes longer than a bad block is not claimed for."""
-    monkeypatch.setattr(presence, "UNFETCHABLE_S", 0.0)
-    store = MemoryStore()
-    a, b, c = (host(store, tmp_path, name) for name in "abc")
-    a.store(a.namespace(), CHAIN)
-    await a.sent()
-    for name, value in store.values.items():
-        assert value[len(MAGIC)] == VERSION
-        store.values[name] = value[:place] + b"\xee" + value[place + 1 :]
-    assert await b.load([b.namespace()], CHAIN) == 0
-    b.store(b.namespace(), CHAIN)
-    await b.sent()
-    assert (b.shared.stats()["written_blocks"], b.shared.stats()["there_blocks"]) == (BLOCKS, 0)
-    assert await c.load([c.namespace()], CHAIN) == BLOCKS
-    for one in (a, b, c):
-        await one.close()

@@ -109,16 +109,6 @@ def test_a_value_larger_than_the_budget_is_sent_and_paid_off() -> None:
 
 
 @played
-async def test_what_waits_is_sent_before_the_end(tmp_path: Path) -> None:
-    store = MemoryStore()
-    a = host(store, tmp_path, "a", write_budget_bytes_per_s=1)
-    a.store(a.namespace(), chain_of("x", 40))
-    a.cache.work()
-    assert await a.close() == 0
-    assert len(store.values) == 40
-
-
-@played
 async def test_deeper_blocks_live_shorter(tmp_path: Path) -> None:
     store = MemoryStore()
     a = host(store, tmp_path, "a", ttl_s=1000.0)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from valkey_rig import content, new_get, soon
+from store_calls import content
+from valkey_rig import new_get, soon
 
 from tiercache.daemon.tiers.shared.stores.store import Get, StoreError
 

@@ -142,22 +142,6 @@ def test_an_old_lease_is_taken_over_by_one_and_its_holder_knows(folder: Path) ->
     assert [holds(folder, one) for one in (first, second, third, second)] == [False, True, False, True]
 
 
-def test_of_two_that_take_over_at_once_one_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead, first, second = JanitorLease(), JanitorLease(), JanitorLease()
-    holds(folder, dead)
-    age(the_lease(folder), lease.OLD_S + 1)
-    real = JanitorLease._take
-
-    def late(its: JanitorLease, tree: Tree, there: bool) -> None:
-        monkeypatch.setattr(JanitorLease, "_take", real)
-        holds(folder, second)  # has seen the same old lease, and takes it first
-        real(its, tree, there)
-
-    monkeypatch.setattr(JanitorLease, "_take", late)
-    holds(folder, first)
-    assert [holds(folder, one) for one in (first, second, first, second)] == [True, False, True, False]
-
-
 @pytest.mark.parametrize("skew_s", [-1200.0, 1200.0])
 def test_a_host_whose_clock_is_wrong_leaves_the_lease_to_its_holder(
     folder: Path, skew_s: float, monkeypatch: pytest.MonkeyPatch

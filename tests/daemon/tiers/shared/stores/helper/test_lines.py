@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helper_rig import LATE_S, Make, hang, late, patiently, pid, problem_of
+from helper_rig import LATE_S, Make, hang, late, patiently, pid
 from store_calls import content, put, read, room, soon
 from waiting import state_of, wait_until
 
@@ -61,28 +60,3 @@ def test_a_process_that_answers_nothing_is_replaced(make: Make, monkeypatch: pyt
     assert pid(store) != first
     wait_until(lambda: state_of(first) == "", "the first process to be reaped")
     assert (store.stats()["given_up"], store.stats()["starts"]) == (1, 2)
-
-
-def test_processes_that_do_not_die_are_not_waited_for_and_are_few(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the kernel's state D: here a process whose SIGKILL does not come."""
-    monkeypatch.setattr(supervisor, "MAX_UNDEAD", 2)
-    monkeypatch.setattr(supervisor, "HUNG_S", 0.0)
-    monkeypatch.setattr(supervisor, "_REAP_S", 0.01)
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
-    store = make()
-    line = store.connect()
-    pids = set()
-    try:
-        for _ in range(2):
-            pids.add(pid(store))
-            hang(line)
-            wait_until(lambda: store.stats()["undead"] == len(pids), "the process to be given up")
-        wait_until(lambda: "hangs in the kernel" in str(store.stats()["problem"]), "no third process")
-        error = wait_until(lambda: problem_of(lambda: line.exists([b"a"], [], late())), "the text")
-        assert error.problem in (StoreProblem.UNREACHABLE, StoreProblem.BUSY)
-        assert store.stats()["starts"] == 2
-    finally:
-        for number in pids:
-            os.kill(number, signal.SIGKILL)
-    patiently(lambda: line.exists([b"a"], [], soon()))
-    monkeypatch.undo()

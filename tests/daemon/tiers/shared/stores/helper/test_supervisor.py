@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -63,36 +61,6 @@ def test_kill_9_amid_a_put_leaves_nothing_that_readers_see(make: Make, tmp_path:
     assert found[1] in (new, Fate.MISSING)
     patiently(lambda: put(line, {b"a": new}))
     assert read(eyes, [b"a"], 5, 8 << 20) == [new]
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("how", ["hang", "lock"])
-def test_the_process_ends_with_a_killed_daemon_even_if_calls_hang(tmp_path: Path, how: str) -> None:
-    code = f"""
-import threading, time
-from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
-store = HelperStore("obedient_store:ObedientStore", "obedient://{tmp_path}", "", 2)
-line = store.connect()
-line.exists([b"a"], [], time.monotonic() + 30)
-threading.Thread(target=line.exists, args=([b"{how}"], [], time.monotonic() + 300)).start()
-time.sleep(0.05)
-print(store.stats()["pid"], flush=True)
-time.sleep(300)
-"""
-    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    daemon = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    try:
-        assert daemon.stdout is not None
-        child = int(daemon.stdout.readline())
-        assert state_of(child)
-    finally:
-        daemon.kill()
-        daemon.wait()
-        assert daemon.stdout is not None
-        daemon.stdout.close()
-    wait_until(lambda: state_of(child) in ("", "Z"), "the helper process to end")
 
 
 def test_closing_ends_the_process_and_calls_and_waits_for_neither(make: Make) -> None:

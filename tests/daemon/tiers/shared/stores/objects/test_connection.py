@@ -67,23 +67,6 @@ def failing(call: Callable[[], object]) -> StoreError:
 # --- a server that answers as it is told ---------------------------------------------------------
 
 
-def test_a_pack_is_read_by_ranges(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
-    line = connect(fake.url())
-    pack = content(6, 10_000)
-    put(line, {b"a": pack})
-    fake.asked.clear()
-    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
-    assert read(line, [b"a"], 4, 96, 9990) == [pack[9990:]]
-    assert read(line, [b"a"], 4, 96, 10_000) == [Fate.MISFIT]
-    assert read(line, [b"b"], 4, 96, 5000) == [Fate.MISSING]
-    assert [wanted for _, _, wanted in fake.asked] == [
-        "bytes=5000-5099",
-        "bytes=9990-10089",
-        "bytes=10000-10099",
-        "bytes=5000-5099",
-    ]
-
-
 def test_a_whole_answer_to_a_range_is_cut(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     fake.ranges = False
     line = connect(fake.url())
@@ -144,19 +127,6 @@ def test_an_announced_length_beyond_all_room_is_not_read(
     line = connect(fake.url())
     assert read(line, [b"a"], 5, 1000) == [Fate.MISFIT]
     assert line.exists([], [b"n"], soon()).notes == [None]
-
-
-def test_a_first_note_stays_where_the_server_knows_conditions(
-    fake: FakeServer, connect: Callable[[str], Connection]
-) -> None:
-    other = b"from another host"
-
-    def meanwhile(method: str, key: str) -> None:
-        if method == "PUT":
-            fake.objects.setdefault(key, other)
-
-    fake.hook = meanwhile  # type: ignore[assignment]
-    assert connect(fake.url()).set_note(b"n", b"mine", soon(), only_if_missing=True) == other
 
 
 @pytest.mark.stress

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from fake_valkey import FakeServer, Peer, failing
-from valkey_rig import ValkeyServer, connect, content, got, new_get, new_put, soon, valkey_cluster
+from store_calls import content
+from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon, valkey_cluster
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, StoreProblem
 from tiercache.daemon.tiers.shared.stores.valkey.slots import hash_slot_of
@@ -67,29 +68,6 @@ def test_slots_that_move(nodes: list[ValkeyServer], line: Connection) -> None:
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", old_id)
     line.put([put], [], soon())
     assert line.exists([name], [], soon()).there == [True]
-
-
-@pytest.mark.stress
-def test_a_node_that_stops(nodes: list[ValkeyServer], line: Connection) -> None:
-    """The call fails at its deadline; what the other nodes have has come by then."""
-    line.put([new_put(name, content(number, SIZE)) for number, name in enumerate(NAMES)], [], soon())
-    nodes[0].stop()
-    try:
-        gets = [new_get(name, SIZE) for name in NAMES]
-        assert failing(lambda: line.get(gets, [], soon(1.0))).problem is StoreProblem.TIMEOUT
-        for number, get in enumerate(gets):
-            if owner(nodes, get.name) == 0:
-                assert get.fate is Fate.UNKNOWN
-            else:
-                assert got(get) == content(number, SIZE)
-        # Another connection learns the slots from a node that answers, though it asks the stopped one first.
-        other = connect(f"valkey+cluster://127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}")
-        there = [name for name in NAMES if owner(nodes, name)]
-        assert other.exists(there, [], soon(2.4)).there == [True] * len(there)
-        other.close()
-    finally:
-        nodes[0].go_on()
-    assert line.exists(NAMES, [], soon()).there == [True] * len(NAMES)
 
 
 CLUSTER_SLOTS = b"*2\r\n$7\r\nCLUSTER\r\n$5\r\nSLOTS\r\n"

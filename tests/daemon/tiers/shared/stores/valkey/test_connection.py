@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from valkey_rig import ValkeyServer, connect, content, got, new_get, new_put, soon
+from store_calls import content
+from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon
 
 from tiercache.daemon.tiers.shared.stores.store import (
     Connection,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from fake_valkey import failing
-from valkey_rig import Certificates, TlsFront, ValkeyServer, connect, content, got, new_get, new_put, soon
+from store_calls import content
+from valkey_rig import Certificates, TlsFront, ValkeyServer, connect, got, new_get, new_put, soon
 
 from tiercache.daemon.tiers.shared.stores.store import Fate, StoreProblem
 
