@@ -91,7 +91,7 @@ class HostRig:
         """Do the daemon's work until the condition holds."""
         end_s = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < end_s, f"not in time: {self.shared.stats()}"
+            assert time.monotonic() < end_s, f"it hangs: {self.shared.stats()}"  # rule: only bounds a hang
             self.cache.work()
             self.cache.expire()
             await asyncio.sleep(0.001)

@@ -172,13 +172,15 @@ class Fleet(RuleBasedStateMachine):
             else:
                 values[name] = values[other] if spoil == "swap" else values[name][:-1]
 
-    @rule(notes=st.sampled_from(["all", "one", "none"]), values=st.booleans())
+    @rule(notes=st.sampled_from(["all", "one", "empty", "none"]), values=st.booleans())
     def forget(self, notes: str, values: bool) -> None:
         """Others empty it, or it evicts notes."""
         if values:
             self.store_of_all.values.clear()
         if notes == "all":
             self.store_of_all.notes.clear()
+        elif notes == "empty":  # as of hosts that ended while they made them
+            self.store_of_all.notes.update(dict.fromkeys(self.store_of_all.notes, b""))
         elif notes == "one" and self.store_of_all.notes:
             del self.store_of_all.notes[min(self.store_of_all.notes, key=len)]
 
@@ -216,7 +218,7 @@ class Fleet(RuleBasedStateMachine):
         if self.loop.is_running():  # its timers have their turn later, but must not be waited for
             for timer in [one for one in self.loop._scheduled if one.when() <= self.loop.now_s]:  # type: ignore[attr-defined]
                 if not timer.cancelled():
-                    timer._run()
+                    timer._run()  # rule: of asyncio
                     timer.cancel()
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 12.0, 400.0]))

@@ -103,15 +103,16 @@ class ValkeyServer:
 
     def _answers(self) -> bool:
         """Asked at the Unix socket: at the port, another server may have been faster."""
-        deadline_s = soon()
-        while self.process.poll() is None and time.monotonic() < deadline_s:
+
+        def ended_or_answers() -> bool:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
                 link.connect(str(self.socket_path))
                 link.sendall(b"PING\r\n")
-                if link.recv(1):
-                    return True
-            time.sleep(0.01)
-        return False
+                return bool(link.recv(1))
+            return self.process.poll() is not None
+
+        wait_until(ended_or_answers, "the server")
+        return self.process.poll() is None
 
     @property
     def url(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from tiercache.daemon.tiers.shared.stores.folder.settings import parse_folder_url
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
-from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.settings import parse_object_url
 from tiercache.errors import ConfigError
 
@@ -112,14 +110,3 @@ def test_a_url_of_a_bucket_says_all_there_is() -> None:
     assert (settings.allow_http, settings.pack_blocks, settings.connections) == (True, 4, 2)
     assert parse_object_url("s3://bucket").pack_blocks == 16
     assert parse_object_url("az://blocks/x?account=mine").config == {"account_name": "mine"}
-
-
-def test_the_documented_lifecycle_rule_is_for_values_and_not_for_notes() -> None:
-    """A bucket that drops the notes of flushes makes all hosts start empty."""
-    text = (ROOT / "daemon" / "OPERATING.md").read_text()
-    [rules] = re.findall(r"--lifecycle-configuration '(.*?)'", text, re.DOTALL)
-    [rule] = json.loads(rules)["Rules"]
-    prefix = rule["Filter"]["Prefix"]
-    assert f"prefix/{ObjectConnection._value(b'tc1:block')}".startswith(prefix)
-    assert not f"prefix/{ObjectConnection._note(b'tc1:notes')}".startswith(prefix)
-    assert rule["Expiration"]["Days"] > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from s3_rig import KEY, SECRET, FakeServer
 from store_calls import content, put, read, soon
 from waiting import wait_until
 
+from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
 from tiercache.errors import ConfigError
@@ -187,3 +190,17 @@ def test_a_store_that_obstore_refuses_is_a_wrong_setting(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="GOOGLE_APPLICATION_CREDENTIALS") as caught:
         ObjectsStore("gs://bucket/prefix")
     assert "\n" not in str(caught.value)
+
+
+ROOT = Path(__file__).resolve().parents[6]
+
+
+def test_the_documented_lifecycle_rule_is_for_values_and_not_for_notes() -> None:
+    """A bucket that drops the notes of flushes makes all hosts start empty."""
+    text = (ROOT / "daemon" / "OPERATING.md").read_text()
+    [rules] = re.findall(r"--lifecycle-configuration '(.*?)'", text, re.DOTALL)
+    [rule] = json.loads(rules)["Rules"]
+    prefix = rule["Filter"]["Prefix"]
+    assert f"prefix/{ObjectConnection._value(b'tc1:block')}".startswith(prefix)
+    assert not f"prefix/{ObjectConnection._note(b'tc1:notes')}".startswith(prefix)
+    assert rule["Expiration"]["Days"] > 0

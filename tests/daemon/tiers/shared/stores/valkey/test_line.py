@@ -133,7 +133,7 @@ def test_closed_by_another_thread() -> None:
         reached = threading.Event()
 
         def script(peer: Peer, reached: threading.Event = reached) -> None:
-            assert peer._more()
+            assert peer.more()
             peer.send(b"$100000\r\nabc")
             reached.set()
             peer.ending.wait(60)
