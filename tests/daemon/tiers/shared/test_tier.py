@@ -484,5 +484,5 @@ class Fleet(RuleBasedStateMachine):
         self.told()
 
 
-TestFleet = in_first_ring(Fleet, examples=30, steps=40)
+TestFleet = in_first_ring(Fleet, examples=60, steps=40)
 TestFleetForLong = in_stress(Fleet)
