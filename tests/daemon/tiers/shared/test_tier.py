@@ -353,7 +353,7 @@ class Fleet(RuleBasedStateMachine):
             self.point()
             for _ in range(busy):
                 self.act(rig.cache.work)
-                self.step(rig, LineUse.WRITE)
+                self.step(rig)
         self.act(below.end)
         self.unanswered.append((answers, host, tier, flushed))
         if not self.loop.is_running():  # else it is answered after the job in which this happens
@@ -457,11 +457,11 @@ class Fleet(RuleBasedStateMachine):
             self.step(self.rig(host))
         if busy == 2:
             self._load(other, spaces, "x", BLOCKS)
+        if busy != 1:
             self._store_all(host, (0, 1, 2), "y")
         self._flush(host, (), "", 0, tier, busy)
-        if busy:
-            self._send(host)
-            self._load(other, spaces, "x", BLOCKS)
+        self._send(host)
+        self._load(other, spaces, "x", BLOCKS)
         self._store_all(host, spaces, "x")
         self._send(host)
         self._load(other, spaces, "x", BLOCKS)
