@@ -461,6 +461,7 @@ class Fleet(RuleBasedStateMachine):
             self._store_all(host, (0, 1, 2), "y")
         self._flush(host, (), "", 0, tier, busy)
         self._send(host)
+        self.pass_time(15.0)  # what was believed of the store, or could not be fetched, is asked for again
         self._load(other, spaces, "x", BLOCKS)
         self._store_all(host, spaces, "x")
         self._send(host)
