@@ -41,7 +41,6 @@ OPTIONAL = (
     "tiercache/http/",
     "tiercache/cli/affinity",
     "daemon/tiers/forms/cipher.py",
-    "daemon/tiers/shared/stores/mooncake/",
     "daemon/tiers/shared/stores/objects/",
     "tiercache/replay/plot.py",
 )

@@ -109,7 +109,7 @@ class LowerTiers:
         if tier in ("all", self.shared.name):
             # Now, while DRAM has the chain: it tells which bucket is concerned.
             together.waiting += 1
-            self.shared.flush(namespaces, key, together.shared_done, named)
+            together.shared_end = self.shared.begin_flush(namespaces, key, together.shared_done, named)
         return together
 
     @property
@@ -178,7 +178,8 @@ class LowerTiers:
 
     def check(self) -> Steps[list[str]]:
         """See `TierBelow`."""
-        return self.local.check()
+        findings = yield from self.local.check()
+        return findings + self.shared.check_integrity()
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
@@ -206,7 +207,8 @@ class _FlushOfBoth:
         self.waiting = 1  # until `end`
         self.unconfirmed: list[str] = []
         self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None
-        self.end: Callable[[], None] = self._told
+        self.end: Callable[[], None] = self._end
+        self.shared_end: Callable[[], None] = lambda: None
         self._shared = shared
         self._local: FlushBelow | None = None
         self._done = done
@@ -218,13 +220,10 @@ class _FlushOfBoth:
         self._local = flush
         self.forget = flush.forget
 
-        def end() -> None:
-            flush.end()
-            self._told()
-
-        self.end = end
-
-    def _told(self) -> None:
+    def _end(self) -> None:
+        self.shared_end()
+        if self._local is not None:
+            self._local.end()
         self._answered()
 
     def local_done(self, blocks: int, durable: bool) -> None:

@@ -70,6 +70,11 @@ class Breaker:
         """Whether it takes writes, as far as we know."""
         return self.closed and self._clock_s() >= self._no_writes_until_s
 
+    @property
+    def refuses_writes(self) -> bool:
+        """Whether it said that it is full or takes no writes, and has taken none of that kind since."""
+        return bool(self._refused)
+
     def admits(self) -> bool:
         """Whether a look-up should be made now: soon after its return, the store gets only some of them."""
         return self.share >= 1.0 or self._uniform(0.0, 1.0) < self.share

@@ -16,7 +16,7 @@ EPOCH_TRIES = 3
 
 
 class StaleEpoch(Exception):
-    """Blocks have no names now: a note is to be replaced, and the store has yet to be told."""
+    """Blocks have no names now: a flush of this host is under way, or the store has yet to be told of one."""
 
 
 class Epochs:
@@ -27,9 +27,9 @@ class Epochs:
         self.changes = 0
         """How often a note turned out to have been replaced."""
         self.flushes = 0
-        """Flushes that this host has begun."""
+        """How often this host has begun or ended a flush."""
         self.pending: frozenset[bytes] = frozenset()
-        """Notes that this host wants replaced, and the store has yet to be told: nothing below them has a name now."""
+        """Notes of flushes that DRAM is forgetting, or the store has yet to be told of: no block below has a name."""
         self._notes: dict[bytes, bytes] = {}
 
     def of(self, scope: Scope) -> bytes | None:

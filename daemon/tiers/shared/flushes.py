@@ -3,8 +3,9 @@
     begin ─► notes to replace ─► a job ─► the store has new ones ─► done(durable)
                   │                 ├ full: it deletes them, which needs no room and is a flush too
                   │                 └ away: kept in memory and in a file, and told when the store is back
-                  └ until then this host reads and writes nothing that they are about
+                  └ until then, and until `end`, this host reads and writes nothing that they are about
 
+DRAM forgets many namespaces in slices, from `begin` to `end`: what it still has then must not be sent under new names.
 Other hosts go on reading what was flushed until the store has been told: no host can reach them any other way.
 """
 
@@ -87,6 +88,7 @@ class SharedFlushes:
         self._closed = False
         self._notes: dict[bytes, int] = {}  # to be replaced, and by which flush they were last wanted
         self._flushes = 0
+        self._under_way: dict[int, frozenset[bytes]] = {}  # notes of the flushes that have not reached all of DRAM
         self._job: FlushJob | None = None
         self._job_flushes = 0
         self._waiting: list[tuple[int, Callable[[bool], None]]] = []
@@ -119,20 +121,32 @@ class SharedFlushes:
             log.error("%s is damaged: the whole shared tier is flushed instead", self._file.path)
             names = [self._epochs.naming.deployment_note]
         self._saved = True
-        self.begin(names or [self._epochs.naming.deployment_note], lambda durable: None)
+        self.end(self.begin(names or [self._epochs.naming.deployment_note], lambda durable: None))
 
-    def begin(self, names: Iterable[bytes], done: Callable[[bool], None]) -> None:
-        """Replace these notes; `done(durable)` once the store has, or after `TOLD_S`."""
+    def begin(self, names: Iterable[bytes], done: Callable[[bool], None]) -> int:
+        """Replace these notes; `done(durable)` once the store has, or after `TOLD_S`. Returns a number for `end`."""
         self._flushes += 1
         self._epochs.flushes += 1
-        self._notes.update(dict.fromkeys(names, self._flushes))
-        if len(self._notes) > MAX_KEPT:
-            self._notes = {self._epochs.naming.deployment_note: self._flushes}
-        self._epochs.await_replacement(self._notes)
         number, loop = self._flushes, asyncio.get_running_loop()
+        self._under_way[number] = frozenset(names)
+        self._notes.update(dict.fromkeys(self._under_way[number], number))
+        if len(self._notes) > MAX_KEPT:
+            self._notes = {self._epochs.naming.deployment_note: number}
+        self._wait_for_notes()
         self._waiting.append((number, done))
         loop.call_later(TOLD_S, self._time_is_up, number)
         self._tell()
+        return number
+
+    def end(self, number: int) -> frozenset[bytes]:
+        """DRAM has forgotten all that this flush concerns; returns its notes."""
+        names = self._under_way.pop(number)
+        self._epochs.flushes += 1  # jobs that were begun meanwhile hold what was flushed
+        self._wait_for_notes()
+        return names
+
+    def _wait_for_notes(self) -> None:
+        self._epochs.await_replacement(frozenset(self._notes).union(*self._under_way.values()))
 
     def _tell(self) -> None:
         if self._again is not None:
@@ -155,7 +169,7 @@ class SharedFlushes:
         for name in told:
             del self._notes[name]  # the others were wanted again meanwhile
         if told:
-            self._epochs.await_replacement(self._notes)
+            self._wait_for_notes()
             self._epochs.learn({name: job.learned[name] for name in told if name in job.learned})
         self._job_ended(job)
         if job.problem is not None:
@@ -174,7 +188,7 @@ class SharedFlushes:
 
     def _time_is_up(self, number: int) -> None:
         if any(waiting <= number for waiting, _ in self._waiting):
-            self._unsaved = number
+            self._unsaved = max(self._unsaved, number)
             self._save()
 
     def _answer(self, number: int, durable: bool) -> None:

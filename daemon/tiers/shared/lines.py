@@ -25,6 +25,9 @@ DELIVER_S = 0.001
 """How long the event loop makes calls that the threads have posted, in one go. It finishes the call that has begun."""
 
 
+ThreadsafeCall = Callable[[Callable[[], None]], object]
+
+
 class LineUse(Enum):
     """What a line is for. A line does only jobs of the uses that it was made for."""
 
@@ -66,7 +69,7 @@ class Lines:
         self,
         store: SharedStore,
         uses: list[tuple[LineUse, ...]],
-        call_soon_threadsafe: Callable[[Callable[[], None]], object],
+        call_soon_threadsafe: ThreadsafeCall,
     ) -> None:
         self._store = store
         self._call_soon_threadsafe = call_soon_threadsafe

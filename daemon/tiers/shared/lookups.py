@@ -220,6 +220,14 @@ class SharedLookups:
             self._begun += 1
             begin()
 
+    def check_integrity(self) -> list[str]:
+        """Every way in which the look-ups and their counts disagree."""
+        by_tenant = Counter(one.tenant for one in self._under_way.values())
+        begun = len(self._under_way) - sum(map(len, self._queues.values()))
+        if by_tenant == self._of_tenant and begun == self._begun:
+            return []
+        return [f"shared look-ups: {begun} begun, not {self._begun}; {by_tenant} under way, not {self._of_tenant}"]
+
     def _time_is_up(self, waiter: Waiter, tenant: str) -> None:
         if waiter.end():
             self.late += 1

@@ -188,6 +188,12 @@ class Presence:
         """Whether a store of this block overwrites what is there."""
         return any(self._holds(where, namespace, key) for where in (self._bad, self._unfetchable))
 
+    def check_integrity(self) -> list[str]:
+        """Every way in which the claims and their count disagree."""
+        blocks = sum(believed.claim.blocks_in_windows for believed in self._claims.values())
+        counted = self._claimed_in_windows
+        return [] if blocks == counted else [f"shared claims: {blocks} blocks in windows, not {counted}"]
+
     def _put(
         self, where: dict[tuple[int, bytes], tuple[float, int]], most: int, of: Namespace, key: bytes, seconds: float
     ) -> None:

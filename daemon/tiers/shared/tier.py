@@ -26,10 +26,11 @@ from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.daemon.tiers.shared.ancestry import Ancestry
 from tiercache.daemon.tiers.shared.breaker import Breaker, BreakerState
+from tiercache.daemon.tiers.shared.byte_rate import ByteRate
 from tiercache.daemon.tiers.shared.epochs import Epochs
 from tiercache.daemon.tiers.shared.fetches import FetchJob, SharedSource
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
-from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob
+from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob, ThreadsafeCall
 from tiercache.daemon.tiers.shared.local_windows import LocalWindows, split
 from tiercache.daemon.tiers.shared.lookups import MAX_NAMESPACES, LookupJob, SharedLookups
 from tiercache.daemon.tiers.shared.naming import Scope
@@ -37,7 +38,7 @@ from tiercache.daemon.tiers.shared.presence import Presence
 from tiercache.daemon.tiers.shared.probe import ProbeJob
 from tiercache.daemon.tiers.shared.search import ChainAsk, WindowAsk
 from tiercache.daemon.tiers.shared.settings import SharedSettings
-from tiercache.daemon.tiers.shared.stores.store import StoreError
+from tiercache.daemon.tiers.shared.stores.store import SharedStore, StoreError
 from tiercache.daemon.tiers.shared.write_job import WriteJob
 from tiercache.daemon.tiers.shared.writes import SharedWrites
 from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
@@ -53,7 +54,7 @@ _POLL_S = 0.01
 class SharedTier:
     """The shared tier of one daemon: made, attached below DRAM, opened, and closed once. Event loop only.
 
-    `soon()` asks for a slice of `work` before the next tick; `clock_s`: monotonic.
+    `soon()` asks for a slice of `work` before the next tick; `clock_s`: monotonic; `make_lines`: see `Lines`.
     """
 
     name = "shared"
@@ -64,6 +65,7 @@ class SharedTier:
         regions: dict[int, Region],
         soon: Callable[[], None],
         clock_s: Callable[[], float] = time.monotonic,
+        make_lines: Callable[[SharedStore, list[tuple[LineUse, ...]], ThreadsafeCall], Lines] = Lines,
     ) -> None:
         self.settings = settings
         self.store = settings.store
@@ -76,9 +78,11 @@ class SharedTier:
         self.source = SharedSource(self._fetch, self.scope_of, self.pack_of, lambda: self.away, self.presence, soon)
         self._regions = regions
         self._soon = soon
+        self._clock_s = clock_s
+        self._make_lines = make_lines
         self._lines: Lines | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lookups = SharedLookups(settings.lookup_timeout_s, self._later)
+        self._lookups = SharedLookups(settings.lookup_timeout_s, self._later, clock_s)
         self._closing = False
 
     def attach(self, space: Space, lookup_local: Callable[[Namespace], Callable[[bytes], bool] | None]) -> None:
@@ -95,7 +99,7 @@ class SharedTier:
             self.presence,
             self._ancestry,
             when=settings.write,
-            budget_bytes_per_s=settings.write_budget_bytes_per_s,
+            budget=ByteRate(settings.write_budget_bytes_per_s, self._clock_s),
             ttl_s=settings.ttl_s,
             pack_of=self.pack_of,
             scope_of=self.scope_of,
@@ -116,7 +120,7 @@ class SharedTier:
         writers = max(1, transfers // 2)
         both, fetch = (LineUse.FETCH, LineUse.WRITE), (LineUse.FETCH,)
         uses += [both if number < writers else fetch for number in range(transfers)]
-        self._lines = Lines(self.store, uses, self._loop.call_soon_threadsafe)
+        self._lines = self._make_lines(self.store, uses, self._loop.call_soon_threadsafe)
         self.flushes.open()
         self._probe()
         log.info("shared store %s: %s", self.store.address, "sealed" if self.settings.form.sealed else "plain")
@@ -282,23 +286,26 @@ class SharedTier:
             self._probe()
         return self._writes.pump()
 
-    def flush(
+    def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[bool], None], named: bool = False
-    ) -> None:
+    ) -> Callable[[], None]:
         """Make all blocks of these namespaces unreachable, for every host; with a `key`, those of its chain's bucket.
 
         Where no block of that chain is in DRAM, its bucket is not known: then all of the namespace. Unless the
         namespaces are `named`, a flush of everything includes those that only other hosts know. `done(durable)` once
         the store has been told, or a few seconds later if it is away; it is told when it is back.
+
+        Returns what is to be called once DRAM has forgotten all of it. Until then this host sends nothing of these.
         """
         self.presence.forget(namespace.number for namespace in namespaces)
         names = self._flushed_notes([one for one in namespaces if not one.spec.dram_only], key, named)
         if not names or self._lines is None:
             done(True)
-            return
+            return lambda: None
         if self.epochs.naming.deployment_note in names:
             self.presence.forget()
-        self.flushes.begin(names, done)
+        number = self.flushes.begin(names, done)
+        return lambda: self._writes.flushed(self.flushes.end(number))
 
     def _flushed_notes(self, namespaces: Sequence[Namespace], key: bytes, named: bool) -> list[bytes]:
         naming = self.epochs.naming
@@ -316,6 +323,11 @@ class SharedTier:
             else naming.namespace_note(one.fingerprint)
             for one in namespaces
         ]
+
+    def check_integrity(self) -> list[str]:
+        """Every way in which the parts of this tier on this host disagree."""
+        parts = self._writes, self.presence, self._lookups
+        return [finding for part in parts for finding in part.check_integrity()]
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -373,7 +385,7 @@ class SharedTier:
         found = []
         if not self.breaker.closed:
             found.append(f"the shared store {self.store.address} is away: {self.breaker.problem}")
-        elif self.breaker.problem:
+        elif self.breaker.refuses_writes:
             found.append(f"the shared store {self.store.address} takes no writes: {self.breaker.problem}")
         if self.flushes.waiting:
             found.append(f"the shared store {self.store.address} has not been told of a flush yet")

@@ -11,7 +11,7 @@ until it is sent, so there may be only a few of those.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from tiercache.copies.arena import Region
@@ -64,7 +64,7 @@ class SharedWrites:
         ancestry: Ancestry,
         *,
         when: str,
-        budget_bytes_per_s: int,
+        budget: ByteRate,
         ttl_s: float,
         pack_of: Callable[[Namespace], int],
         scope_of: Callable[[Namespace, bytes], Scope],
@@ -93,7 +93,7 @@ class SharedWrites:
         self._in_flight: set[tuple[int, bytes]] = set()
         self._evicted_bytes = 0
         self.in_flight_bytes = 0
-        self._budget = ByteRate(budget_bytes_per_s)
+        self._budget = budget
         self._closing = False
 
     # --- what is to be sent ----------------------------------------------------------------------
@@ -128,6 +128,8 @@ class SharedWrites:
         index = self._space.index
         namespace = self._space.namespaces[index.table[entry]]
         key, frame, size = index.key[entry], index.frame[entry], namespace.size_class.frame_bytes
+        if not index.attached(entry):
+            return  # it was flushed, and waits to be unlinked
         if namespace.spec.dram_only or self._presence.has(namespace, key) or not self._may_write():
             return
         if self._ancestry.place(namespace, key) is None or self._pack_of(namespace) > 1:
@@ -177,7 +179,7 @@ class SharedWrites:
         considered, values, size_bytes = 0, list[ValueWrite](), 0
         may_write, most_bytes = self._may_write(), self._at_most(MAX_IN_FLIGHT_BYTES) * self._share()
         if not may_write:
-            self._let_evicted_go()
+            self._let_evicted_go()  # they must not keep their frames for a store that takes nothing
         while may_write and self._queue and considered < CONSIDERED_AT_ONCE:
             if self.in_flight_bytes >= most_bytes or not (self._closing or self._budget.has_room()):
                 break
@@ -288,13 +290,25 @@ class SharedWrites:
         if end < len(keys) // KEY_BYTES:
             self._chains.append((namespace, keys, end))
 
-    def _let_evicted_go(self) -> None:
-        """The store takes nothing now: evicted blocks must not keep their frames for it."""
+    def flushed(self, notes: Set[bytes]) -> None:
+        """DRAM has forgotten what is below these notes: evicted blocks that wait are forgotten too."""
+
+        def concerned(wanted: _Queued) -> bool:
+            place = self._ancestry.place(wanted.namespace, wanted.key)
+            if place is None:
+                return True
+            scope = self._scope_of(wanted.namespace, place.root)
+            return not notes.isdisjoint(self._epochs.naming.notes(scope))
+
+        self._let_evicted_go(concerned)
+
+    def _let_evicted_go(self, concerned: Callable[[_Queued], bool] = lambda wanted: True) -> None:
+        """Drop evicted blocks that wait, and free their frames."""
         if not self._evicted_bytes:
             return
         kept = deque[_Queued]()
         for wanted in self._queue:
-            if wanted.evicted is None:
+            if wanted.evicted is None or not concerned(wanted):
                 kept.append(wanted)
                 continue
             frame, size = wanted.evicted
@@ -303,6 +317,19 @@ class SharedWrites:
             self._space.allocator.unhold(frame)
             self.skipped_evicted += 1
         self._queue = kept
+
+    def check_integrity(self) -> list[str]:
+        """Every way in which the queue and its counts disagree."""
+        names = [(wanted.namespace.number, wanted.key) for wanted in self._queue]
+        evicted_bytes = sum(wanted.evicted[1] for wanted in self._queue if wanted.evicted is not None)
+        findings = []
+        if len(names) != len(self._queued) or set(names) != self._queued:
+            findings.append(f"shared writes: {len(names)} blocks wait, and {len(self._queued)} count as waiting")
+        if evicted_bytes != self._evicted_bytes:
+            findings.append(f"shared writes: {evicted_bytes} bytes of evicted blocks wait, not {self._evicted_bytes}")
+        if self.in_flight_bytes < 0 or (self._in_flight and not self.in_flight_bytes):
+            findings.append(f"shared writes: {self.in_flight_bytes} bytes of {len(self._in_flight)} blocks in flight")
+        return findings
 
     def close(self) -> None:
         """The daemon ends: send what waits, whatever the budget says."""

@@ -3,7 +3,6 @@
 store      the interface, and how a store's failures are told
 valkey/    Valkey, Redis and what speaks like them, over sockets of our own
 folder/    a directory on a file system that hosts share, in a helper process
-mooncake/  the memory of hosts, by Mooncake, in a helper process
 objects/   S3, Google Cloud Storage and Azure, by obstore
 helper/    a process for stores whose calls may hang in the kernel, or crash
 
@@ -19,7 +18,7 @@ from tiercache.errors import ConfigError
 
 VALKEY = ("valkey", "valkeys", "redis", "rediss", "unix", "valkey+cluster", "valkeys+cluster")
 OBJECTS = ("s3", "gs", "az")
-_EXAMPLES = "valkey://host:6379, s3://bucket/prefix, file:///mnt/shared/kv or mooncake://master:50051"
+_EXAMPLES = "valkey://host:6379, s3://bucket/prefix or file:///mnt/shared/kv"
 
 
 def open_store(url: str) -> SharedStore:
@@ -37,8 +36,4 @@ def open_store(url: str) -> SharedStore:
         from tiercache.daemon.tiers.shared.stores.folder.store import shared_folder
 
         return shared_folder(url)
-    if scheme == "mooncake":
-        from tiercache.daemon.tiers.shared.stores.mooncake.store import pooled_memory
-
-        return pooled_memory(url)
     raise ConfigError(f"shared: no kind of store is called {scheme!r}: write for example {_EXAMPLES}")

@@ -10,29 +10,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import tiercache
 from tiercache.client import launcher
 
 BLOCK_BYTES = 16 << 10
-BLOCKS = 40
+BLOCKS = 32
 SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=BLOCK_BYTES)
 
 
 class Host:
     """A daemon, and a client with a pool."""
 
-    def __init__(self, run_dir: Path, store: str, **settings: str) -> None:
-        self.daemon = tiercache.launch("32MiB", run_dir=run_dir, shared=store, shared_lookup_timeout="1s", **settings)
+    def __init__(self, run_dir: Path, store: str, **settings: Any) -> None:
+        settings = {"shared_lookup_timeout": "1s", **settings}
+        self.daemon = tiercache.launch("32MiB", run_dir=run_dir, shared=store, **settings)
+        self.address = self.daemon.address
         self.pool = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        self.connector = tiercache.connect(
-            self.daemon.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(self.pool)
-        )
+        self.connector = tiercache.connect(self.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(self.pool))
 
-    def store(self, name: str) -> None:
-        """Store a prompt of so many blocks."""
+    def store(self, name: str, blocks: int = BLOCKS) -> None:
+        """Store a prompt."""
         self.pool[:] = content(name)
-        assert self.connector.store(keys(name), list(range(BLOCKS))).stored == BLOCKS
+        assert self.connector.store(keys(name)[: 16 * blocks], list(range(blocks))).stored == blocks
+
+    def share(self, name: str, found: int = BLOCKS) -> None:
+        """Store a prompt, and wait until the store of all hosts has its blocks."""
+        written = self.shared("written_blocks")
+        self.store(name)
+        wait_until(lambda: self.shared("written_blocks") == written + found, "the blocks in the store")
 
     def load(self, name: str) -> int:
         """Good blocks of a prompt; all of them are compared."""
@@ -45,6 +52,10 @@ class Host:
         assert (self.pool[:good] == content(name)[:good]).all()
         return good
 
+    def finds(self, name: str, blocks: int = BLOCKS) -> None:
+        """Wait until so many blocks are found: a look-up may come too late for one request."""
+        wait_until(lambda: self.load(name) == blocks, f"{blocks} blocks of {name}")
+
     def stats(self) -> dict[str, Any]:
         tree: dict[str, Any] = self.connector.client.stats()
         return tree
@@ -53,7 +64,7 @@ class Host:
         return self.stats()["tiers"]["shared"][name]
 
     def forget_dram(self) -> None:
-        flush(self, "dram")
+        self.connector.flush(tier="dram")
 
     def close(self) -> None:
         self.connector.close()
@@ -71,16 +82,10 @@ def content(name: str) -> Any:
     return np.random.default_rng(seed).integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
 
 
-def flush(host: Host, tier: str) -> None:
-    from tiercache.protocol.messages import Flush
-
-    host.connector.client.call(Flush, timeout_s=60.0, tier=tier, namespaces=[], key=b"")
-
-
 @contextmanager
-def started_by(script: str, *arguments: str, before: tuple[str, ...] = ()) -> Iterator[None]:
-    """Meanwhile `tiercache.launch` runs a script of this folder, which becomes the daemon; `before`: as `nice`."""
-    command = [*before, sys.executable, str(Path(__file__).parent / script), *arguments]
+def brief() -> Iterator[None]:
+    """Meanwhile `tiercache.launch` starts daemons whose waits for a store are short."""
+    script = str(Path(__file__).parent / "brief_daemon.py")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "python_command", lambda module, *options: [*command, *options])
+        patch.setattr(launcher, "python_command", lambda module, *options: [sys.executable, script, *options])
         yield

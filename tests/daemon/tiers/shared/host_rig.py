@@ -19,6 +19,7 @@ from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.lower_tiers import LowerTiers
+from tiercache.daemon.tiers.shared.lines import Lines
 from tiercache.daemon.tiers.shared.naming import Naming
 from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import SharedStore
@@ -33,14 +34,17 @@ PATIENCE_S = 60.0
 KEY = bytes(range(32))
 
 
-def content(namespace: Namespace, key: bytes) -> bytes:
-    """What is stored under a key in a namespace; no two have the same."""
-    seed = key + namespace.fingerprint.encode()
+def content(namespace: Namespace, key: bytes, version: int = 0) -> bytes:
+    """What is stored under a key in a namespace; no two have the same. Versions as if models changed under a name."""
+    seed = version.to_bytes(8, "little") + key + namespace.fingerprint.encode()
     return (seed * (namespace.spec.block_bytes // len(seed) + 1))[: namespace.spec.block_bytes]
 
 
 class HostRig:
-    """`await host.open()`; then store, load, flush. `secret` None: plain values."""
+    """`host.open()`; then store, load, flush. `secret` None: plain values; `version`: of what is stored.
+
+    With `lines` and `clock_s` the test drives the time and the jobs (stepped_lines.py).
+    """
 
     def __init__(
         self,
@@ -50,23 +54,27 @@ class HostRig:
         secret: bytes | None = KEY,
         deployment: str = "default",
         regions: int = 4,
+        region_bytes: int = REGION_BYTES,
+        clock_s: Callable[[], float] = time.monotonic,
+        lines: Any = Lines,
         **settings: Any,
     ) -> None:
         cipher = None if secret is None else Cipher(secret, "shared_key")
         names = b"" if cipher is None else cipher.derived_key(b"names")
         self.settings = SharedSettings(store, Naming(deployment, names), ValueForm(cipher), state, **settings)
         self.regions: dict[int, Region] = {}
-        self.shared = SharedTier(self.settings, self.regions, soon=lambda: None)
+        self.shared = SharedTier(self.settings, self.regions, lambda: None, clock_s, lines)
         self.below = LowerTiers(None, self.shared)
-        self.cache = CacheAtOnce(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.below)
+        self.cache = CacheAtOnce(clock_s, CacheLimits("lru", quarantine_bytes=1 << 30), self.below)
         parts = self.cache.space, self.cache.reads.growing, self.cache.writes
         self.below.attach(*parts, None, self.regions, lambda: None)
         for region_id in range(regions):
-            fd = create_region(REGION_BYTES, "test")
-            self.regions[region_id] = Region(region_id, fd, REGION_BYTES)
+            fd = create_region(region_bytes, "test")
+            self.regions[region_id] = Region(region_id, fd, region_bytes)
             os.close(fd)
-            self.cache.space.allocator.add_region(region_id, REGION_BYTES)
+            self.cache.space.allocator.add_region(region_id, region_bytes)
         self.owner = Owner(os.urandom(16))
+        self.version = 0
 
     def open(self) -> HostRig:
         self.shared.open()
@@ -83,7 +91,7 @@ class HostRig:
         """Do the daemon's work until the condition holds."""
         end_s = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < end_s, f"not in time: {self.shared.stats()}"
+            assert time.monotonic() < end_s, f"it hangs: {self.shared.stats()}"  # rule: only bounds a hang
             self.cache.work()
             self.cache.expire()
             await asyncio.sleep(0.001)
@@ -116,7 +124,7 @@ class HostRig:
         assert not got.parent_missing
         numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
         for number, frame in zip(numbers, got.frames, strict=True):
-            self.view(frame, BLOCK_BYTES)[:] = content(namespace, key_of(chain, first + number))
+            self.view(frame, BLOCK_BYTES)[:] = content(namespace, key_of(chain, first + number), self.version)
         self.cache.writes.commit(self.owner, got.lease_id, numbers)
         return got.states
 
@@ -166,9 +174,16 @@ class HostRig:
         return answers[0]
 
     def check(self) -> None:
-        """Nothing is held or inconsistent once nothing is under way."""
-        assert self.cache.check_integrity() == []
-        assert not self.cache.space.allocator._holders, "a frame is held for ever"
+        """All parts agree."""
+        assert self.cache.check_integrity() + finish(self.below.check()) == []
+
+    def check_end(self) -> None:
+        """Nothing is held once nothing is under way: all frames are free when DRAM has forgotten its blocks."""
+        self.check()
+        self.forget_dram()
+        while self.cache.work():
+            pass
+        assert self.cache.space.allocator.used_bytes == 0, "a frame is held for ever"
 
 
 def host(store: SharedStore, tmp_path: Path, name: str, **settings: Any) -> HostRig:
@@ -184,27 +199,3 @@ def names_of(one: HostRig, chain: bytes, namespace: Namespace | None = None) -> 
     assert epoch is not None
     naming = shared.epochs.naming
     return [naming.block(scope, epoch, key_of(chain, place)) for place in range(len(chain) // KEY_BYTES)]
-
-
-class Hosts:
-    """Hosts of one deployment, each with a store object of its own; `async with` checks and closes them."""
-
-    def __init__(self, open_store: Callable[[], SharedStore], tmp_path: Path) -> None:
-        self._open_store = open_store
-        self._tmp_path = tmp_path
-        self._hosts: list[HostRig] = []
-
-    def open(self, store: SharedStore | None = None, **settings: Any) -> HostRig:
-        name = f"host{len(self._hosts)}"
-        self._hosts.append(host(store or self._open_store(), self._tmp_path, name, **settings))
-        return self._hosts[-1]
-
-    async def __aenter__(self) -> Hosts:
-        return self
-
-    async def __aexit__(self, kind: object, *_: object) -> None:
-        for one in self._hosts:
-            if kind is None:
-                await one.until(lambda one=one: one.below.settled and not one.shared._writes._in_flight)  # type: ignore[misc]
-                one.check()
-            await one.close(grace_s=0.0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tiercache.daemon.tiers.shared.stores.store import (
+    MAX_NOTE_BYTES,
     Arrived,
     Connection,
     Exists,
@@ -19,21 +18,28 @@ from tiercache.daemon.tiers.shared.stores.store import (
 )
 
 
+def nothing(call: str) -> None:
+    """The store works."""
+
+
 class MemoryStore:
-    """Values and notes by name. `before(call)`, on the thread of a line, may raise StoreError or wait."""
+    """Values and notes by name.
+
+    `before(call)` and `after(call)` surround each call, and each value within a put or a get (`"value"`), where the
+    caller runs. They may wait, do something else, or raise StoreError: from `after` that is a lost answer.
+    """
 
     address = "memory://test"
+    connections = 2
 
     def __init__(self, pack_blocks: int = 1) -> None:
         self.pack_blocks = pack_blocks
-        self.connections = 2
         self.values: dict[bytes, bytes] = {}
         self.ttls: dict[bytes, float] = {}
         self.notes: dict[bytes, bytes] = {}
         self.calls: list[str] = []
         self.probes = 0
-        self.before: Callable[[str], None] = lambda call: None
-        self.lock = threading.Lock()
+        self.before = self.after = nothing
 
     def connect(self) -> Connection:
         return MemoryConnection(self)
@@ -52,11 +58,12 @@ class MemoryStore:
 
     def work(self) -> None:
         """It works again."""
-        self.before = lambda call: None
+        self.before = self.after = nothing
 
-    def blocks(self) -> list[bytes]:
-        """The names of what is stored."""
-        return sorted(self.values)
+    def forget(self) -> None:
+        """Others empty it."""
+        self.values.clear()
+        self.notes.clear()
 
 
 class MemoryConnection:
@@ -64,22 +71,23 @@ class MemoryConnection:
         self._store = store
         self._closed = False
 
-    def _begin(self, call: str, deadline_s: float) -> None:
+    def _begin(self, call: str) -> None:
         if self._closed:
             raise StoreError(StoreProblem.UNREACHABLE, "closed")
         self._store.before(call)
-        if time.monotonic() > deadline_s:
-            raise StoreError(StoreProblem.TIMEOUT, "late")
         self._store.calls.append(call)
 
     def _notes(self, names: Sequence[bytes]) -> list[bytes | None]:
-        return [self._store.notes.get(name) for name in names]
+        found = [self._store.notes.get(name) for name in names]
+        return [None if note is None or len(note) > MAX_NOTE_BYTES else note for note in found]
 
     def exists(self, names: Sequence[bytes], notes: Sequence[bytes], deadline_s: float) -> Exists:
-        self._begin("exists", deadline_s)
-        with self._store.lock:
-            self._store.probes += len(names)
-            return Exists([name in self._store.values for name in names], self._notes(notes))
+        self._begin("exists")
+        self._store.probes += len(names)
+        found = self._notes(notes)
+        there = Exists([name in self._store.values for name in names], found)
+        self._store.after("exists")
+        return there
 
     def get(
         self,
@@ -89,15 +97,17 @@ class MemoryConnection:
         arrived: Arrived | None = None,
         noted: Noted | None = None,
     ) -> list[bytes | None]:
-        self._begin("get", deadline_s)
+        self._begin("get")
         found = self._notes(notes)
+        self._store.after("get")
         if noted is not None:
             noted(found)
         for get in wanted:
-            with self._store.lock:
-                value = self._store.values.get(get.name)
-                if value is not None and get.ttl_s:
-                    self._store.ttls[get.name] = get.ttl_s
+            self._store.before("value")
+            value = self._store.values.get(get.name)
+            if value is not None and get.ttl_s:
+                self._store.ttls[get.name] = get.ttl_s
+            self._store.after("value")
             self._fill(get, value)
             if arrived is not None:
                 arrived(get)
@@ -111,7 +121,7 @@ class MemoryConnection:
         part = value[get.offset :]
         if get.ranged:
             part = part[: head + room]
-        if not head <= len(part) <= head + room:
+        if get.offset > len(value) or not head <= len(part) <= head + room:
             get.fate = Fate.MISFIT
             return
         get.head[:] = part[:head]
@@ -120,27 +130,31 @@ class MemoryConnection:
         get.fate = Fate.DONE
 
     def put(self, values: Sequence[Put], notes: Sequence[bytes], deadline_s: float) -> list[bytes | None]:
+        self._begin("put")
+        found = self._notes(notes)
         for put in values:
-            self._begin("put", deadline_s)
-            with self._store.lock:
-                self._store.values[put.name] = b"".join(bytes(part) for part in put.parts)
-                self._store.ttls[put.name] = put.ttl_s
+            self._store.before("value")
+            self._store.values[put.name] = b"".join(bytes(part) for part in put.parts)
+            self._store.ttls[put.name] = put.ttl_s
+            self._store.after("value")
             put.fate = Fate.DONE
-        return self._notes(notes)
+        self._store.after("put")
+        return found
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
-        self._begin("delete", deadline_s)
+        self._begin("delete")
         for name in names:
             self._store.values.pop(name, None)
             self._store.notes.pop(name, None)
+        self._store.after("delete")
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
-        self._begin("set_note", deadline_s)
-        with self._store.lock:
-            if only_if_missing and name in self._store.notes:
-                return self._store.notes[name]
+        self._begin("set_note")
+        if not (only_if_missing and name in self._store.notes):
             self._store.notes[name] = value
-            return value
+        note = self._store.notes[name]
+        self._store.after("set_note")
+        return note
 
     def close(self) -> None:
         self._closed = True

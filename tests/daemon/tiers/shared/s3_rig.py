@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import shutil
 import signal
 import socket
@@ -136,9 +138,13 @@ class FakeServer:
             def do_PUT(self) -> None:
                 fake._put(self)
 
-            def do_DELETE(self) -> None:
-                fake.objects.pop(fake._key(self), None)
-                fake._answer(self, 204, b"")
+            def do_POST(self) -> None:
+                """Deletes several objects."""
+                body, deleted = self.rfile.read(int(self.headers["Content-Length"])).decode(), ""
+                for key in re.findall("<Key>(.*?)</Key>", body):
+                    fake.objects.pop(html.unescape(key), None)
+                    deleted += f"<Deleted><Key>{key}</Key></Deleted>"
+                fake._answer(self, 200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True

@@ -52,10 +52,6 @@ def test_kinds_of_jobs_are_counted_apart(breaker: Breaker) -> None:
     assert breaker.failed(AWAY, "fetch")
 
 
-def test_a_store_that_rejects_us_is_not_asked_thrice(breaker: Breaker) -> None:
-    assert breaker.failed(StoreError(StoreProblem.DENIED, "password"))
-
-
 def test_one_probe_after_each_pause_and_longer_ones(breaker: Breaker, clock: Clock) -> None:
     opened(breaker)
     pause_s, pauses = FIRST_PAUSE_S, list[float]()
@@ -73,16 +69,6 @@ def test_one_probe_after_each_pause_and_longer_ones(breaker: Breaker, clock: Clo
     assert breaker.opened == 1
 
 
-def test_the_pauses_are_random(clock: Clock) -> None:
-    times = set()
-    for _ in range(20):
-        one = Breaker(clock)
-        opened(one)
-        times.add(one._probe_s)
-    assert len(times) > 10
-    assert max(times) <= clock.now_s + FIRST_PAUSE_S * (1 + module.JITTER)
-
-
 def test_it_comes_back_by_and_by(breaker: Breaker, clock: Clock) -> None:
     opened(breaker)
     clock.now_s += FIRST_PAUSE_S
@@ -95,23 +81,6 @@ def test_it_comes_back_by_and_by(breaker: Breaker, clock: Clock) -> None:
     assert breaker.admits()
     clock.now_s += RAMP_S
     assert breaker.share == 1.0
-
-
-def test_a_store_that_comes_and_goes_is_asked_less_and_less(breaker: Breaker, clock: Clock) -> None:
-    waited = list[float]()
-    for _ in range(6):
-        opened(breaker)
-        began_s = clock.now_s
-        while not breaker.wants_probe():
-            clock.now_s += 0.25
-        waited.append(clock.now_s - began_s)
-        breaker.worked()
-        breaker.worked()
-    assert waited == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
-    clock.now_s += LAST_PAUSE_S
-    breaker.worked()
-    opened(breaker)
-    assert breaker._probe_s == clock.now_s + FIRST_PAUSE_S, "it was well for long enough"
 
 
 def test_a_full_store_gets_no_writes_for_a_while(breaker: Breaker, clock: Clock) -> None:

@@ -15,11 +15,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, Get, Put
 from tiercache.daemon.tiers.shared.stores.valkey import open_valkey
@@ -50,20 +51,6 @@ def new_put(name: bytes, value: bytes, ttl_s: float = 60.0) -> Put:
 def got(get: Get) -> bytes:
     """What a read has brought."""
     return bytes(get.head) + bytes(get.body[: get.body_bytes])
-
-
-def content(number: int, length: int) -> bytes:
-    """Bytes that differ from value to value and from place to place."""
-    line = number.to_bytes(4, "little") + bytes(range(1, 252))
-    return (line * (length // len(line) + 1))[:length]
-
-
-def wait_until(state: Callable[[], bool]) -> None:
-    """Wait for a state of another process."""
-    deadline_s = soon()
-    while not state():
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.01)
 
 
 def free_port() -> int:
@@ -116,15 +103,16 @@ class ValkeyServer:
 
     def _answers(self) -> bool:
         """Asked at the Unix socket: at the port, another server may have been faster."""
-        deadline_s = soon()
-        while self.process.poll() is None and time.monotonic() < deadline_s:
+
+        def ended_or_answers() -> bool:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
                 link.connect(str(self.socket_path))
                 link.sendall(b"PING\r\n")
-                if link.recv(1):
-                    return True
-            time.sleep(0.01)
-        return False
+                return bool(link.recv(1))
+            return self.process.poll() is not None
+
+        wait_until(ended_or_answers, "the server")
+        return self.process.poll() is None
 
     @property
     def url(self) -> str:

@@ -21,9 +21,8 @@ T = TypeVar("T", Get, Put)
 class HelperConnection:
     """`store.Connection` by way of a helper process. A call that is late costs its line; the next one gets another."""
 
-    def __init__(self, supervisor: StoreSupervisor, puts_together: int) -> None:
+    def __init__(self, supervisor: StoreSupervisor) -> None:
         self._supervisor = supervisor
-        self._puts_together = puts_together
         self._calling = threading.Lock()
         self._its: HelperProcess | None = None
         self._line: WorkerLine | None = None
@@ -81,8 +80,8 @@ class HelperConnection:
 
         with self._call(deadline_s) as call:
             call.line.make_room(max((sum(map(len, put.parts)) for put in values), default=0), deadline_s)
-            # Those of one message are written while those of the next one are copied.
-            return call.transfer(values, notes, ask, settle, together=self._puts_together)
+            # One value is written while the next one is copied.
+            return call.transfer(values, notes, ask, settle, together=1)
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
         with self._call(deadline_s) as call:
@@ -207,8 +206,7 @@ class _Call:
         waiting, free = deque(values), deque(range(self.line.slots))
         moving: dict[int, T] = {}
         failure: StoreError | None = None
-        # Half of the slots at a time: while the worker fills one half the other is emptied, and a store that moves
-        # several values at once has several.
+        # Half of the slots at a time: while the worker fills one half the other is emptied.
         enough = max(together // 2, 1)
         while True:
             if waiting and len(free) >= min(enough, len(waiting)) and failure is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from tiercache.daemon.tiers.shared.stores.helper.connection import HelperConnection
-from tiercache.daemon.tiers.shared.stores.helper.supervisor import SILENT_S, StoreSupervisor
+from tiercache.daemon.tiers.shared.stores.helper.supervisor import StoreSupervisor
 from tiercache.daemon.tiers.shared.stores.store import StoreError
 
 
@@ -16,31 +16,19 @@ class HelperStore:
         maker: `module:function` that makes the store from its URL, called in the process. The store may have a method
             `run_beside`, which the process runs in a thread.
         url, address, connections, pack_blocks: of the store.
-        silent_s: see `SILENT_S`.
-        puts_together: how many values to give the store at once; 1 where it writes one after another anyway.
     """
 
-    def __init__(
-        self,
-        maker: str,
-        url: str,
-        address: str,
-        connections: int,
-        pack_blocks: int = 1,
-        puts_together: int = 1,
-        silent_s: float = SILENT_S,
-    ) -> None:
+    def __init__(self, maker: str, url: str, address: str, connections: int, pack_blocks: int = 1) -> None:
         self.address = address
         self.connections = connections
         self.pack_blocks = pack_blocks
-        self._puts_together = puts_together
-        self.supervisor = StoreSupervisor(maker, url, address, silent_s)
+        self.supervisor = StoreSupervisor(maker, url, address)
 
     def connect(self) -> HelperConnection:
         """A new connection. The process starts now, so that it is there for the first call."""
         with contextlib.suppress(StoreError):  # the first call tries again
             self.supervisor.begin()
-        return HelperConnection(self.supervisor, self._puts_together)
+        return HelperConnection(self.supervisor)
 
     def stats(self) -> dict[str, object]:
         """Counts and state of the process, as plain values."""

@@ -23,7 +23,7 @@ HUNG_S = 10.0
 MAX_UNDEAD = 4
 """Killed processes that are still in the kernel: with so many, no other is started."""
 SILENT_S = 5.0
-"""The process hangs if it answers no ping for so long; math.inf for a store whose calls stop all of its threads."""
+"""The process hangs if it answers no ping for so long."""
 _REAP_S = 1.0
 
 _STORE_PROBLEMS = {
@@ -42,7 +42,7 @@ class StoreSupervisor:
         processes: does that, for any kind of process.
     """
 
-    def __init__(self, maker: str, url: str, address: str, silent_s: float) -> None:
+    def __init__(self, maker: str, url: str, address: str) -> None:
         start = StartMessage(messages.encode(messages.Start(maker, url)))
         limits = ProcessLimits(
             FIRST_PAUSE_S,
@@ -51,7 +51,7 @@ class StoreSupervisor:
             MAX_LATE_LINES,
             HUNG_S,
             max_undead=MAX_UNDEAD,
-            silent_s=silent_s,
+            silent_s=SILENT_S,
             reap_s=_REAP_S,
         )
         self.processes = Supervisor(CHILD, f"helper process of {address}", lambda: start, limits)

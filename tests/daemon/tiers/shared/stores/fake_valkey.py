@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from valkey_rig import content, new_get, soon
+from store_calls import content
+from valkey_rig import new_get, soon
 
 from tiercache.daemon.tiers.shared.stores.store import Get, StoreError
 
@@ -54,7 +55,7 @@ class Peer:
 
     def drip(self, byte: bytes) -> None:
         """Send a byte now and then, until the other side has enough."""
-        while not self.ending.wait(0.01):
+        while not self.ending.wait(0.01):  # rule: a byte now and then is what it is for
             self.send(byte)
 
     def reset(self) -> None:
@@ -69,18 +70,18 @@ class Peer:
 
     def _line(self) -> bytes | None:
         while b"\r\n" not in self._ahead:
-            if not self._more():
+            if not self.more():
                 return None
         line, _, self._ahead = self._ahead.partition(b"\r\n")
         return line
 
     def _exactly(self, count: int) -> bytes:
         while len(self._ahead) < count:
-            assert self._more()
+            assert self.more()
         data, self._ahead = self._ahead[:count], self._ahead[count:]
         return data
 
-    def _more(self) -> bool:
+    def more(self) -> bool:
         data = self._link.recv(1 << 16)
         self._ahead += data
         self.received_bytes += len(data)

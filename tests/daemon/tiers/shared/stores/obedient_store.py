@@ -8,92 +8,52 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tiercache.daemon.tiers.shared.stores.store import Arrived, Exists, Fate, Get, Noted, Put, StoreError, StoreProblem
+from memory_store import MemoryConnection, MemoryStore
+
+from tiercache.daemon.tiers.shared.stores.store import Connection, Exists, Get, Put, StoreError, StoreProblem
 
 
-class ObedientStore:
-    """Values in memory, for all connections. `hang` waits for the file GATE in the folder that the URL names."""
-
-    pack_blocks = 1
-    connections = 2
+class ObedientStore(MemoryStore):
+    """`hang` waits for the file `gate` in the folder that the URL names."""
 
     def __init__(self, url: str) -> None:
-        self.address = url
+        super().__init__()
         self.gate = Path(url.removeprefix("obedient://")) / "gate"
-        self.values: dict[bytes, bytes] = {}
-        if url.endswith("?broken"):
-            raise RuntimeError("this store cannot be made")
 
-    def connect(self) -> ObedientConnection:
+    def connect(self) -> Connection:
         return ObedientConnection(self)
 
 
-class ObedientConnection:
+class ObedientConnection(MemoryConnection):
     def __init__(self, store: ObedientStore) -> None:
-        self._store = store
+        super().__init__(store)
+        self._gate = store.gate
 
     def exists(self, names: Sequence[bytes], notes: Sequence[bytes], deadline_s: float) -> Exists:
         for name in names:
             self._obey(name)
-        return Exists([name in self._store.values for name in names], self._notes(notes))
+        return super().exists(names, notes, deadline_s)
 
-    def get(
-        self,
-        wanted: Sequence[Get],
-        notes: Sequence[bytes],
-        deadline_s: float,
-        arrived: Arrived | None = None,
-        noted: Noted | None = None,
-    ) -> list[bytes | None]:
-        assert arrived is not None
-        if noted is not None:
-            noted(self._notes(notes))
+    def get(self, wanted: Sequence[Get], notes: Sequence[bytes], deadline_s: float, *told: Any) -> list[bytes | None]:
         for get in wanted:
             self._obey(get.name)
-            value = self._store.values.get(get.name)
-            if value is None:
-                get.fate = Fate.MISSING
-            elif len(value) > len(get.body):
-                get.fate = Fate.MISFIT
-            else:
-                get.fate, get.body_bytes = Fate.DONE, len(value)
-                get.body[: len(value)] = value
-            arrived(get)
-        return self._notes(notes)
+        return super().get(wanted, notes, deadline_s, *told)
 
     def put(self, values: Sequence[Put], notes: Sequence[bytes], deadline_s: float) -> list[bytes | None]:
         for put in values:
             self._obey(put.name)
-            self._store.values[put.name] = b"".join(put.parts)
-            put.fate = Fate.DONE
-        return self._notes(notes)
-
-    def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
-        for name in names:
-            self._store.values.pop(name, None)
-
-    def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
-        if only_if_missing:
-            return self._store.values.setdefault(name, value)
-        self._store.values[name] = value
-        return value
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _notes(self, names: Sequence[bytes]) -> list[bytes | None]:
-        return [self._store.values.get(name) for name in names]
+            super().put([put], [], deadline_s)
+        return super().put([], notes, deadline_s)
 
     def _obey(self, name: bytes) -> None:
         if name.startswith(b"hang"):
-            while not self._store.gate.exists():
-                time.sleep(0.01)
+            while not self._gate.exists():
+                time.sleep(0.01)  # rule: in a process of its own, which waits for a file
         elif name == b"lock":
             ctypes.PyDLL(None).sleep(1000)  # native code that hangs with the interpreter's lock
         elif name == b"crash":
             os.kill(os.getpid(), signal.SIGKILL)
         elif name == b"full":
             raise StoreError(StoreProblem.FULL, "there is no room: make some")
-        elif name == b"defect":
-            raise ValueError("a defect of this store")

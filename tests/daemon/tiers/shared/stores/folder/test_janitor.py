@@ -1,0 +1,166 @@
+"""The janitor of a shared folder: what it removes, in which order, and that one host at a time does it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from store_calls import content, put, soon
+
+from tiercache.daemon.tiers.shared.stores.folder import janitor, lease
+from tiercache.daemon.tiers.shared.stores.folder.janitor import SLICE_PAUSE_S, TRY_S, Janitor
+from tiercache.daemon.tiers.shared.stores.folder.lease import JanitorLease
+from tiercache.daemon.tiers.shared.stores.folder.store import FolderStore
+from tiercache.daemon.tiers.shared.stores.folder.tree import OURS, Tree
+from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
+
+HOUR_S = 3600
+
+
+def store(folder: Path, query: str = "") -> FolderStore:
+    return FolderStore(f"file://{folder}{query}")
+
+
+def place(folder: Path, name: bytes) -> Path:
+    return folder / OURS / "values" / fan_out(name) / file_name(name)
+
+
+def age(path: Path, seconds: float) -> None:
+    """Have a file look that old."""
+    then = time.time() - seconds
+    os.utime(path, (then, then), follow_symlinks=False)
+
+
+def one_pass(its: Janitor) -> int:
+    """Steps until a pass is over; how many there were."""
+    steps = 1
+    while its.step() == SLICE_PAUSE_S:
+        steps += 1
+    return steps
+
+
+def holder(folder: Path, query: str = "") -> Janitor:
+    """A janitor that has the lease."""
+    its = Janitor(store(folder, query).settings)
+    assert its.step() == TRY_S, "the lease counts from the second look on"
+    return its
+
+
+def left(folder: Path, names: list[bytes]) -> list[bytes]:
+    return [name for name in names if place(folder, name).exists()]
+
+
+def test_values_whose_time_is_over_are_removed(folder: Path) -> None:
+    line = store(folder, "?ttl=10h").connect()
+    put(line, {b"new": b"value!", b"old": b"value!", b"ancient": b"value!"})
+    put(line, {b"short": b"value!"}, ttl_s=HOUR_S)  # looks nine hours old
+    age(place(folder, b"old"), 9.9 * HOUR_S)
+    age(place(folder, b"ancient"), 10.1 * HOUR_S)
+    written = place(folder, b"short").stat().st_mtime
+    os.utime(place(folder, b"short"), (written - 1.1 * HOUR_S, written - 1.1 * HOUR_S))
+    line.set_note(b"note", b"kept", soon())
+    age(folder / OURS / "notes" / "note", 100 * HOUR_S)
+    its = holder(folder, "?ttl=10h")
+    one_pass(its)
+    assert left(folder, [b"new", b"old", b"ancient", b"short"]) == [b"new", b"old"]
+    assert line.exists([], [b"note"], soon()).notes == [b"kept"]
+
+
+@pytest.mark.parametrize("slice_files", [1, 256])
+def test_the_oldest_go_first_until_the_rest_has_room(
+    folder: Path, slice_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor, "SLICE_FILES", slice_files)
+    names = [b"%d" % number for number in range(30)]  # the first are the oldest
+    line = store(folder).connect()
+    put(line, {name: content(1, 100_000) for name in names})
+    for number, name in enumerate(names):
+        age(place(folder, name), (30 - number) * HOUR_S)
+    its = holder(folder, "?size=2MiB")  # 20 values have room, 19 below the mark
+    one_pass(its)
+    kept = left(folder, names)
+    assert kept == names[-19:]
+    one_pass(its)
+    assert left(folder, names) == kept, "what has room stays"
+
+
+def test_unfinished_files_are_removed_once_their_writer_must_be_gone(folder: Path) -> None:
+    put(store(folder).connect(), {b"a": b"value!"})
+    tmp = folder / OURS / "tmp"
+    (tmp / "host-1-a").write_bytes(b"new")
+    (tmp / "host-1-b").write_bytes(b"old")
+    age(tmp / "host-1-b", 1.1 * HOUR_S)
+    one_pass(holder(folder))
+    assert os.listdir(tmp) == ["host-1-a"]
+
+
+def test_nothing_else_is_touched(folder: Path, tmp_path: Path) -> None:
+    """Not through links, not what is no plain file, not folders that are none of ours, not beside our folder."""
+    put(store(folder).connect(), {b"a": b"value!"})
+    outside = tmp_path / "outside"
+    (outside / "abc").mkdir(parents=True)
+    values = folder / OURS / "values"
+    others = [outside / "file", folder / "tmp-of-others", values / "strange", values / "zzz" / "file"]
+    (values / "zzz").mkdir()
+    for path in others:
+        path.write_bytes(b"theirs")
+        age(path, 1000 * HOUR_S)
+    free = next(name for name in ("000", "001") if not (values / name).exists())
+    (values / free).symlink_to(outside)
+    os.mkfifo(place(folder, b"a").with_name("fifo"))
+    age(place(folder, b"a").with_name("fifo"), 1000 * HOUR_S)
+    one_pass(holder(folder, "?ttl=1h"))
+    assert all(path.exists() for path in [*others, place(folder, b"a"), place(folder, b"a").with_name("fifo")])
+
+
+# --- the lease -----------------------------------------------------------------------------------
+
+
+def holds(folder: Path, its: JanitorLease) -> bool:
+    with Tree(str(folder)) as tree:
+        return its.hold(tree)
+
+
+def the_lease(folder: Path) -> Path:
+    return folder / OURS / lease.NAME
+
+
+def test_one_of_two_hosts_has_the_lease_and_keeps_it(folder: Path) -> None:
+    first, second = JanitorLease(), JanitorLease()
+    assert not holds(folder, first)
+    assert [holds(folder, one) for one in (first, second, first, second)] == [True, False, True, False]
+
+
+def test_an_old_lease_is_taken_over_by_one_and_its_holder_knows(folder: Path) -> None:
+    first, second, third = JanitorLease(), JanitorLease(), JanitorLease()
+    holds(folder, first)
+    assert holds(folder, first)
+    age(the_lease(folder), lease.OLD_S + 1)
+    assert not holds(folder, second)
+    assert [holds(folder, one) for one in (first, second, third, second)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("skew_s", [-1200.0, 1200.0])
+def test_a_host_whose_clock_is_wrong_leaves_the_lease_to_its_holder(
+    folder: Path, skew_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only times that the file system gives are compared: the host's own is 20 minutes off here."""
+    first, skewed = JanitorLease(), JanitorLease()
+    holds(folder, first)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + skew_s)
+    assert not holds(folder, skewed)
+    assert holds(folder, first)
+    assert not holds(folder, skewed)
+
+
+def test_a_janitor_that_has_lost_the_lease_stops(folder: Path) -> None:
+    put(store(folder).connect(), {b"%d" % number: b"value!" for number in range(9)})
+    its = holder(folder)
+    assert its.step() == SLICE_PAUSE_S
+    age(the_lease(folder), lease.OLD_S + 1)
+    other = JanitorLease()
+    holds(folder, other)
+    assert its.step() == TRY_S

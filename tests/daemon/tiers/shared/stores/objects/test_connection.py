@@ -1,0 +1,206 @@
+"""Object stores: on rclone's server of S3, and on one that answers as a test wants it to."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from s3_rig import KEY, SECRET, FakeServer
+from store_calls import content, put, read, soon
+from waiting import wait_until
+
+from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
+from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
+from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
+from tiercache.errors import ConfigError
+
+pytest.importorskip("obstore", reason="needs Python 3.11 or later")
+
+NAME = b"tc1:default:5d1e:0a1b:9f"
+LATE_S = 0.3
+OBJECT = "prefix/values/a"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.end()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], Connection]]:
+    made: list[ObjectsStore] = []
+
+    def make(url: str) -> Connection:
+        made.append(ObjectsStore(url))
+        return made[-1].connect()
+
+    yield make
+    for one in made:
+        one.close()
+    wait_until(lambda: "object store" not in {thread.name for thread in threading.enumerate()}, "the thread to end")
+    gc.collect()
+
+
+def failing(call: Callable[[], object]) -> StoreError:
+    with pytest.raises(StoreError) as caught:
+        call()
+    assert "\n" not in caught.value.text
+    assert SECRET not in caught.value.text
+    return caught.value
+
+
+# --- a real server -------------------------------------------------------------------------------
+
+
+# --- a server that answers as it is told ---------------------------------------------------------
+
+
+def test_a_whole_answer_to_a_range_is_cut(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    fake.ranges = False
+    line = connect(fake.url())
+    pack = content(7, 10_000)
+    put(line, {b"a": pack})
+    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
+    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
+    assert [wanted for method, _, wanted in fake.asked if method == "GET"] == ["bytes=5000-5099", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "problem", "words"),
+    [
+        (503, "SlowDown", StoreProblem.BUSY, "SlowDown: the server asks to come back later"),
+        (429, "TooManyRequests", StoreProblem.BUSY, "come back later"),
+        (500, "InternalError", StoreProblem.BUSY, "come back later"),
+        (403, "AccessDenied", StoreProblem.DENIED, "read, write and delete"),
+        (403, "RequestTimeTooSkewed", StoreProblem.DENIED, "the clock of this host or of the server is wrong"),
+        (401, "", StoreProblem.DENIED, "HTTP 401"),
+        (507, "", StoreProblem.FULL, "lifecycle rule"),
+        (403, "QuotaExceeded", StoreProblem.FULL, "lifecycle rule"),
+        (400, "AuthorizationHeaderMalformed", StoreProblem.PROTOCOL, "?region="),
+        (404, "NoSuchBucket", StoreProblem.PROTOCOL, "there is no bucket bucket: make it"),
+        (418, "", StoreProblem.PROTOCOL, "HTTP 418"),
+    ],
+)
+def test_what_the_server_says_is_told_in_one_line(
+    fake: FakeServer,
+    connect: Callable[[str], Connection],
+    status: int,
+    code: str,
+    problem: StoreProblem,
+    words: str,
+) -> None:
+    fake.hook = lambda method, key: (status, f"<Error><Code>{code}</Code></Error>".encode())
+    line = connect(fake.url())
+    for call in (lambda: read(line, [b"a"]), lambda: put(line, {b"a": b"value!"})):
+        error = failing(call)
+        assert error.problem is problem
+        assert words in error.text
+        assert error.text.startswith("s3://bucket/prefix: ")
+
+
+def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
+    fake: FakeServer, connect: Callable[[str], Connection]
+) -> None:
+    too_long = (400, b"<Error><Code>EntityTooLarge</Code></Error>")
+    fake.hook = lambda method, key: too_long if method == "PUT" and key == OBJECT else None
+    assert put(connect(fake.url()), {b"a": b"value!", b"b": b"value!"}) == [Fate.REFUSED, Fate.DONE]
+
+
+def test_an_announced_length_beyond_all_room_is_not_read(
+    fake: FakeServer, connect: Callable[[str], Connection]
+) -> None:
+    fake.gate.clear()  # the rest of the object never comes
+    fake.objects[OBJECT] = bytes(10 << 20)
+    fake.objects["prefix/notes/n"] = bytes(10 << 20)
+    line = connect(fake.url())
+    assert read(line, [b"a"], 5, 1000) == [Fate.MISFIT]
+    assert line.exists([], [b"n"], soon()).notes == [None]
+
+
+@pytest.mark.stress
+def test_parts_may_change_after_a_late_put(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    """From its deadline on they are the caller's again: what is still sent is a copy."""
+    arrived, go = threading.Event(), threading.Event()
+
+    def wait(method: str, key: str) -> None:
+        arrived.set()
+        go.wait(60)
+
+    fake.hook = wait  # type: ignore[assignment]
+    line = connect(fake.url())
+    parts = [memoryview(bytearray(content(number, 300_000))) for number in range(12)]
+    puts = [Put(b"%d" % number, [b"head!", part]) for number, part in enumerate(parts)]
+    while not arrived.is_set():  # a busy machine may not come so far within the time
+        assert failing(lambda: line.put(puts, [], time.monotonic() + LATE_S)).problem is StoreProblem.TIMEOUT
+    for part in parts:
+        part[:] = b"x" * len(part)
+    go.set()
+    line.exists([b"a"], [], soon())
+    assert all(b"x" * 1000 not in value for value in fake.objects.values())
+
+
+# --- the thread that makes requests --------------------------------------------------------------
+
+
+def test_a_closed_store_ends_its_calls(fake: FakeServer) -> None:
+    fake.gate.clear()
+    fake.objects[OBJECT] = content(9, 9000)
+    store = ObjectsStore(fake.url())
+    line = store.connect()
+    raised: list[StoreError] = []
+
+    def wait() -> None:
+        raised.append(failing(lambda: read(line, [b"a"], 5, 9000)))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    wait_until(lambda: fake.asked, "the request")
+    store.close()
+    waiter.join()
+    assert raised[0].problem is StoreProblem.UNREACHABLE
+    assert failing(lambda: read(line, [b"a"])).problem is StoreProblem.UNREACHABLE
+
+
+# --- before the daemon serves --------------------------------------------------------------------
+
+
+def test_without_obstore_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"s3://bucket: needs the package obstore .*pip install .*objects"):
+        ObjectsStore("s3://bucket")
+
+
+def test_a_store_that_obstore_refuses_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
+    with pytest.raises(ConfigError, match="GOOGLE_APPLICATION_CREDENTIALS") as caught:
+        ObjectsStore("gs://bucket/prefix")
+    assert "\n" not in str(caught.value)
+
+
+ROOT = Path(__file__).resolve().parents[6]
+
+
+def test_the_documented_lifecycle_rule_is_for_values_and_not_for_notes() -> None:
+    """A bucket that drops the notes of flushes makes all hosts start empty."""
+    text = (ROOT / "daemon" / "OPERATING.md").read_text()
+    [rules] = re.findall(r"--lifecycle-configuration '(.*?)'", text, re.DOTALL)
+    [rule] = json.loads(rules)["Rules"]
+    prefix = rule["Filter"]["Prefix"]
+    assert f"prefix/{ObjectConnection._value(b'tc1:block')}".startswith(prefix)
+    assert not f"prefix/{ObjectConnection._note(b'tc1:notes')}".startswith(prefix)
+    assert rule["Expiration"]["Days"] > 0

@@ -1,0 +1,163 @@
+"""A Valkey cluster: names go to the node that has their slot, wherever that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_valkey import FakeServer, Peer, failing
+from store_calls import content
+from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon, valkey_cluster
+
+from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, StoreProblem
+from tiercache.daemon.tiers.shared.stores.valkey.slots import hash_slot_of
+
+SIZE = 50_000
+NAMES = [b"name-%d" % number for number in range(300)]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[ValkeyServer]]:
+    with valkey_cluster() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def line(nodes: list[ValkeyServer]) -> Iterator[Connection]:
+    for node in nodes:
+        node.ask("FLUSHALL")
+    connection = connect(f"valkey+cluster://127.0.0.1:1,127.0.0.1:{nodes[1].port}")
+    yield connection
+    connection.close()
+
+
+def owner(nodes: list[ValkeyServer], name: bytes) -> int:
+    return min(hash_slot_of(name) // (16384 // len(nodes)), len(nodes) - 1)
+
+
+@pytest.mark.stress
+def test_slots_that_move(nodes: list[ValkeyServer], line: Connection) -> None:
+    """While they move, the old node sends us on (ASK), then for good (MOVED)."""
+    assert line.exists([b"x"], [], soon()).there == [False]
+    name = next(name for name in NAMES if owner(nodes, name) == 0)
+    slot = hash_slot_of(name)
+    old, new = nodes[0], nodes[2]
+    old_id, new_id = old.ask("CLUSTER", "MYID"), new.ask("CLUSTER", "MYID")
+    try:
+        assert new.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id) == b"+OK"
+        assert old.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id) == b"+OK"
+        put = new_put(name, content(1, SIZE))
+        line.put([put, new_put(NAMES[-1], content(2, SIZE))], [], soon())
+        assert put.fate is Fate.DONE
+        assert old.ask("DBSIZE") == b":0" or new.ask("DBSIZE") != b":0"
+        assert line.exists([name, NAMES[-1]], [], soon()).there == [True, True]
+        get = new_get(name, SIZE)
+        line.get([get], [name], soon())
+        assert got(get) == content(1, SIZE)
+        line.delete([name], soon())
+        line.put([put], [], soon())
+        for node in (new, old, nodes[1]):
+            assert node.ask("CLUSTER", "SETSLOT", slot, "NODE", new_id) == b"+OK"
+        get = new_get(name, SIZE)
+        line.get([get], [], soon())
+        assert got(get) == content(1, SIZE)
+    finally:
+        line.delete([name], soon())
+        for node in (old, new, nodes[1]):
+            node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", old_id)
+    line.put([put], [], soon())
+    assert line.exists([name], [], soon()).there == [True]
+
+
+CLUSTER_SLOTS = b"*2\r\n$7\r\nCLUSTER\r\n$5\r\nSLOTS\r\n"
+GET_NOTE = b"*2\r\n$3\r\nGET\r\n$4\r\nnote\r\n"
+
+
+def slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
+    parts = [
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (low, high, len(host), host, port)
+        for low, high, host, port in ranges
+    ]
+    return b"*%d\r\n" % len(parts) + b"".join(parts)
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+def test_redirects_without_end(word: bytes) -> None:
+    """A node that always sends us on is asked a few times."""
+    asked = []
+
+    def script(peer: Peer) -> None:
+        while words := peer.command():
+            if words[0] == b"CLUSTER":
+                peer.send(slots((0, 16383, b"", server.port)))
+            elif words[0] == b"ASKING":
+                peer.send(b"+OK\r\n")
+            else:
+                asked.append(words)
+                peer.send(b"-%b %d 127.0.0.1:%d\r\n" % (word, hash_slot_of(words[1]), server.port))
+
+    with FakeServer(script) as server:
+        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
+        assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.BUSY
+        assert len(asked) < 10
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"*1000000000\r\n",
+        b"*2\r\n" * 50,
+        b"*1\r\n$4097\r\n",
+        b"$1073741824\r\nabc",
+        b":1\r\n",
+        b"*1\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\na\r\n:1\r\n",
+        b"*1\r\n*3\r\n:5\r\n:1\r\n*2\r\n$1\r\na\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\n/\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\na\r\n:0\r\n",
+        b"-ERR This instance has cluster support disabled\r\n",
+    ],
+)
+def test_slots_that_make_no_sense(reply: bytes) -> None:
+    def script(peer: Peer) -> None:
+        peer.command()
+        peer.send(reply)
+        peer.swallow()
+
+    with FakeServer(script) as server:
+        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
+        problem = failing(lambda: connection.exists([b"x"], [], soon())).problem
+        assert problem is StoreProblem.PROTOCOL
+        connection.close()
+
+
+def test_notes_come_first() -> None:
+    """No value is asked for before the notes are there: another node could be faster."""
+
+    def script(peer: Peer) -> None:
+        while words := peer.command():
+            if words[0] == b"CLUSTER":
+                peer.send(slots((0, 16383, b"", server.port)))
+            elif words[1] == b"note":
+                assert peer.received_bytes == len(CLUSTER_SLOTS + GET_NOTE)  # both would come with one send
+                peer.send(b"$1\r\n7\r\n")
+            else:
+                peer.value(content(1, 500))
+
+    with FakeServer(script) as server:
+        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
+        assert connection.get([new_get(b"value", 1000)], [b"note"], soon()) == [b"7"]
+        connection.close()
+
+
+def test_a_slot_that_no_node_serves() -> None:
+    def script(peer: Peer) -> None:
+        while peer.command():
+            peer.send(slots((0, 0, b"", server.port)))
+
+    with FakeServer(script) as server:
+        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
+        assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.BUSY
+        connection.close()

@@ -1,0 +1,49 @@
+"""Where a block stands in its chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import chain_of, key_of
+from host_rig import host
+from memory_store import MemoryStore
+from played import played
+
+from tiercache.daemon.tiers.shared import ancestry
+
+pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
+
+
+@played
+async def test_the_place_of_a_block_far_below_the_root_is_not_sought_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Places(dict[Any, Any]):
+        gets = 0
+
+        def get(self, *args: Any) -> Any:
+            self.gets += 1
+            return super().get(*args)
+
+    monkeypatch.setattr(ancestry, "MAX_WALK", 150)
+    a = host(MemoryStore(), tmp_path, "a")
+    space, chain = a.namespace(), chain_of("x", 400)
+    a.store(space, chain)
+    await a.sent()
+    places = a.shared._ancestry._places = Places()
+    for number in range(399, 199, -1):  # as they are evicted
+        assert a.shared._ancestry.place(space, key_of(chain, number)) is None
+    assert places.gets < 200 * (ancestry.NOTED_EVERY + 2)
+    place = a.shared._ancestry.place(space, key_of(chain, 40))
+    assert place is not None
+    assert place.number == 40
+    places.gets = 0
+    for number in range(40, -1, -1):
+        assert a.shared._ancestry.place(space, key_of(chain, number)) == (key_of(chain, 0), number)
+    assert places.gets < 41 * (ancestry.NOTED_EVERY + 2)
+    for number in range(41, 400):
+        assert a.shared._ancestry.note(space, key_of(chain, number), key_of(chain, number - 1)) is not None
+    a.check()
+    await a.close()

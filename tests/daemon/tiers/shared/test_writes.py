@@ -1,0 +1,164 @@
+"""Which blocks are sent to the store, and when."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from chains import chain_of
+from host_rig import BLOCK_BYTES, PATIENCE_S, REGION_BYTES, host, names_of
+from memory_store import MemoryStore
+from played import play, played
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import StoreUrl
+from tiercache.daemon.tiers.shared import settings
+from tiercache.daemon.tiers.shared.byte_rate import ByteRate
+from tiercache.errors import ConfigError
+from tiercache.protocol.messages import BlockState
+
+pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
+
+
+@played
+async def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiercache.daemon.tiers.shared import writes
+
+    monkeypatch.setattr(writes, "MAX_QUEUED", 16)
+    store = MemoryStore()
+    a = host(store, tmp_path, "a")
+    a.store(a.namespace(), chain_of("x", 40))
+    assert a.shared._writes.queued == 16
+    assert a.shared.stats()["skipped_queue_full"] == 24
+    await a.sent()
+    assert await a.look_up([a.namespace()], chain_of("x", 40)) == 40
+    a.cache.match(a.owner, [a.namespace()], chain_of("x", 40), 0.0)  # asked for again: the rest is offered again
+    await a.until(lambda: len(store.values) >= 32)
+    a.check()
+    await a.close()
+
+
+@pytest.mark.parametrize("when", ["reused", "evicted"])
+def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        a, b = host(store, tmp_path, "a", write=when, regions=1), host(store, tmp_path, "b")
+        space, chain = a.namespace(), chain_of("x", 40)
+        a.store(space, chain)
+        await a.sent()
+        assert store.values == {}
+        if when == "reused":
+            a.cache.match(a.owner, [space], chain, 0.0)
+        else:
+            for number in range(20):
+                a.store(space, chain_of(f"y{number}", 40))
+                await a.sent()
+        await a.sent()
+        assert await b.load([b.namespace()], chain) == 40
+        for one in (a, b):
+            one.check()
+            await one.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("when", "pack", "works"), [("evicted", 16, False), ("evicted", 1, True), ("all", 16, True)])
+def test_single_evicted_blocks_make_no_packs(
+    monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool
+) -> None:
+    """The daemon would send nothing: it says so before it serves."""
+    monkeypatch.setattr(settings, "open_store", lambda url: MemoryStore(pack_blocks=pack))
+    config = DaemonConfig(shared=StoreUrl("s3://bucket"), shared_plain=True, shared_write=when)
+    if works:
+        assert settings.shared_settings(config).write == when
+        return
+    with pytest.raises(ConfigError, match=r"^shared_write = evicted: .* packs of 16: .*\?pack=1") as caught:
+        settings.shared_settings(config)
+    assert "\n" not in str(caught.value)
+
+
+@played
+async def test_no_more_bytes_are_sent_in_a_second_than_the_budget_says(tmp_path: Path) -> None:
+    """Local stores do not wait for it, and what waits is sent later."""
+    store, now_s = MemoryStore(), [100.0]
+    a = host(store, tmp_path, "a")
+    a.shared._writes._budget = ByteRate(10 * BLOCK_BYTES, lambda: now_s[0])
+    a.store(a.namespace(), chain_of("x", 40))
+    for seconds, sent in ((0.0, 10), (0.5, 15), (10.0, 25), (0.5, 30), (1.0, 40)):
+        now_s[0] += seconds
+        a.cache.work()
+        await a.until(lambda: not a.shared._writes._in_flight)
+        assert len(store.values) == sent
+        assert a.shared._writes.queued == 40 - sent
+    assert await a.load([a.namespace()], chain_of("x", 40)) == 40
+    a.check()
+    await a.close()
+
+
+def test_a_value_larger_than_the_budget_is_sent_and_paid_off() -> None:
+    now_s = [0.0]
+    rate = ByteRate(10, lambda: now_s[0])
+    rate.charge(35)
+    for second, has_room in ((1.0, False), (2.0, False), (2.5, False), (2.6, True), (100.0, True)):
+        now_s[0] = second
+        assert rate.has_room() is has_room
+    rate.charge(10)
+    assert not rate.has_room(), "what was not used long ago is not saved up"
+    assert ByteRate(0).has_room()
+
+
+@played
+async def test_deeper_blocks_live_shorter(tmp_path: Path) -> None:
+    store = MemoryStore()
+    a = host(store, tmp_path, "a", ttl_s=1000.0)
+    chain = chain_of("x", 30)
+    a.store(a.namespace(), chain)
+    await a.sent()
+    ttls = [store.ttls[name] for name in names_of(a, chain)]
+    assert ttls[0] == 1000.0
+    assert ttls == sorted(ttls, reverse=True)
+    assert len(set(ttls)) == 30
+    store.ttls.clear()
+    a.forget_dram()
+    assert await a.load([a.namespace()], chain) == 30
+    assert [store.ttls[name] for name in names_of(a, chain)] == ttls, "a fetch renews them as they were"
+    await a.close()
+
+
+@played
+async def test_a_slow_store_does_not_keep_a_small_arena_from_making_room(tmp_path: Path) -> None:
+    """Evicted blocks keep their frames until they are sent: only a few of them, or the whole cache goes for nothing."""
+    store, gate = MemoryStore(), threading.Event()
+    a = host(store, tmp_path, "a", write="evicted", regions=1)
+    space, frames = a.namespace(), REGION_BYTES // BLOCK_BYTES
+
+    def before(call: str) -> None:
+        assert gate.wait(PATIENCE_S)
+
+    store.before = before
+    a.store(space, chain_of("x", frames))
+    for number in range(10):
+        assert BlockState.NONE not in a.store(space, chain_of(f"y{number}", 4)), "there was no room"
+        a.cache.work()
+    assert space.table.blocks >= frames * 3 // 4
+    gate.set()
+    await a.sent()
+    a.check()
+    await a.close()
+
+
+@played
+async def test_evicted_blocks_that_wait_are_forgotten_by_a_flush(tmp_path: Path) -> None:
+    """Else they are sent under the new names, and other hosts find what was flushed."""
+    store = MemoryStore()
+    a = host(store, tmp_path, "a", write="evicted", regions=1)
+    space = a.namespace()
+    for number in range(10):  # more than DRAM holds
+        a.store(space, chain_of(number, 64))
+    assert a.shared._writes.queued > 0
+    assert await a.flush()
+    await a.sent()
+    assert store.values == {}
+    a.check_end()
+    await a.close()

@@ -1,0 +1,94 @@
+"""A prompt of which a tier on this host has the beginning, and the store the rest: both are fetched side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from chains import chain_of
+from host_rig import BLOCK_BYTES, HostRig, content, host
+from memory_store import MemoryStore
+from played import played
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import NoTierBelow
+from tiercache.daemon.tiers.promotion import Promotion
+from tiercache.daemon.tiers.shared.memory import frame_view
+from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
+
+NEAR, ALL = 6, 12
+CHAIN = chain_of("x", ALL)
+
+
+class NearTier(NoTierBelow):
+    """Stands for NVMe: it has the first blocks, and delivers them when the test says so."""
+
+    offline = retired = False
+
+    def __init__(self) -> None:
+        self.tally = FetchTally()
+        self.fetches: list[Fetch] = []
+
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        return min(NEAR, limit)
+
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
+        yield from ()
+        its = [number for number in wanted if number < NEAR]
+        return TierParts([SourcePart(self, its)], [number for number in wanted if number >= NEAR])
+
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers
+
+    def fetch(self, fetches: Sequence[Fetch]) -> bool:
+        self.fetches += fetches
+        return True
+
+    def let_go(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self.fetches.remove(fetch)
+
+    def failed(self, fetch: Fetch) -> None:
+        raise AssertionError("it delivers all of them")
+
+    def cancel(self) -> None:
+        raise AssertionError("it never hangs")
+
+    def deliver(self) -> None:
+        """All that it was asked for."""
+        for fetch in list(self.fetches):
+            frame_view(fetch.address, BLOCK_BYTES)[:] = content(fetch.namespace, fetch.key)
+            fetch.outcome, fetch.stored_bytes = FetchOutcome.OK, BLOCK_BYTES
+            fetch.done([fetch])
+
+
+def above_the_store(one: HostRig) -> NearTier:
+    """Gives a host such a tier."""
+    near, below = NearTier(), one.below
+    below.local = near
+    parts = one.cache.reads.growing, one.cache.writes
+    below._promotion = Promotion(*parts, None, one.regions, [near, one.shared], lambda: None)
+    return near
+
+
+@played
+async def test_the_store_does_not_wait_for_the_disk_and_blocks_appear_in_order(tmp_path: Path) -> None:
+    store = MemoryStore()
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    near, space = above_the_store(b), b.namespace()
+    a.store(a.namespace(), CHAIN)
+    await a.sent()
+    assert await b.look_up([space], CHAIN) == ALL
+    lease = b.cache.match(b.owner, [space], CHAIN, 60.0, promote=True).lease
+    assert lease is not None
+    await b.until(lambda: b.shared.source.tally.blocks == ALL - NEAR)
+    assert len(near.fetches) == NEAR, "the disk has not delivered yet"
+    assert space.table.blocks == 0, "nothing is visible before the blocks in front of it"
+    near.deliver()
+    await b.until(lambda: lease.lease_id not in b.cache.reads.growing.leases)
+    assert b.read(lease, [space]) == ALL
+    assert (near.tally.blocks, near.fetches) == (NEAR, [])
+    for one in (a, b):
+        one.check()
+        await one.close()
