@@ -11,18 +11,14 @@ from typing import Any, cast
 import msgpack
 import pytest
 import zmq
-from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, counted, fill, finish
 from chains import chain_of
 
-from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.policies.fresh_stores import FreshStores
 from tiercache.daemon.requests import router, service
 from tiercache.daemon.requests.unsent import Unsent
 from tiercache.daemon.tiers.dram.leases import Deadlines, ReadLease
-from tiercache.daemon.tiers.dram.reads import Reads
-from tiercache.daemon.tiers.dram.space import ROOM_STEPS, SLICE, Space
+from tiercache.daemon.tiers.dram.space import ROOM_STEPS
 from tiercache.errors import RequestRefused
 from tiercache.protocol.messages import BlockState
 
@@ -43,15 +39,6 @@ def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.Monke
     assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
 
 
-def test_a_store_into_what_was_flushed_finds_room_at_once() -> None:
-    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
-    namespace = h.space()
-    fill(h, namespace, 1, BLOCKS)
-    h.cache.flush_dram([namespace.number], b"")
-    h.store(namespace, chain_of(2, 500))
-    finish(h)
-
-
 def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES, regions=2, quota={"t": BLOCKS * FRAME_BYTES})
     small, large = h.space(tenant="t"), h.space(rank=1, tenant="t", block_bytes=BLOCKS * FRAME_BYTES)
@@ -67,59 +54,6 @@ def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: p
     assert states == [BlockState.FRAME]
     assert evicted == BLOCKS
     finish(h)
-
-
-def test_a_flush_looks_at_a_part_of_the_leases_and_revokes_all_that_lost_something(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    h = CacheRig(region_bytes=4000 * FRAME_BYTES)
-    namespace = h.space()
-    keys, other = fill(h, namespace, 1, 3000), fill(h, namespace, 2, 10)
-    lost = [h.cache.match(h.owner, [namespace], keys[: 16 * (n + 1)], 10).lease for n in range(1500)]
-    kept = [h.cache.match(h.owner, [namespace], other, 10).lease for _ in range(1500)]
-    attached = counted(monkeypatch, Index, "attached")
-    h.cache.flush_dram([namespace.number], keys[:16])
-    assert attached() <= SLICE
-    assert all(lease is not None and not h.cache.reads.release(h.owner, lease.lease_id) for lease in lost[:50])
-    assert all(lease is not None and h.cache.reads.release(h.owner, lease.lease_id) for lease in kept[:50])
-    ended = counted(monkeypatch, Reads, "end")
-    while h.cache.work():
-        assert ended() <= SLICE
-    h.check()
-    assert set(h.cache.reads.leases) == {lease.lease_id for lease in kept[50:] if lease is not None}
-
-
-def test_what_hangs_below_a_dropped_block_is_out_of_sight_while_it_is_being_unlinked() -> None:
-    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
-    namespace = h.space()
-    keys = fill(h, namespace, 1, 5000)
-    lease = h.cache.match(h.owner, [namespace], keys, 10).lease
-    assert lease is not None
-    h.cache.flush_dram([namespace.number], keys[16 * 100 : 16 * 101])
-    assert namespace.table.unlinking
-    for asked, found in ((5000, 100), (101, 100), (100, 100), (50, 50)):
-        assert h.cache.match(h.owner, [namespace], keys[: 16 * asked], 0).dram == found
-        assert h.cache.peek([namespace], keys[: 16 * asked])[0] == found
-    assert h.cache.reads.find(h.owner, lease.lease_id) is None
-    finish(h)
-    assert not h.cache.reads.leases
-
-
-def test_a_region_of_very_many_frames_is_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region is checked before it is emptied for frames of another size."""
-    monkeypatch.setattr("tiercache.daemon.tiers.dram.space.LOOK_AT_ONCE", 512)
-    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
-    small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
-    fill(h, small, 1, BLOCKS)
-    h.cache.space.tails.give_up()
-    looked = counted(monkeypatch, Space, "_look_slice")
-    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
-    assert looked() == 1, "a part of the work, within the store"
-    assert h.cache.counters.regions_drained == 0
-    finish(h)
-    assert looked() >= BLOCKS // 512 - 1
-    assert h.cache.counters.regions_drained == 1
-    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
 
 
 def test_notes_on_deadlines_are_swept_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,43 +79,6 @@ def test_notes_on_deadlines_are_swept_a_few_at_a_time(monkeypatch: pytest.Monkey
     assert len(deadlines) <= 4 * len(leases) + 2048
     assert set(deadlines.due(19_099.0)) >= set(range(100))
     assert set(deadlines.due(1e9)) >= set(range(100, 5000))
-
-
-def test_what_is_due_is_found_while_notes_are_swept() -> None:
-    leases = {number: ReadLease(number, [], b"", 0, [], 0.0, float(number)) for number in range(100)}
-    deadlines = Deadlines(leases)
-    for turn in range(12):
-        for number, lease in leases.items():
-            deadlines.add(lease.deadline_s if turn % 2 else 1e9, number)
-    assert set(deadlines.due(49.5)) == set(range(50))
-    assert set(deadlines.due(99.5)) == set(range(50, 100))
-
-
-@pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_large_blocks_do_not_push_all_small_ones_out_of_the_window_at_once(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    monkeypatch.setattr("tiercache.daemon.policies.fresh_stores.LET_OUT", 16)
-    cache = CacheAtOnce(lambda: 0.0, CacheLimits(policy=policy))
-    for region_id in range(2):
-        cache.space.allocator.add_region(region_id, BLOCKS * FRAME_BYTES)
-    h = CacheRig()
-    h.cache = cache
-    small, large = h.space(), h.space(rank=1, block_bytes=512 * FRAME_BYTES)
-    for number in range(BLOCKS // 10):
-        h.store(small, number.to_bytes(16, "big"))
-    cache.space.tails.give_up()
-    let_out = counted(monkeypatch, FreshStores, "_let_out")
-    for number in range(4):
-        h.store(large, bytes([9]) * 15 + bytes([number]))
-        assert let_out() <= 2 * 16, "for small ones, and for large ones"
-    left = []
-    for number in range(100):
-        h.store(small, bytes([8]) + number.to_bytes(15, "big"))
-        left.append(let_out())
-    assert max(left) <= 16
-    assert sum(left) > 400, "blocks leave the window as others are stored"
-    finish(h)
 
 
 def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(

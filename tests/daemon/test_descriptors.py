@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import resource
 import socket
 import time
@@ -161,12 +160,3 @@ def test_one_connection_too_many_replaces_the_longest_silent_one(listener: _List
     for peer in silent:
         peer.close()
     listener.until(lambda: listener.connections.count == 0)
-
-
-def test_a_number_that_is_another_file_by_now_is_left_alone(listener: _Listener) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for fd in (ours.fileno(), os.dup(0)):
-            listener.connections._refuse(fd)
-        ours.sendall(b"unharmed")
-        assert theirs.recv(100) == b"unharmed"

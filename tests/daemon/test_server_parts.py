@@ -28,14 +28,6 @@ def test_systemd_is_told_wherever_it_listens(tmp_path: Path, monkeypatch: pytest
         assert listener.recv(100, socket.MSG_DONTWAIT) == b"READY=1"
 
 
-def test_a_systemd_that_does_not_listen_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
-    _notify_systemd("READY=1")
-    assert "systemd could not be told READY=1: No such file or directory" in caplog.text
-
-
 @pytest.mark.parametrize("serving", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_reload_is_told_and_its_end_too(monkeypatch: pytest.MonkeyPatch, serving: bool, fails: bool) -> None:

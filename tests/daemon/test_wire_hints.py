@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import VISIBLE, Client, block_of, hello, new_chain
+from raw_client import VISIBLE, Client, block_of, new_chain
 from waiting import wait_until
 
 
@@ -15,15 +14,6 @@ def stored(client: Client, blocks: int) -> tuple[int, bytes]:
     number, keys = client.namespace(), new_chain(blocks)
     assert client.store(number, keys, [block_of(place) for place in range(blocks)]) == [VISIBLE] * blocks
     return number, keys
-
-
-def test_the_welcome_says_that_hints_are_taken(run_dir: Path) -> None:
-    from raw_client import SessionSocket
-
-    session = SessionSocket(run_dir)
-    welcome, _ = session.hello(hello(b"h" * 16, map_arena=False))
-    assert welcome[7:9] == [False, True]
-    session.close()
 
 
 def test_a_hint_takes_effect(client: Client) -> None:
@@ -91,14 +81,3 @@ def test_what_is_named_is_checked(client: Client) -> None:
     assert client.refusal("hint", [number], keys[:-1]) == "bad_value"
     assert client.refusal("hint", [number], b"") == "bad_value"
     assert client.refusal("hint", [number], bytes(16 * 65_537)) == "too_large"
-
-
-def test_the_longest_chain_and_many_hints_delay_no_other_request(client: Client) -> None:
-    """A chain that is asked about in full, again and again; the daemon's own books agree afterwards."""
-    number, keys = stored(client, 64)
-    for turn in range(50):
-        part = keys[: 16 * (1 + turn % 64)]
-        fields = [[0, True], [0, False, 5000], [0, False, 0, 600_000], [0, False, 0, 0, 1 + turn % 3]][turn % 4]
-        assert client.ask("hint", [number], part, *fields) == ["hinted", 1 + turn % 64]
-    tag, findings, _, _ = client.ask("check")
-    assert (tag, findings) == ("check_reply", [])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from raw_client import (
-    DROPPED,
     FRAME,
     NONE,
     VISIBLE,
@@ -55,27 +54,6 @@ def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
     assert client.ask("flush", "all", [number], b"")[:2] == ["flushed", 10]
     assert client.length(number, keys) == 0
     assert client.reserve(number, keys[:16])[1] == [FRAME]
-
-
-def test_a_flush_drops_what_is_being_written(client: Client) -> None:
-    number, keys = client.namespace(), new_chain(1)
-    lease, _, _, _ = client.reserve(number, keys)
-    client.ask("flush", "all", [number], b"")
-    assert client.commit(lease, [0]) == [DROPPED]
-    assert client.length(number, keys) == 0
-
-
-def test_a_flush_by_key_drops_what_is_being_written_below_it(client: Client) -> None:
-    """The old child is not attached to a parent that was stored again; another writer waits until its store ends."""
-    number, keys = client.namespace(), new_chain(2)
-    client.store(number, keys[:16], [block_of(0)])
-    lease, _, _, _ = client.reserve(number, keys[16:], keys[:16])
-    client.ask("flush", "all", [number], keys[:16])
-    client.store(number, keys[:16], [block_of(1)])
-    assert client.reserve(number, keys[16:], keys[:16])[:2] == (0, [NONE])
-    assert client.commit(lease, [0]) == [DROPPED]
-    assert client.length(number, keys) == 1
-    assert client.store(number, keys[16:], [block_of(2)], keys[:16]) == [VISIBLE]
 
 
 def test_a_peek_finds_what_a_match_would(client: Client) -> None:

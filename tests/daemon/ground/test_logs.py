@@ -168,26 +168,6 @@ def test_one_record_is_one_line_whatever_others_have_called_themselves(under_sys
     assert text.isprintable()
 
 
-def test_the_last_words_of_a_process_come_out_or_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pipe() as (reader, writer):
-        monkeypatch.setattr(logs, "STDERR", writer)
-        logs.last_words("there is no such setting")
-        assert read_lines(reader, 1) == ["there is no such setting"]
-        fill(writer)
-        monkeypatch.setattr(logs, "STOP_S", 0.0)
-        logs.last_words("this is never read")
-
-
-def test_a_line_that_cannot_be_formatted_does_not_fail_its_caller() -> None:
-    with pipe() as (reader, writer):
-        log = logs.Log(TEXT, writer)
-        log.handle(record("%d blocks", "many"))
-        log.handle(record("another"))
-        log.stop()
-        assert read_lines(reader, 2)[1] == "INFO another"
-        assert log.lost_lines == 1
-
-
 def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     alike = logs.Repetitions()
     admitted = [alike.admit(record("block %d is bad", number), 5.0) for number in range(logs.MAX_ALIKE + 7)]
@@ -201,16 +181,6 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(3 * logs.MAX_ALIKE):
         alike.admit(record(f"line {number}"), 20.0)
     assert len(alike._kinds) <= 5, "texts that differ each time take no more memory"
-
-
-def test_what_was_left_out_is_told_at_the_end_too() -> None:
-    with pipe() as (reader, writer):
-        log = logs.Log(TEXT, writer)
-        for number in range(logs.MAX_ALIKE + 3):
-            log.handle(record("number %d", number))
-        log.stop()
-        said = read_lines(reader, logs.MAX_ALIKE + 1)
-    assert said[-1] == f"INFO 3 more lines like this one were left out: number {logs.MAX_ALIKE + 2}"
 
 
 # --- what is said ------------------------------------------------------------------------------------

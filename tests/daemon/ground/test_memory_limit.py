@@ -17,15 +17,6 @@ from tiercache.errors import ArenaError, ConfigError
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("capacity", "largest"),
-    [(23 * GIB, 23 * GIB * 15 // 16), (GIB // 2, GIB * 3 // 8), (2048 * GIB, 2040 * GIB), (0, 0)],
-)
-def test_some_is_left_to_others(monkeypatch: pytest.MonkeyPatch, capacity: int, largest: int) -> None:
-    have(monkeypatch, capacity)
-    assert arena.largest_arena_bytes() == largest // (2 << 20) * (2 << 20)
-
-
 def have(monkeypatch: pytest.MonkeyPatch, total: int, available: int = 0, cgroups: tuple[int, ...] = ()) -> None:
     """The host has this memory, and each cgroup so much."""
     monkeypatch.setattr(arena, "_meminfo_bytes", {"MemTotal:": total, "MemAvailable:": available}.__getitem__)
@@ -69,36 +60,6 @@ def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -
     assert "write arena = " in ended.stderr
     assert not (tmp_path / "run").exists(), "nothing was begun"
     DaemonConfig(arena_bytes=32 << 40)  # a configuration for a larger host can be checked here
-
-
-@pytest.mark.parametrize("capacity", [GIB, 64 * GIB + 4097, 2048 * GIB])
-@pytest.mark.parametrize("workers", [1, 4, 40])
-def test_worker_processes_count_with_their_page_tables(
-    monkeypatch: pytest.MonkeyPatch, capacity: int, workers: int
-) -> None:
-    have(monkeypatch, capacity)
-    alone, largest = arena.largest_arena_bytes(), arena.largest_arena_bytes(workers)
-    if capacity == GIB and workers == 40:
-        assert largest == 0
-        return
-    taken = largest + workers * arena.worker_bytes(largest)
-    assert alone - workers * (16 << 10) - (4 << 20) < taken <= alone + (2 << 20)
-    assert arena.worker_bytes(largest) > largest // 512 + (27 << 20)
-
-
-def test_an_arena_that_fits_only_without_worker_processes_is_refused(tmp_path: Path) -> None:
-    largest = arena.largest_arena_bytes()
-    for name in "ab":
-        (tmp_path / name).mkdir(mode=0o700)
-    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(tmp_path / "run"), "--arena", str(largest)]
-    command += ["--nvme", f"{tmp_path / 'a'},{tmp_path / 'b'}", "--nvme-size", "64MiB", "--nvme-workers", "on"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert ", 2 worker processes " in ended.stderr
-    fitting = int(ended.stderr.partition('write arena = "')[2].partition("MiB")[0]) << 20
-    check_fits(fitting, 2)
-    with pytest.raises(ConfigError):
-        check_fits(fitting + (2 << 20), 2)
 
 
 def test_the_tightest_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,18 +38,6 @@ def privileged() -> None:
     usual = os.getpriority(os.PRIO_PROCESS, 0) == 0
     if not usual or subprocess.run(command, capture_output=True, check=False, timeout=30).returncode != 0:
         pytest.skip("may not lower its niceness here")
-
-
-@pytest.mark.usefixtures("privileged")
-def test_it_is_asked_for_and_not_inherited() -> None:
-    assert outcome() == ["True", str(NICENESS), "0", "0"]
-
-
-@pytest.mark.usefixtures("privileged")
-def test_where_it_is_refused_nothing_changes() -> None:
-    if shutil.which("setpriv") is None:
-        pytest.skip("no setpriv to give up the right with")
-    assert outcome("setpriv", "--bounding-set", "-sys_nice") == ["False", "0", "0", "0"]
 
 
 def test_a_niceness_that_was_chosen_stays() -> None:

@@ -74,16 +74,6 @@ def test_a_writer_that_stored_its_prompt_to_the_end_is_not_expected_to_go_on() -
     assert held(h) == [key(1, 2, 3, 4)], "the end of what was computed after the prompt"
 
 
-def test_windows_and_blocks_that_the_daemon_brings_up_have_no_ends() -> None:
-    h = SmallCache()
-    h.store(h.space(window_blocks=2), branch(1, 2))
-    inside = Owner(bytes(16), internal=True)
-    got = h.cache.reserve(inside, h.space(), b"", branch(3, 4), 10)
-    h.cache.writes.commit(inside, got.lease_id, [0, 1])
-    assert held(h) == []
-    h.check()
-
-
 def test_ends_go_with_their_writer_and_with_a_flush() -> None:
     h = SmallCache()
     ns = h.space()

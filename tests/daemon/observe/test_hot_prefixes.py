@@ -70,36 +70,6 @@ def test_places_and_hits_are_those_of_a_plain_count(paths: list[Steps]) -> None:
             assert (shown[name(steps)]["hits"], shown[name(steps)]["blocks"]) == (hits, len(steps))
 
 
-@given(paths=PATHS, limit=st.integers(1, 5))
-def test_parents_come_before_their_children(paths: list[Steps], limit: int) -> None:
-    tree = Tree()
-    for number, steps in enumerate(paths):
-        tree.match(steps, number % 2)
-    shown = tree.shown(limit)
-    assert len(shown) <= limit
-    assert [one["hits"] for one in shown] == sorted((one["hits"] for one in shown), reverse=True)
-    for place, one in enumerate(shown):
-        if one["parent"] is not None:
-            above = shown[one["parent"]]
-            assert one["parent"] < place
-            assert (above["namespace"], above["blocks"] < one["blocks"]) == (one["namespace"], True)
-
-
-def test_what_only_one_asked_for_counts_for_what_it_shares() -> None:
-    tree = Tree()
-    for user in range(5000):
-        tree.now_s += 1.0
-        tree.match((0, 1, 2, user))  # a system prompt of three blocks, and a different question of each user
-        if user % 5 == 0:
-            tree.match((0, 1, 7))
-    assert len(tree.paths._paths) <= hotpaths.MAX_PATHS
-    first, second, third, *_ = tree.shown()
-    assert [one["name"] for one in (first, second, third)] == [name((0, 1)), name((0, 1, 2)), name((0, 1, 7))]
-    assert (first["blocks"], first["tokens"], first["bytes"], first["parent"]) == (2, 32, 8192, None)
-    assert second["parent"] == third["parent"] == 0
-    assert 3 < second["hits"] / third["hits"] < 7  # five of these, nearly: hits fade
-
-
 def test_under_load_only_some_matches_are_counted_for_all() -> None:
     tree = Tree()
     for user in range(40_000):  # all at once, on this clock

@@ -11,12 +11,10 @@ from chains import chain_of
 
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import Events, NamedBlocks
-from tiercache.daemon.ground.slices import AnswerNow, Steps
-from tiercache.daemon.ground.slices import finish as finished
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.pending_blocks import RUN_BLOCKS, TOLD_BLOCKS
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.dram.write_lease import BlockPhase
-from tiercache.daemon.tiers.dram.writes import VISIBLE_WITHIN_S, _some_coming
+from tiercache.daemon.tiers.dram.writes import VISIBLE_WITHIN_S
 from tiercache.protocol.messages import MAX_RESERVE, BlockState, CommitState, EventRun
 
 VISIBLE, DROPPED = [CommitState.VISIBLE] * MAX_RESERVE, [CommitState.DROPPED] * MAX_RESERVE
@@ -62,63 +60,6 @@ def test_a_commit_publishes_a_part_at_a_time_and_is_answered_when_all_is_visible
     assert end_of(h, steps) == VISIBLE
     assert h.cache.match(h.owner, [namespace], KEYS, 0).dram == MAX_RESERVE
     finish(h)
-
-
-def test_a_commit_below_one_in_progress_waits_for_it() -> None:
-    h = wide()
-    namespace, _, first = slow(h)
-    below = chain_of(2, 3)
-    lease = h.cache.reserve(h.owner, namespace, KEYS[-16:], below, 10).lease_id
-    second = h.cache.writes.commit_in_slices(h.owner, lease, range(3))
-    assert end_of(h, second) == [CommitState.VISIBLE] * 3
-    assert end_of(h, first) == VISIBLE
-    assert h.cache.match(h.owner, [namespace], KEYS + below, 0).dram == MAX_RESERVE + 3
-
-
-def test_a_commit_below_a_block_that_is_being_written_is_answered_at_once() -> None:
-    h = wide()
-    namespace, _, steps = slow(h)
-    other = chain_of(2, 1)
-    h.cache.reserve(h.owner, namespace, b"", other, 10)
-    lease = h.cache.reserve(h.owner, namespace, other, chain_of(3, 1), 10).lease_id
-    assert finished(h.cache.writes.commit_in_slices(h.owner, lease, [0])) == [CommitState.HELD]
-    assert end_of(h, steps) == VISIBLE
-
-
-def test_a_commit_that_may_not_wait_is_answered_as_it_stands() -> None:
-    h = wide()
-    namespace, _, steps = slow(h)
-    with pytest.raises(StopIteration) as end:
-        steps.throw(AnswerNow())
-    assert set(end.value.value) == {CommitState.VISIBLE, CommitState.HELD}
-    finish(h)
-    assert namespace.table.blocks == MAX_RESERVE
-
-
-@pytest.mark.parametrize("how", ["session", "abort"])
-def test_what_is_complete_stays_so_when_its_lease_ends_between_two_slices(how: str) -> None:
-    h = wide()
-    namespace, lease, steps = slow(h)
-    if how == "abort":
-        h.cache.writes.abort(h.owner, lease, finished=True)
-    else:
-        steps.close()  # its client is not there to be answered
-        h.cache.session_lost(h.owner)
-        h.cache.process_gone(h.owner)
-    finish(h)
-    assert namespace.table.blocks == MAX_RESERVE
-    if how == "abort":
-        assert end_of(h, steps) == VISIBLE
-
-
-def test_what_is_flushed_between_two_slices_is_dropped() -> None:
-    h = wide()
-    namespace, _, steps = slow(h)
-    h.cache.flush_dram([namespace.number], b"")
-    states = end_of(h, steps)
-    assert states[RUN_BLOCKS:] == DROPPED[RUN_BLOCKS:]
-    finish(h)
-    assert (namespace.table.blocks, h.cache.space.allocator.used_bytes) == (0, 0)
 
 
 def named_as(tag: int) -> NamedBlocks:
@@ -172,28 +113,6 @@ def test_a_commit_waits_only_a_moment_for_its_blocks() -> None:
     assert namespace.table.blocks == MAX_RESERVE
 
 
-def test_a_writer_that_goes_on_below_its_own_blocks_does_not_keep_others_waiting() -> None:
-    h = CacheRig(region_bytes=16 * MAX_RESERVE * FRAME_BYTES)
-    h.cache.writes.pending.publish_ns = 0
-    namespace = h.space()
-    ours = chain_of("ours", 2 * RUN_BLOCKS)
-    theirs = chain_of("theirs", 20 * RUN_BLOCKS)
-
-    def commit(keys: bytes, first: int, count: int) -> None:
-        part = keys[first * 16 : (first + count) * 16]
-        lease = h.cache.reserve(h.owner, namespace, keys[max(0, first - 1) * 16 : first * 16], part, 10).lease_id
-        for _ in h.cache.writes.commit_in_slices(h.owner, lease, range(count)):
-            break
-
-    commit(theirs, 0, 2 * RUN_BLOCKS)
-    commit(ours, 0, 2 * RUN_BLOCKS)
-    for round_ in range(2):
-        commit(theirs, (2 + round_) * RUN_BLOCKS, RUN_BLOCKS)
-        h.cache.work()
-    assert h.cache.match(h.owner, [namespace], ours, 0).dram == 2 * RUN_BLOCKS
-    finish(h)
-
-
 def test_what_could_not_be_published_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     h = wide()
     namespace, keys = h.space(), chain_of(1, 1)
@@ -218,39 +137,3 @@ def test_what_could_not_be_published_is_tried_again(monkeypatch: pytest.MonkeyPa
         h.cache.writes.commit(h.owner, lease, [0])
     finish(h)
     assert namespace.table.blocks == 3
-
-
-def test_to_see_whether_blocks_are_coming_takes_few_steps_whatever_a_commit_names() -> None:
-    steps = 0
-
-    class Block:
-        phase = BlockPhase.HELD
-
-        def __init__(self, above: Block | None) -> None:
-            self.above = above
-
-        @property
-        def parent_block(self) -> Block | None:
-            nonlocal steps
-            steps += 1
-            return self.above
-
-    writing = Block(None)
-    writing.phase = BlockPhase.WRITING
-    last = writing
-    for _ in range(MAX_RESERVE - 2):
-        last = Block(last)
-    assert not _some_coming([last] * MAX_RESERVE)  # type: ignore[list-item]
-    assert steps <= 2 * MAX_RESERVE
-    for _ in range(10 * MAX_RESERVE):
-        last = Block(last)
-    assert not _some_coming([last, last.above])  # type: ignore[list-item]
-    assert steps <= 6 * MAX_RESERVE
-    assert _some_coming([None, Block(Block(None))])  # type: ignore[list-item]
-
-
-def test_a_commit_with_few_events_is_answered_at_once() -> None:
-    h = wide()
-    namespace = h.space()
-    lease = h.cache.reserve(h.owner, namespace, b"", KEYS, 10).lease_id
-    assert finished(h.cache.writes.commit_in_slices(h.owner, lease, range(MAX_RESERVE))) == VISIBLE

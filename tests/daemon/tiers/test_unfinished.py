@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from cache_at_once import CacheAtOnce
 from chains import chain_of
 
@@ -71,19 +70,6 @@ def test_one_process_leaves_half_of_the_arena_and_all_together_leave_a_quarter()
     assert [w.frames(party("c"), 4), w.frames(party("c"), 4)] == [1, 0], "a client without frames gets one at a time"
 
 
-def test_quarantine_counts_as_what_is_being_written_and_until_its_end() -> None:
-    w = Writers(quarantine_frames=5)
-    first = party("a", 1)
-    lease = w.reserve(first, 5).lease_id
-    w.expire()
-    assert w.frames(party("a", 2), 2) == 0
-    assert w.cache.writes.unfinished._quarantined["a"] == 5 * FRAME
-    assert w.cache.writes.commit(first, lease, [0, 1]) == [CommitState.DROPPED] * 2, "it has finished copying these"
-    assert w.frames(party("a", 2), 4) == 2
-    w.cache.process_gone(first)
-    assert w.frames(party("a", 2), 4) == 3
-
-
 def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> None:
     """They cannot be read or evicted: behind a block that is never committed they could fill the arena."""
     w = Writers(quarantine_frames=6)
@@ -105,57 +91,10 @@ def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> N
     assert (len(w.cache.writes.waiting), hangs_on(6)) == (0, [CommitState.VISIBLE] * 6)
 
 
-def test_complete_blocks_are_unfinished_no_more_when_the_one_before_is_given_up() -> None:
-    w = Writers(quarantine_frames=6)
-    owner, parent = party("a"), chain_of(200, 1)
-    w.cache.reserve(owner, w.namespace, b"", parent, 10.0)
-    got = w.reserve(owner, 5, parent, ttl_s=100.0)
-    w.cache.writes.commit(owner, got.lease_id, range(5))
-    assert w.frames(owner, 1) == 0
-    w.expire()
-    assert w.frames(owner, 9) == 5, "the abandoned block is in quarantine, and those below it are gone"
-
-
 def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
     w = Writers(quarantine_frames=1)
     assert w.frames(party("", internal=True), ARENA_FRAMES) == ARENA_FRAMES
     assert w.cache.writes.unfinished.quarantined_bytes == 0
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_only_a_client_that_writes_into_frames_itself_leaves_a_quarantine(mapped: bool) -> None:
-    w = Writers()
-    owner = party("a", mapped=mapped)
-    w.reserve(owner, 4)
-    w.expire()
-    assert w.cache.writes.unfinished.quarantined_bytes == (4 * FRAME if mapped else 0)
-    assert w.cache.space.allocator.used_bytes == (4 * FRAME if mapped else 0)
-    assert w.cache.has_quarantine(owner) is mapped
-
-
-def test_a_client_that_does_not_map_commits_only_what_it_has_sent() -> None:
-    """The rest of the frame holds another client's bytes."""
-    w = Writers()
-    remote = party("tenant a", mapped=False)
-    lease = w.reserve(remote, 3).lease_id
-    for number, written in enumerate((FRAME, FRAME - 1)):
-        block = w.cache.writes.writable_block(remote, lease, number)
-        assert block is not None
-        block.written = written
-    assert w.cache.writes.commit(remote, lease, [0, 1]) == [CommitState.VISIBLE, CommitState.DROPPED]
-    w.check()
-
-
-def test_the_end_of_a_process_says_nothing_of_another_one_of_its_instance() -> None:
-    w = Writers()
-    ends, goes_on = party("a"), party("b")
-    for owner in (ends, goes_on):
-        w.reserve(owner, 2)
-    w.expire()
-    w.cache.process_gone(ends)
-    w.check()
-    assert w.cache.writes.unfinished._quarantined["a"] == 0
-    assert w.cache.writes.unfinished._quarantined["b"] == 2 * FRAME
 
 
 def test_health_names_the_client_that_leaves_much_unfinished() -> None:
