@@ -20,7 +20,7 @@ from cache_at_once import CacheAtOnce
 from cache_rig import Kept, branch
 from cache_world import UNIT_BYTES, Block, Memory, Shelf, Token, tiny_slices, units
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from machines import in_first_ring, in_stress
 
 from tiercache.daemon.cache import CacheLimits
@@ -185,8 +185,9 @@ class DramMachine(RuleBasedStateMachine):
         sizes=st.booleans(),
         strict=st.booleans(),
         slow=st.booleans(),
+        filled=st.sampled_from([True, True, False]),
     )
-    def begin(self, policy: str, quota: bool, sizes: bool, strict: bool, slow: bool) -> None:
+    def begin(self, policy: str, quota: bool, sizes: bool, strict: bool, slow: bool, filled: bool) -> None:
         tiny_slices(self.patch)
         self.memory, self.kept = Memory(), Kept()
         self.shelf = Shelf(self.memory, lambda: self.now_s, PARENT.__getitem__)
@@ -207,6 +208,8 @@ class DramMachine(RuleBasedStateMachine):
         self.namespaces = [self.open(0), self.open(1, window_blocks=3), self.open(2, tenant="t")]
         self.namespaces.append(self.open(3, block_bytes=9000) if sizes else self.open(3, window_blocks=1))
         self.sessions = [Session("a"), Session("a"), Session("b"), Session("r", mapped=False)]
+        for prompt in (0, 2) if filled else ():
+            self._store(self.sessions[0], self.namespaces[:2], prompt, DEPTH)
 
     def open(self, rank: int, block_bytes: int = UNIT_BYTES, window_blocks: int = 0, tenant: str = "") -> Namespace:
         spec = NamespaceSpec(
@@ -224,7 +227,8 @@ class DramMachine(RuleBasedStateMachine):
     # --- the oracle --------------------------------------------------------------------------------------
 
     def is_here(self, block: Block) -> bool:
-        return self.cache.peek([self.cache.space.namespaces[block[0]]], block[1])[0] == 1
+        namespace = self.cache.space.namespaces[block[0]]
+        return namespace.table.get(block[1]) >= 0 and self.cache.peek([namespace], block[1])[0] == 1
 
     def below(self, block: Block) -> set[Block]:
         """A block and all that hang below it."""
@@ -589,9 +593,10 @@ class DramMachine(RuleBasedStateMachine):
         for frame, frame_bytes, _ in self.sends:
             assert not new & set(units(frame, frame_bytes)), "a frame that is being sent has a writer"
 
-    @precondition(lambda self: self.stores)
     @rule(which=SOME, some=st.integers(1, 63), by=st.sampled_from([0, 0, 0, 1, 2]), slices=RARELY, partly=RARELY)
     def commit(self, which: int, some: int, by: int, slices: bool, partly: bool) -> None:
+        if not self.stores:
+            return
         store = self.pick(self.stores, which)
         places = [place for place in range(DEPTH) if some >> place & 1]
         self._commit(store, places, by, at_once=not slices, partly=partly)
@@ -599,15 +604,18 @@ class DramMachine(RuleBasedStateMachine):
     @rule(session=SESSION, which=NAMESPACES, prompt=PROMPT, length=st.integers(2, DEPTH))
     def store(self, session: int, which: Sequence[int], prompt: int, length: int) -> None:
         """Store a prompt, in all of these namespaces."""
-        for namespace in self.some_namespaces(which):
-            store = self._reserve(self.sessions[session], namespace, prompt, 0, length, 60)
+        self._store(self.sessions[session], self.some_namespaces(which), prompt, length)
+
+    def _store(self, session: Session, namespaces: list[Namespace], prompt: int, length: int) -> None:
+        for namespace in namespaces:
+            store = self._reserve(session, namespace, prompt, 0, length, 60)
             if store is not None:
                 self._commit(store, list(store.blocks), 0)
             self.all_is_well()
 
     @rule(session=SESSION, which=NAMESPACES, prompt=PROMPT)
     def store_prompt(self, session: int, which: Sequence[int], prompt: int) -> None:
-        self.store(session, which, prompt, DEPTH)
+        self._store(self.sessions[session], self.some_namespaces(which), prompt, DEPTH)
 
     def _commit(self, store: Store, places: list[int], by: int = 0, at_once: bool = True, partly: bool = False) -> None:
         """`by`: its own session, another of its engine, or a stranger."""
@@ -672,10 +680,11 @@ class DramMachine(RuleBasedStateMachine):
             else:
                 assert one.must_drop or one.may_drop, "a block that is being stored cannot be written"
 
-    @precondition(lambda self: self.stores)
     @rule(which=SOME, finished=st.sampled_from([True, False, None]))
     def abort(self, which: int, finished: bool | None) -> None:
         """A client gives up a store, or goes on copying, maybe long after its lease has ended."""
+        if not self.stores:
+            return
         store = self.pick(self.stores, which)
         self._write(store, store.blocks)
         if finished is None:
@@ -776,9 +785,10 @@ class DramMachine(RuleBasedStateMachine):
         request = UnderWay(steps, lambda: None, answered)
         self.run(request, at_once)
 
-    @precondition(lambda self: self.loads)
     @rule(which=SOME)
     def read(self, which: int) -> None:
+        if not self.loads:
+            return
         self._read(self.pick(self.loads, which))
 
     def _read(self, load: Load) -> None:
@@ -803,9 +813,10 @@ class DramMachine(RuleBasedStateMachine):
                 known = load.read.setdefault((namespace.number, number), token)
                 assert known == token, "bytes changed under a lease"
 
-    @precondition(lambda self: self.loads)
     @rule(which=SOME)
     def release(self, which: int) -> None:
+        if not self.loads:
+            return
         load = self.pick(self.loads, which)
         if not load.lease.over:
             self._read(load)
@@ -816,10 +827,11 @@ class DramMachine(RuleBasedStateMachine):
             assert not self.cache.reads.release(reader.owner, load.lease.lease_id)
         self.loads.remove(load)
 
-    @precondition(lambda self: self.loads)
     @rule(which=SOME, other=SESSION, ttl_s=TTL_S)
     def share(self, which: int, other: int, ttl_s: int) -> None:
         """Another session wants to hold a lease too: one of its engine may. Then the lease is renewed."""
+        if not self.loads:
+            return
         load, session = self.pick(self.loads, which), self.sessions[other]
         held = self.cache.reads.hold(session.owner, load.lease.lease_id)
         same = any(one.engine == session.engine for one in load.holders)
@@ -856,9 +868,10 @@ class DramMachine(RuleBasedStateMachine):
 
         self.run(UnderWay(pins.pin(namespaces, packed, ttl_s), end_former, answered), at_once=not slices)
 
-    @precondition(lambda self: len(self.pins) > 1)
     @rule(which=SOME)
     def unpin(self, which: int) -> None:
+        if len(self.pins) < 2:
+            return
         name = self.pick(list(self.pins), which)
         pin = self.pins.pop(name)
         blocks = self.cache.reads.pins.unpin(pin.namespaces, pin.keys)
@@ -926,6 +939,18 @@ class DramMachine(RuleBasedStateMachine):
 
         self.run(UnderWay(steps, after_slice, lambda answer: None), at_once=not slices)
 
+    @rule(which=SOME, place=st.integers(0, DEPTH - 1), tier=st.sampled_from(["dram", "dram", "all"]))
+    def flush_in_use(self, which: int, place: int, tier: str) -> None:
+        """Flush what a lease holds or waits for, or what a store hangs below."""
+        used = [(load.lease.namespaces[0], load.keys) for load in self.loads]
+        used += [(store.namespace, KEYS) for store in self.stores]
+        if used:
+            namespace, keys = self.pick(used, which)
+            key = self.pick(keys, place)
+            below: Any = self if tier == "all" else None
+            steps = self.cache.flush([namespace], key, below)
+            self.run(UnderWay(steps, lambda: self._flushed(namespace, key, tier), lambda answer: None), at_once=True)
+
     def forget(self, namespaces: Sequence[Namespace]) -> None:
         """Part of a flush of the tier below; what it loses is found in `_flushed`."""
 
@@ -951,7 +976,7 @@ class DramMachine(RuleBasedStateMachine):
         former = self.sessions[session]
         ends = [former]
         if exits:  # with it end the processes of sessions that it lost before
-            ends += [one for one in {store.session for store in self.stores} if one.lost_by == session]
+            ends += [one for one in dict.fromkeys(store.session for store in self.stores) if one.lost_by == session]
             for one in ends:
                 self.cache.process_gone(one.owner)
         else:
@@ -999,10 +1024,11 @@ class DramMachine(RuleBasedStateMachine):
                 assert one.parent, "a complete first block is not visible"
                 assert (one.block[0], one.parent) not in self.here, "a complete block below a visible one is not"
 
-    @precondition(lambda self: self.under_way)
     @rule(which=SOME, how=st.sampled_from(["on", "on", "on", "now", "never"]))
     def go_on(self, which: int, how: str) -> None:
         """A request in slices goes on, may not wait any longer, or its client has gone."""
+        if not self.under_way:
+            return
         request = self.pick(self.under_way, which)
         if how == "never":
             request.steps.close()
@@ -1046,5 +1072,5 @@ class DramMachine(RuleBasedStateMachine):
         assert self.cache.reads.pins.bytes == 0
 
 
-TestDram = in_first_ring(DramMachine, examples=80, steps=50)
+TestDram = in_first_ring(DramMachine, examples=200, steps=60)
 TestDramForLong = in_stress(DramMachine, examples=600, steps=120)
