@@ -52,7 +52,7 @@ QUARANTINE_UNITS = 8
 
 @dataclass(eq=False)
 class Session:
-    """A session of an engine. `engine`: sessions of one engine continue what the other has begun. `lost_by`: its place."""
+    """A session; those of one engine continue what the other has begun. `lost_by`: its place, once it was lost."""
 
     engine: str
     mapped: bool = True

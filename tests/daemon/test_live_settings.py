@@ -65,14 +65,6 @@ def running(tmp_path: Path) -> Iterator[Running]:
         os.environ.pop("TIERCACHE_CONFIG", None)
 
 
-def test_a_new_password_of_the_store_is_noticed_and_not_shown(running: Running) -> None:
-    said = running.reload(FILE + 'shared = "valkey://:first@127.0.0.1:1"\nshared_plain = true\n')
-    assert "that change with a restart only: shared" in said
-    assert running.settings()["shared"][3] == '"valkey://:***@127.0.0.1:1"'
-    assert "shared_key to a file" in running.reload(FILE + 'shared = "valkey://:first@127.0.0.1:1"\n')
-    assert "first" not in running.log.read_text()
-
-
 def test_a_hangup_has_the_file_read_again(running: Running) -> None:
     said = running.reload(FILE.replace("1MiB", "2MiB").replace("info", "warning").replace('"2MiB"\n', '"4MiB"\n', 1))
     assert running.limits() == {"team-a": 2 << 20}

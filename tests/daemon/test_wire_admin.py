@@ -93,20 +93,3 @@ def test_specs_come_in_full(client: Client) -> None:
     assert (tag, set(specs)) == ("spec_list", {number})
     assert {name: specs[number][name] for name in spec} == spec
     assert client.refusal("specs", []) == "bad_value"
-
-
-def test_a_namespace_counts_its_own_use(client: Client) -> None:
-    number, other, keys = client.namespace(), client.namespace(), new_chain(4)
-
-    def use() -> dict[str, Any]:
-        mine = next(one for one in client.stats()["namespaces"] if one["id"] == number)
-        names = ("asked_blocks", "hit_blocks", "hit_below_blocks", "stored_blocks", "refused_blocks", "idle_s")
-        return {name: mine[name] for name in names}
-
-    assert list(use().values()) == [0, 0, 0, 0, 0, None]
-    assert client.length(number, keys) == 0
-    store(client, number, keys[:32])
-    store(client, other, keys)
-    assert client.length(number, keys) == 2
-    assert list(use().values())[:5] == [8, 2, 0, 2, 0]
-    assert 0 <= use()["idle_s"] < 60

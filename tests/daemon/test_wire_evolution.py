@@ -41,18 +41,6 @@ def test_a_spec_with_keys_that_are_no_names_is_the_clients_fault(client: Client,
     assert client.stats()["counters"]["requests_failed"] == failed
 
 
-def test_further_elements_of_requests_are_ignored(client: Client) -> None:
-    spec = {**new_spec(4096, engine="further"), "later": 1}
-    number = client.ask("register_namespace", spec)[1]
-    assert client.ask("register_namespace", spec, False, "more", [1]) == client.ask("register_namespace", spec)
-    key = b"k" * 16
-    _, lease, states, *_ = client.ask("reserve", number, b"", key, 5000, None, "more")
-    assert states == b"\2"
-    assert client.ask("commit", lease, b"\0\0\0\0", {"more": 1})[1] == bytes([VISIBLE])
-    assert client.ask("match", [number], key, 0, 0, False, False, 7, 8)[1] == 1
-    assert client.ask("ping", 0, "more")[0] == "done"
-
-
 def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) -> None:
     """Blocks of the plain form are not taken for those of the later one."""
     flags = ("--arena", "8MiB", "--region", "2MiB", "--nvme", str(tmp_path / "nvme"), "--nvme-size", "64MiB")

@@ -62,22 +62,3 @@ def test_values_out_of_range_are_refused(client: Client, fields: list[Any]) -> N
 def test_values_of_other_types_are_malformed(client: Client, fields: list[Any]) -> None:
     number, keys = stored(client, 1)
     assert client.refusal("hint", [number], keys, *fields) == "malformed"
-
-
-def test_huge_values_are_cut(client: Client) -> None:
-    number, keys = stored(client, 2)
-    huge = 2**63
-    assert client.ask("hint", [number], keys, 0, False, huge, huge, 1) == ["hinted", 2]
-    assert client.ask("hint", [number], keys, huge, True) == ["hinted", 2], "a hint for a block beyond the chain's end"
-    assert client.stats()["hints"]["marks"] >= 1
-    assert client.ask("check")[0] == "check_reply"
-
-
-def test_what_is_named_is_checked(client: Client) -> None:
-    number, keys = stored(client, 1)
-    assert client.refusal("hint", [4097], keys) == "unknown_namespace"
-    assert client.refusal("hint", [number, number], keys) == "bad_value"
-    assert client.refusal("hint", [], keys) == "bad_value"
-    assert client.refusal("hint", [number], keys[:-1]) == "bad_value"
-    assert client.refusal("hint", [number], b"") == "bad_value"
-    assert client.refusal("hint", [number], bytes(16 * 65_537)) == "too_large"

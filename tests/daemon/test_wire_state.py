@@ -17,6 +17,8 @@ from raw_client import (
 )
 from waiting import wait_until
 
+from tiercache.daemon.cache import FLUSHED_AT_ONCE
+
 
 def test_pins_end_with_their_unpin(client: Client) -> None:
     number, keys = client.namespace(), new_chain(3)
@@ -110,11 +112,6 @@ def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "session.sock").exists()
 
 
-def test_a_name_cannot_forge_lines_of_the_log(client: Client, run_dir: Path) -> None:
-    with Client(run_dir, name="x\nERROR all is lost\x1b[2J"):
-        assert "x?ERROR all is lost?[2J" in [session["name"] for session in client.stats()["sessions"]]
-
-
 def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client, run_dir: Path) -> None:
     with Client(run_dir, map_arena=False) as deaf:
         number, keys = deaf.namespace(1 << 20), new_chain(1)
@@ -135,3 +132,16 @@ def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client,
         wait_until(cut)
         assert client.ask("ping") == ["done"]
         assert client.refusal("ping", session=deaf.token) == "unknown_session"
+
+
+def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
+    numbers = [
+        client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(2 * FLUSHED_AT_ONCE + 10)
+    ]
+    keys = new_chain(1)
+    client.store(numbers[-1], keys, [block_of(0)])
+    with Client(run_dir) as leaver:
+        leaver.send("flush", "dram", [], b"")
+        leaver.leave()
+    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
+    assert client.ask("check")[1] == []

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +13,10 @@ import msgpack
 import msgspec
 import pytest
 import zmq
-from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain
+from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
 from waiting import wait_until
 
-from tiercache.config.daemon_config import DaemonConfig, load_config
+from tiercache.config.daemon_config import load_config
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.errors import ConfigError
@@ -242,33 +239,6 @@ def test_a_wrong_address_is_refused_in_a_line(settings: dict[str, str], words: s
     assert words in str(caught.value)
 
 
-def test_other_hosts_are_let_in_only_when_told_so() -> None:
-    for address in ("tcp://*:5557", "tcp://10.1.2.3:5557", "tcp://[::]:5557"):
-        assert DaemonConfig(kv_events=address, kv_events_allow_remote=True).kv_events == address
-
-
-def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("precious")
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "socket"))
-        other.listen()
-        for path, reason in (("file", "File exists"), ("socket", "Address already in use"), ("no/dir", "No such file")):
-            command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", tmp_path / "run", "--arena", "2MiB"]
-            done = subprocess.run(
-                [*command, "--kv-events", f"ipc://{tmp_path}/{path}"],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-            assert f"kv_events = ipc://{tmp_path}/{path}: {reason}" in done.stderr
-        with socket.socket(socket.AF_UNIX) as mine:
-            mine.connect(str(tmp_path / "socket"))
-    assert (tmp_path / "file").read_text() == "precious"
-
-
 def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tenant and in all, and what has left makes room."""
     events = Events(Publisher("", "", "", 10))
@@ -305,17 +275,6 @@ def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None
     else:
         with pytest.raises(msgspec.ValidationError):
             NamedBlocks(run, 16).check()
-
-
-def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
-    def run(*extra_keys: bytes) -> ReceivedRun:
-        raw = [msgspec.Raw(one) for one in extra_keys]
-        return ReceivedRun([*range(len(raw))], None, bytes(4 * len(raw)), extra_keys=raw)
-
-    empty_lists = msgspec.msgpack.encode([[]] * 9000)
-    assert not NamedBlocks(run(empty_lists), 1).check()
-    assert not NamedBlocks(run(*[msgspec.msgpack.encode(bytes(50_000))] * 3), 1).check()
-    assert NamedBlocks(run(*[msgspec.msgpack.encode(["a" * 76])] * 512), 1).check()
 
 
 def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,7 @@ from raw_client import ROOT, WAIT_S, Client, new_chain
 from waiting import wait_until
 
 from tiercache.daemon.ground import logs
-from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.health_log import HealthLog
-from tiercache.daemon.requests.slow import SlowRequests
-from tiercache.protocol.messages import Hello, Match
 
 TEXT = logging.Formatter("%(levelname)s %(message)s")
 
@@ -119,29 +116,6 @@ def test_an_unread_pipe_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyP
     assert log.figures() == {"log_lost_lines": lost, "log_left_out_lines": 0, "log_problem": ""}
 
 
-def test_a_writer_that_is_stuck_can_be_stopped() -> None:
-    with pipe() as (_, writer):
-        fill(writer)
-        log = logs.Log(TEXT, writer)
-        log.handle(record("one"))
-        log.handle(record("two"))
-        log.stop(within_s=0.05)
-        assert not log._thread.is_alive()
-        assert log.figures()["log_problem"] == "nothing read them"
-
-
-@pytest.mark.timeout(30)
-def test_a_log_with_nothing_to_write_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every daemon ends with this call: it must not wait until the writer's wait for a next line is over."""
-    monkeypatch.setattr(logs, "_LOOK_S", 600.0)
-    with pipe() as (reader, writer):
-        log = logs.Log(TEXT, writer)
-        log.handle(record("the last"))
-        assert read_lines(reader, 1) == ["INFO the last"]
-        log.stop()
-        assert not log._thread.is_alive()
-
-
 def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pipe() as (reader, writer):
@@ -202,40 +176,6 @@ def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> 
         "health: ok again, after 4 s",
     ]
     assert caplog.records[0].fields["event"] == "health"  # type: ignore[attr-defined]
-
-
-def test_slow_requests_say_what_took_the_time(caplog: pytest.LogCaptureFixture) -> None:
-    from tiercache.daemon.requests.sessions import Session
-
-    counters = Counters()
-    slow = SlowRequests(0.1, counters)
-    session = Session(Hello(1, 1, bytes(16), "engine", 0, False), "process 7", pid=7)
-    request = Match(1, b"", 1, 0, [1], bytes(48))
-    slow.queue_empty_ns = lambda: 0
-    with caplog.at_level(logging.INFO, "tiercache.daemon"):
-        slow.served(session, request, 90_000_000, 99_000_000)
-        assert (caplog.messages, counters.requests_slow) == ([], 0)
-        slow.served(session, request, 90_000_000, 110_000_000)
-        slow.answered_late(session, request, 0.1)
-        slow.answered_late(session, request, 0.15)
-    assert caplog.messages == [
-        "slow request: Match of 3 keys for engine took 20.0 ms of work after up to 90.0 ms in the queue",
-        "slow request: Match of 3 keys for engine took 150.0 ms for blocks on their way up",
-    ]
-    assert caplog.records[0].fields == {  # type: ignore[attr-defined]
-        "event": "slow_request",
-        "request": "Match",
-        "client": "engine",
-        "pid": 7,
-        "keys": 3,
-        "work_ms": 20.0,
-        "queue_ms": 90.0,
-    }
-    assert counters.requests_slow == 2
-    off = SlowRequests(0, counters)
-    off.queue_empty_ns = lambda: 0
-    off.served(session, request, 0, 10**15)
-    assert counters.requests_slow == 2
 
 
 # --- with a real daemon ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,19 +34,6 @@ def test_the_sum_in_the_operators_guide_is_enough_for_a_container(
     check_fits(arena_bytes, workers)
     with pytest.raises(ConfigError):
         check_fits(arena_bytes + (4 << 20), workers)
-
-
-def test_the_last_region_of_a_container_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All but that region is taken, and 40 of the 64 MiB beside the arena."""
-    have(monkeypatch, 1024 * GIB, 900 * GIB)
-    region, limit = 2 << 20, 32 * GIB + (64 << 20)
-    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
-    monkeypatch.setattr(arena, "_cgroup_limits", lambda: iter([(tmp_path, limit, "used")]))
-    (tmp_path / "used").write_text(str(limit - region - (24 << 20)))
-    os.close(arena.create_region(region))
-    (tmp_path / "used").write_text(str(limit - region - (16 << 20) + 1))
-    with pytest.raises(ArenaError, match=r"16\.0 MiB of it kept free"):
-        arena.create_region(region)
 
 
 def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -> None:

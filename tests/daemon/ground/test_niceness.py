@@ -13,23 +13,6 @@ from waiting import wait_until
 import tiercache
 from tiercache.daemon.ground.niceness import NICENESS
 
-ASK = """
-import os, subprocess, threading
-from tiercache.daemon.ground.niceness import go_first
-def niceness():
-    print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)
-print(go_first(), flush=True)
-niceness()
-thread = threading.Thread(target=niceness); thread.start(); thread.join()
-subprocess.run(["nice"], check=True)
-"""
-
-
-def outcome(*before: str) -> list[str]:
-    """Whether it was granted, and the niceness of the asking thread, of another thread and of a child process."""
-    command = [*before, sys.executable, "-c", ASK]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()
-
 
 @pytest.fixture
 def privileged() -> None:
@@ -38,12 +21,6 @@ def privileged() -> None:
     usual = os.getpriority(os.PRIO_PROCESS, 0) == 0
     if not usual or subprocess.run(command, capture_output=True, check=False, timeout=30).returncode != 0:
         pytest.skip("may not lower its niceness here")
-
-
-def test_a_niceness_that_was_chosen_stays() -> None:
-    if os.getpriority(os.PRIO_PROCESS, 0) != 0:
-        pytest.skip("these tests are nice already")
-    assert outcome("nice", "-n", "3") == ["False", "3", "3", "3"]
 
 
 @pytest.mark.usefixtures("privileged")

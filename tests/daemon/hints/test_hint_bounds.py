@@ -62,26 +62,3 @@ def test_what_is_of_no_use_goes_a_few_blocks_at_a_time(h: Hinting, monkeypatch: 
     gone = [said.expire(h.cache.space.index, h.cache.space.tails) for _ in range(5)]
     assert gone == [3, 3, 3, 1, 0]
     h.check()
-
-
-def test_a_block_that_others_have_gone_on_from_takes_no_mark_over(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 2, 3))
-    h.hint(ns, branch(1, 2, 3), done=True)
-    h.store(ns, key(1, 2, 4), parent=key(1, 2))
-    h.cache.space.tails.give_up()
-    h.cache.space.index.evict(ns.table.get(key(1, 2, 3)))
-    assert mark_of(h, ns, key(1, 2)) is None
-    h.check()
-
-
-def test_a_block_that_was_dropped_takes_no_mark_over(h: Hinting) -> None:
-    """Else nothing would ever remove the mark."""
-    ns, index = h.space(), h.cache.space.index
-    h.store(ns, branch(1, 2, 3))
-    h.cache.space.tails.give_up()
-    h.hint(ns, branch(1, 2, 3), done=True)
-    parent, end = ns.table.get(key(1, 2)), ns.table.get(key(1, 2, 3))
-    index.drop(parent)
-    index.evict(end)
-    assert h.policy(ns).mark_of(parent) is None

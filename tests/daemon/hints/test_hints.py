@@ -60,18 +60,6 @@ def test_a_client_that_asks_again_is_not_done(h: Hinting) -> None:
     assert h.here(ns, branch(5)) == [1]
 
 
-def test_all_of_a_conversation_is_done_whatever_was_said_of_its_turns(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 1))
-    h.hint(ns, branch(1, 1), return_in_s=500.0)
-    h.now_s += 5.0
-    h.store(ns, key(1, 1, 1) + key(1, 1, 1, 1), parent=key(1, 1))
-    h.hint(ns, branch(1, 1, 1, 1), done=True)
-    h.fill(ns, 100, 4 + 4)
-    assert h.here(ns, branch(1, 1, 1, 1)) == [0]
-    assert sum(h.here(ns, *(branch(number) for number in range(100, 108)))) == 8
-
-
 # --- a client is to return --------------------------------------------------------------------------
 
 
@@ -92,31 +80,6 @@ def test_a_chain_is_kept_until_its_client_returns_and_not_much_longer() -> None:
     assert h.here(ns, branch(1, 1))[0] < 2, "it is like any other chain now"
 
 
-def test_hints_keep_at_most_their_share_and_drop_the_latest_return_first() -> None:
-    h = Hinting(frames=40)
-    ns = h.space()
-    h.fill(ns, 0, 40)
-    for number in range(20):
-        h.hint(ns, branch(number), return_in_s=1000.0 + number)
-    h.fill(ns, 100, 1)
-    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 10
-    h.fill(ns, 101, 29)  # 30 of the 40
-    assert h.here(ns, *(branch(number) for number in range(20))) == [1] * 10 + [0] * 10
-
-
-def test_what_is_kept_keeps_no_store_out() -> None:
-    h = Hinting(frames=8)
-    ns = h.space()
-    h.store(ns, branch(1, 1, 1, 1))
-    h.store(ns, branch(2, 2, 2, 2))
-    h.hint(ns, branch(1, 1, 1, 1), return_in_s=100.0)
-    h.hint(ns, branch(2, 2, 2, 2), priority=HIGH)
-    h.now_s += 2.0
-    assert h.store(ns, branch(*[3] * 8)) == [FRAME] * 8
-    assert h.here(ns, branch(1, 1, 1, 1), branch(2, 2, 2, 2)) == [0, 0]
-    assert h.policy(ns).kept_blocks == {HintGroup.BACK: 0, HintGroup.HIGH: 0}
-
-
 # --- time to live ----------------------------------------------------------------------------------
 
 
@@ -133,24 +96,6 @@ def test_what_is_of_no_use_any_more_is_not_found(h: Hinting) -> None:
     h.store(ns, key(1, 1, 5), parent=key(1, 1))
     h.later(100.0)
     assert h.here(ns, branch(1, 1, 5)) == [3], "stored again without a hint"
-
-
-def test_leases_and_pins_hold_what_is_of_no_use_any_more(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 1))
-    h.store(ns, branch(2, 2))
-    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
-    assert found.lease is not None
-    assert h.cache.pin([ns], branch(2, 2), 1000) == 2
-    for keys in (branch(1, 1), branch(2, 2)):
-        h.hint(ns, keys, ttl_s=5.0, done=True)
-    h.later(50.0)
-    h.store(ns, branch(*[3] * 6))
-    assert h.here(ns, branch(1, 1), branch(2, 2)) == [2, 2]
-    assert h.cache.reads.release(h.owner, found.lease.lease_id)
-    assert h.cache.reads.pins.unpin([ns], branch(2, 2)) == 2
-    h.later(0.01)
-    assert h.here(ns, branch(1, 1), branch(2, 2)) == [0, 0]
 
 
 # --- priority --------------------------------------------------------------------------------------
@@ -170,17 +115,6 @@ def test_low_goes_before_normal_and_high_after() -> None:
     h.fill(ns, 200, 15)
     assert h.here(ns, *map(branch, range(3))) == [1, 1, 1]
     assert sum(h.here(ns, *map(branch, range(3, 20)))) == 0
-
-
-def test_one_client_cannot_take_all_with_high_priority() -> None:
-    h = Hinting(frames=40)
-    ns = h.space()
-    h.fill(ns, 0, 40)
-    for number in range(40):
-        h.hint(ns, branch(number), priority=HIGH)
-    h.fill(ns, 100, 30)
-    assert sum(h.here(ns, *map(branch, range(40)))) == 10
-    assert sum(h.here(ns, *map(branch, range(100, 130)))) == 30
 
 
 # --- what is said, and of what ---------------------------------------------------------------------
@@ -203,18 +137,6 @@ def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
     h.now_s += CARRY_S + 1.0
     h.store(ns, branch(2))
     assert h.policy(ns).mark_of(ns.table.get(key(2))) is None, "the hint is too old"
-
-
-def test_blocks_of_windows_are_each_meant(h: Hinting) -> None:
-    ns = h.space(window_blocks=2)
-    h.store(ns, branch(1, 1, 1, 1))
-    h.store(ns, branch(2, 2))
-    h.hint(ns, branch(1, 1, 1, 1), ttl_s=5.0)
-    h.hint(ns, branch(2, 2), return_in_s=50.0)
-    assert h.policy(ns).marks == 6
-    h.later(6.0)
-    assert [ns.table.get(key(*[1] * n)) for n in range(1, 5)] == [NO_ENTRY] * 4
-    assert h.here(ns, branch(2, 2)) == [2]
 
 
 def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

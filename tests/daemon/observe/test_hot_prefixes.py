@@ -70,18 +70,6 @@ def test_places_and_hits_are_those_of_a_plain_count(paths: list[Steps]) -> None:
             assert (shown[name(steps)]["hits"], shown[name(steps)]["blocks"]) == (hits, len(steps))
 
 
-def test_under_load_only_some_matches_are_counted_for_all() -> None:
-    tree = Tree()
-    for user in range(40_000):  # all at once, on this clock
-        tree.match((0, 1, 2, user))
-    assert tree.paths._stride > 1
-    assert 20_000 < tree.shown(1)[0]["hits"] < 80_000
-    for user in range(20_000):
-        tree.now_s += 60.0
-        tree.match((0, 1, 2, -user))
-    assert tree.paths._stride == 1
-
-
 def test_hits_fade() -> None:
     tree = Tree()
     for _ in range(100):
@@ -91,17 +79,6 @@ def test_hits_fade() -> None:
     assert [(one["name"], one["hits"]) for one in tree.shown()] == [(name((1, 2)), 25.0), (name((3,)), 1.0)]
     tree.now_s += 100 * HALF_LIFE_S
     assert tree.shown() == []
-
-
-def test_a_path_is_as_deep_as_may_be_and_says_what_is_still_here() -> None:
-    tree = Tree()
-    deep = tuple(range(hotpaths.MAX_DEPTH + 10))
-    tree.match(deep)
-    index, table = tree.space.index, tree.spaces[0].table
-    entry = index.insert(table, key(deep[:1]), table.root, 0)
-    index.insert(table, key(deep[:2]), entry, 4096)
-    (shown,) = tree.shown()
-    assert (shown["blocks"], shown["dram_blocks"]) == (hotpaths.MAX_DEPTH, 2)
 
 
 def test_no_key_is_shown() -> None:

@@ -98,3 +98,13 @@ def test_a_child_that_does_not_end_is_killed_and_none_comes_after_it(
     assert watched._live() == ("was not wanted any more", False)
     for fd in (said, says):
         os.close(fd)
+
+
+def _popen_with(fd: int) -> Any:
+    """`Popen` that hands a further descriptor on."""
+    popen = http_process.subprocess.Popen
+
+    def start(command: list[str], pass_fds: list[int], **named: Any) -> Any:
+        return popen(command, pass_fds=[*pass_fds, fd], **named)
+
+    return start

@@ -18,7 +18,7 @@ from cache_at_once import CacheAtOnce
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import reuse
 from tiercache.daemon.observe.reuse import WhatIf, windowed
-from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S
+from tiercache.daemon.observe.reuse_curve import SLICE_S
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace, Space
@@ -116,27 +116,6 @@ def test_the_estimate_of_one_cache_is_what_caches_of_other_sizes_find(traces: Mo
     assert [one["capacity_bytes"] for one in stats["curve"]] == [int(sizes[1] * BLOCK * 2**n) for n in range(-3, 4)]
 
 
-def compare(traces: ModuleType, trace: Sequence, **bounds: int) -> tuple[list[float], list[float], WhatIf]:
-    """Hit rates at 5, 10 and 20% of the different blocks: estimated, and simulated in full."""
-    asked, unique = sum(traces.asked_blocks(trace)), traces.unique_blocks(trace)
-    sizes = [unique * percent // 100 for percent in (5, 10, 20)]
-    h, keys_of_blocks = Harness(sizes[-1], **bounds), traces.block_keys(7)
-    for request in trace:
-        h.now_s = request.time_s
-        keys = keys_of_blocks(request.blocks)
-        h.what_if.looked_up([h.space], keys, 0, 0)
-        h.what_if.stored(h.space, b"", keys)
-    h.check()
-    return h.rates(*sizes), [traces.lru_hits(trace, size) / asked for size in sizes], h.what_if
-
-
-def test_a_sample_of_one_block_in_eight_is_enough(traces: ModuleType) -> None:
-    found, true, what_if = compare(traces, traces.made_up_trace(seed=2, requests=2000), max_samples=2048)
-    assert found == pytest.approx(true, abs=POINTS)
-    assert what_if.stack.shift == 3
-    assert len(what_if.stack) <= 2048
-
-
 # --- distances -----------------------------------------------------------------------------------
 
 
@@ -158,19 +137,6 @@ def test_a_look_up_ends_at_the_first_block_that_is_missing() -> None:
     h.store(keys[32:])
     h.ask(keys)
     assert h.rates(1000) == [0.25]
-
-
-def test_a_store_keeps_what_it_hangs_below() -> None:
-    h = Harness()
-    chat, other = keys_of(1, 6), keys_of(2, 8)
-    h.store(chat[: 3 * 16])
-    h.store(other)
-    h.now_s += 2 * reuse.TOGETHER_S
-    h.store(chat[3 * 16 : 5 * 16], parent=chat[2 * 16 : 3 * 16])  # an answer, block by block
-    h.now_s += 2 * reuse.TOGETHER_S
-    h.store(chat[5 * 16 :], parent=chat[4 * 16 : 5 * 16])
-    h.ask(chat)
-    assert h.rates(*range(1, 7)) == [round(blocks / 6, 9) for blocks in range(1, 7)]
 
 
 def test_a_match_needs_all_ranks() -> None:
@@ -224,16 +190,6 @@ def test_a_flush_forgets() -> None:
 # --- bounds --------------------------------------------------------------------------------------
 
 
-def test_one_request_has_a_bound_at_once() -> None:
-    h = Harness(dram_blocks=100_000)
-    keys = keys_of(1, 8192)
-    h.store(keys)
-    h.ask(keys)
-    assert 2 <= h.what_if.stack.shift <= 5
-    assert len(h.what_if.stack) <= reuse.MAX_SAMPLES_PER_REQUEST
-    assert h.rates(100_000) == [1]
-
-
 def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h = Harness(dram_blocks=1000)
     keys, few = keys_of(1, 500), keys_of(1, 50)
@@ -251,33 +207,6 @@ def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h.now_s += SLICE_S
     h.ask(few)
     assert h.what_if.stats()["sample_rate"] == 1
-
-
-@pytest.mark.parametrize("keys", [1, 2000])
-def test_what_is_noted_is_bounded_where_there_is_never_time(keys: int) -> None:
-    h = Harness(dram_blocks=100_000)
-    for number in range(2 * reuse.MOST_NOTED):
-        h.what_if.stored(h.space, b"", keys_of(number % 10, keys))
-        assert len(h.what_if._noted) <= reuse.MOST_NOTED
-        assert h.what_if._noted_bytes <= reuse.MOST_NOTED_BYTES
-    for _ in h.what_if.catch_up():
-        pass
-    assert (len(h.what_if._noted), h.what_if._noted_bytes) == (0, 0)
-    h.check()
-
-
-def test_hours_pass_and_look_ups_are_forgotten() -> None:
-    h = Harness()
-    h.ask(keys_of(1, 8), dram=4)
-    h.now_s += WINDOW_S / 2
-    h.ask(keys_of(2, 8))
-    assert (h.what_if.stats()["accessed_blocks"], h.what_if.stats()["hit_rate"]) == (16, 0.25)
-    h.now_s += WINDOW_S / 2 + 1
-    stats = h.what_if.stats()
-    assert (stats["accessed_blocks"], stats["hit_rate"]) == (8, 0)
-    assert stats["window_s"] == WINDOW_S / 2 + 1
-    h.now_s += WINDOW_S
-    assert h.what_if.stats()["accessed_blocks"] == 0
 
 
 # --- the histogram -------------------------------------------------------------------------------

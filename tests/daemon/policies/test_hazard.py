@@ -14,16 +14,13 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import predictor as predicting
 from tiercache.daemon.policies.hazard import LeastWorth
-from tiercache.daemon.policies.predictor import Predictor, hashes
+from tiercache.daemon.policies.predictor import Predictor
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
     AGES,
-    CLASSES,
     FIRST_AGE,
     age_bucket,
-    age_buckets,
     chain_class,
-    estimate,
     indices,
 )
 from tiercache.protocol.messages import KEY_BYTES
@@ -86,41 +83,10 @@ def test_the_index_is_the_best_rate_of_any_stay() -> None:
             assert found[row, age] == pytest.approx(best)
 
 
-def test_many_ages_fall_into_the_buckets_of_each() -> None:
-    ages = np.concatenate([[-1.0, 0.0], FIRST_AGE * 2.0 ** np.random.default_rng(2).uniform(-3, 30, 1000)])
-    assert age_buckets(ages).tolist() == [age_bucket(age) for age in ages.tolist()]
-
-
-def test_a_class_of_which_nothing_is_known_is_as_the_nearest_wider_one() -> None:
-    used, ended = np.zeros((2, CLASSES, AGES))
-    known, like_it, like_its_turn = chain_class(2, 5, 40), chain_class(2, 5, 400), chain_class(2, 90, 400)
-    used[known, 3], ended[known, 3:20] = 300.0, 20.0
-    ended[known, 3] += 300.0
-    *_, worth = estimate(used, ended)
-    assert worth is not None
-    assert worth[known, 2] > worth[like_it, 2] > worth[like_its_turn, 2] > worth[chain_class(1, 5, 40), 2]
-    assert (worth[chain_class(2, 1, 9)] == worth[like_its_turn]).all()
-    assert worth[chain_class(9, 1, 9), 2] == pytest.approx(worth[like_its_turn, 2]), "a later turn borrows its estimate"
-
-
 def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
     worth = Learning().predictor.worth
     assert (np.diff(worth[:, 1:], axis=1) <= 0).all()
     assert (worth[:, 0] > worth[:, -1]).all()
-
-
-def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
-    """The ages of a few blocks say little: going by them, chains that were about to come back seemed worth least."""
-    learning = Learning()
-    before = learning.predictor.worth
-    for number in range(predicting.FIRST_RETURNS + 2):
-        learning.ask(chain_of(number, 64))
-        assert learning.predictor.worth is before
-        if number > 1:
-            learning.ask(chain_of(number - 2, 64), 64)
-    for number in range(8):  # an estimate is computed in parts, one part with each prompt
-        learning.ask(chain_of(f"more {number}", 64))
-    assert learning.predictor.version > 0
 
 
 def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:
@@ -134,21 +100,6 @@ def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None
     assert worth[age_bucket(3.0)] < 0.5 * worth[age_bucket(1.0)], "a prompt that has not come by then is late"
 
 
-def test_the_time_from_store_to_load_is_learnt() -> None:
-    """Each prompt is stored without a look-up, and loaded once after a tenth of the room has been stored."""
-    learning = Learning()
-    for number in range(100):
-        learning.predictor.stored(b"", [chain_of(number, 1)])
-        learning.go_on(10)
-        if number >= 10:
-            keys = chain_of(number - 10, 1)
-            learning.predictor.asked(keys, 1, 1)
-    for _ in learning.predictor._refresh():
-        pass
-    worth = learning.predictor.worth[chain_class(0, 1, 1)]
-    assert worth[age_bucket(0.05)] > 5 * worth[age_bucket(0.2)]
-
-
 def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
     learning = Learning()
@@ -159,29 +110,6 @@ def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks > 100
     assert share == pytest.approx(blocks / 8000, rel=0.5)
     assert len(learning.predictor.expected) <= 500
-
-
-def test_no_request_can_fill_the_sample_or_take_long() -> None:
-    """The sample leaves out blocks that are not here, and takes at most a few hundred of a long prompt."""
-    learning = Learning()
-    learning.ask(chain_of("own", 50))
-    for number in range(3):
-        evil = b"".join(bytes(8) + at.to_bytes(8, "little") for at in range(number << 16, (number + 1) << 16))
-        learning.predictor.asked(evil, 0, 0)
-        learning.predictor.asked(bytes(KEY_BYTES) * 65_536, 0, 0)
-    assert learning.predictor.sampled == (50, 1.0)
-    learning.ask(counters(0, 65_536))
-    blocks, share = learning.predictor.sampled
-    assert blocks <= 50 + predicting.MAX_AT_ONCE
-    assert share == 1.0, "other blocks are sampled as before"
-
-
-def test_a_client_cannot_tell_which_keys_are_sampled() -> None:
-    keys = counters(0, 4096)
-    one, other = hashes(keys, 1 << 70 | 5)[:-1], hashes(keys, 7 << 70 | 9)[:-1]
-    low = one < 1 << 61
-    assert 400 < np.count_nonzero(low) < 620
-    assert 20 < np.count_nonzero(low & (other < 1 << 61)) < 120, "the two samples are independent"
 
 
 def loop(documents: int, blocks: int, laps: int) -> list[TraceRequest]:

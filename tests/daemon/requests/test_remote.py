@@ -128,21 +128,6 @@ def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) 
     play(directory, scenario)
 
 
-def test_requests_in_a_session_of_another_key_are_refused(directory: Path) -> None:
-    def scenario(site: Site) -> None:
-        ours = site.hello("a")
-        assert ours is not None
-        ours.heard_s -= REMOTE_SILENCE_S + 1
-        answer = site.says("b", encode(["ping", 1, ours.token]))
-        assert answer is not None
-        assert b"another client" in answer.header
-        assert not site.handled
-        site.gate.tick()
-        assert site.ended == [ours], "requests of another client do not keep the session"
-
-    play(directory, scenario)
-
-
 def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory: Path) -> None:
     def scenario(site: Site) -> None:
         assert [site.hello("a") is not None for _ in range(5)] == [True] * 4 + [False]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -155,23 +154,6 @@ def test_a_silent_connection_is_closed_after_a_while(tmp_path: Path, monkeypatch
     play(tmp_path, scenario)
 
 
-def test_one_process_takes_the_sessions_of_no_other_by_what_it_leaves_unfinished(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        rig.ends.quarantine = True
-        for _ in range(2):
-            await rig.leave((await rig.session())[0])
-        refused = rig.connect()
-        rig.hello(refused)
-        tag, code, text = await rig.answer(refused)
-        assert (tag, code) == ("refused", "limit")
-        assert "sessions of this process left unfinished stores" in text
-        rig.ends.quarantine = False  # another session of the process has aborted these
-        await rig.session()
-        assert not rig.gate._ghosts
-
-    play(tmp_path, scenario, max_sessions=8)
-
-
 def test_regions_go_to_clients_that_map_them(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         mapped, _ = await rig.session(map_arena=True)
@@ -204,61 +186,11 @@ def test_a_client_that_does_not_read_its_regions_is_cut(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-class NoDescriptors:
-    """A listening socket whose first `times` accepts fail for want of a descriptor."""
-
-    def __init__(self, listener: socket.socket, times: int) -> None:
-        self._listener = listener
-        self.left = times
-        self.asked = 0
-
-    def accept(self) -> Any:
-        self.asked += 1
-        if self.left > 0:
-            self.left -= 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-
-@pytest.mark.parametrize("again_s", [0.001, LONG_S])
-def test_out_of_descriptors_no_session_is_lost_and_the_loop_does_not_spin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float
-) -> None:
-    monkeypatch.setattr(sessions, "_ACCEPT_AGAIN_S", again_s)
-
-    async def scenario(rig: Rig) -> None:
-        rig.gate._listener = listener = NoDescriptors(rig.gate._listener, 3)  # type: ignore[assignment]
-        if again_s < LONG_S:
-            await rig.session()
-            assert listener.asked >= 4
-            return
-        rig.connect()
-        await rig.until(lambda: listener.asked > 0)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert listener.asked == 1
-
-    play(tmp_path, scenario)
-
-
 def test_a_packet_after_hello_ends_the_session_and_its_descriptors_are_closed(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         client, session = await rig.session()
         send_packet(client, b"x", [client.fileno()])
         assert await rig.answer(client) is None
         assert not session.open
-
-    play(tmp_path, scenario)
-
-
-def test_an_empty_packet_is_no_hello_and_its_descriptors_are_closed(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        client = rig.connect()
-        send_packet(client, b"", [client.fileno()])
-        assert await rig.answer(client) is None
-        assert not rig.gate._greeting
 
     play(tmp_path, scenario)

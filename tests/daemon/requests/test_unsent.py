@@ -43,18 +43,6 @@ def test_a_session_has_a_limit() -> None:
     assert unsent.problem(session, 2 * MIB) is None
 
 
-def test_what_was_sent_since_the_last_tick_is_taken_off_before_anything_is_refused() -> None:
-    """A fast client reads more between two ticks than may wait."""
-    unsent, session = Unsent(), session_of("a")
-    fill(unsent, session)
-    unsent.collectors.append(lambda: unsent.sent(session, 2 * MIB))
-    assert unsent.problem(session, 2 * MIB) is None
-    assert unsent.problem(session, 4 * MIB) is None, "and again in the next round"
-    unsent.collectors.clear()
-    unsent.add(session, 4 * MIB)
-    assert unsent.problem(session, 1) is not None
-
-
 def test_sessions_of_one_party_share_a_limit_that_outlives_them() -> None:
     unsent, parties = Unsent(), PARTY_BYTES // SESSION_BYTES
     gone = [session_of("a") for _ in range(parties)]

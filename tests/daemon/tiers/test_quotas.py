@@ -8,7 +8,6 @@ from chains import chain_of
 from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
-from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram import space
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
@@ -79,13 +78,6 @@ def test_there_are_so_many_namespaces_and_no_more(monkeypatch: pytest.MonkeyPatc
     assert open_for(cache, "", engine="2").number == 3
 
 
-def test_a_tenants_name_is_a_word() -> None:
-    spec = NamespaceSpec(engine="e", layout="x", dtype="uint8", block_size=1, block_bytes=FRAME)
-    assert spec.of_tenant("team-a").problem() is None
-    for name in ("*", "ns:5d1e0b3a", "a\nb", 'a"b', "a" * 65, "-a"):
-        assert "a tenant's name" in (spec.of_tenant(name).problem() or ""), name
-
-
 def test_quotas_as_they_are_written() -> None:
     config = load_config(flags={"quota": "team-a=16MiB, *=1MiB"}, env={})
     assert config.quota == (("team-a", 16 << 20), ("*", 1 << 20))
@@ -141,24 +133,6 @@ def test_small_blocks_in_every_region_do_not_take_the_arena() -> None:
     assert store(cache, its[1], chain_of("again", 1)) + store(cache, its[2], chain_of("again", 1)) < 2
     settle(cache)
     assert cache.space.used_bytes("a") == 48 * FRAME
-
-
-def test_a_region_that_is_kept_by_stores_and_pins_comes_back_too() -> None:
-    cache = regions(3, s=12, a=60)
-    remote, pinned = Owner(b"r" * 16, mapped=False), open_for(cache, "s", 2 * FRAME)
-    assert cache.reserve(remote, open_for(cache, "s"), b"", chain_of("open", 1), 60.0).frames
-    assert store(cache, pinned, chain_of("pinned", 1)) == 1
-    assert finish(cache.reads.pins.pin([pinned], chain_of("pinned", 1), 1000.0)) == 1
-    below = chain_of("parent", 2)
-    parent = open_for(cache, "s", 3 * FRAME)
-    assert store(cache, parent, below[:16]) == 1
-    assert cache.reserve(remote, parent, below[:16], below[16:], 60.0).frames
-    a = open_for(cache, "a", 16 * FRAME)
-    for number in range(2):
-        store(cache, a, chain_of(f"a{number}", 1))
-        settle(cache)
-        assert store(cache, a, chain_of(f"a{number}", 1)) == 1
-    settle(cache)
 
 
 def test_no_account_gives_back_what_its_quota_allows() -> None:

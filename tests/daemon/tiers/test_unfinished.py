@@ -70,27 +70,6 @@ def test_one_process_leaves_half_of_the_arena_and_all_together_leave_a_quarter()
     assert [w.frames(party("c"), 4), w.frames(party("c"), 4)] == [1, 0], "a client without frames gets one at a time"
 
 
-def test_complete_blocks_that_wait_for_the_one_before_count_as_unfinished() -> None:
-    """They cannot be read or evicted: behind a block that is never committed they could fill the arena."""
-    w = Writers(quarantine_frames=6)
-    first, other = party("a", 1), party("a", 2)
-    parent = chain_of(200, 1)
-    stuck = w.cache.reserve(first, w.namespace, b"", parent, 10.0).lease_id
-
-    def hangs_on(blocks: int) -> list[CommitState]:
-        got = w.reserve(other, blocks, parent)
-        states = w.cache.writes.commit(other, got.lease_id, range(len(got.frames)))
-        w.check()
-        return states
-
-    assert hangs_on(2) == [CommitState.HELD] * 2
-    assert hangs_on(9) == [CommitState.HELD] * 3
-    assert hangs_on(1) == [], "the process has reached its limit"
-    assert w.frames(party("b"), 2) == 2, "another process has a limit of its own"
-    assert w.cache.writes.commit(first, stuck, [0]) == [CommitState.VISIBLE]
-    assert (len(w.cache.writes.waiting), hangs_on(6)) == (0, [CommitState.VISIBLE] * 6)
-
-
 def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
     w = Writers(quarantine_frames=1)
     assert w.frames(party("", internal=True), ARENA_FRAMES) == ARENA_FRAMES
@@ -125,32 +104,3 @@ def test_a_client_that_calls_itself_like_the_daemon_does_not_reach_its_leases() 
     w.cache.writes.fail(client, lease, 0)
     assert w.cache.writes.commit(daemon, lease, [0, 1, 2]) == [CommitState.VISIBLE] * 3
     w.check()
-
-
-def test_a_region_that_is_taken_back_ends_what_the_daemon_writes_for_others_and_nothing_else() -> None:
-    w = Writers()
-    mapped, remote = party("a"), party("tenant b", mapped=False)
-    ours, theirs = w.reserve(mapped, 2), w.reserve(remote, 2)
-    w.cache.writes.take_back(0)
-    w.check()
-    assert w.cache.writes.writable_block(remote, theirs.lease_id, 0) is None
-    assert w.cache.writes.writable_block(mapped, ours.lease_id, 0) is not None
-    assert w.cache.space.allocator.used_bytes == 2 * FRAME
-    assert w.cache.writes.commit(mapped, ours.lease_id, [0, 1]) == [CommitState.VISIBLE] * 2
-
-
-def test_what_hangs_below_a_block_of_that_region_lets_go_of_it() -> None:
-    """Else the dead, pinned block would keep its frame, and so the region, until that store ends."""
-    w = Writers()
-    writer, parent = party("a"), party("b")
-    first = w.reserve(parent, 1)
-    w.cache.writes.commit(parent, first.lease_id, [0])
-    w.cache.space.tails.give_up()
-    below = w.reserve(writer, 2, parent=chain_of(1, 1))
-    w.cache.space.index.drop(w.namespace.table.get(chain_of(1, 1)))
-    assert w.cache.space.allocator.used_bytes == 3 * FRAME
-    w.cache.writes.take_back(0)
-    w.check()
-    assert w.cache.space.allocator.used_bytes == 2 * FRAME, "those two frames are being written to"
-    assert w.cache.writes.commit(writer, below.lease_id, [0, 1]) == [CommitState.DROPPED] * 2
-    assert w.cache.space.allocator.used_bytes == 0

@@ -1,34 +1,20 @@
-"""Flushes of very many namespaces: some in a slice, each in both tiers at once, and to the end."""
+"""Requests in slices, and what is refused before it takes time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
+from typing import cast
 
+import msgpack
 import pytest
-from raw_client import Client, block_of, new_chain
-from waiting import wait_until
 
-from tiercache.daemon.cache import FLUSHED_AT_ONCE
 from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.requests import service
 from tiercache.daemon.requests.service import MAX_SLICED, Service
 from tiercache.daemon.requests.sessions import Session
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import Hello
-
-MANY = 2 * FLUSHED_AT_ONCE + 10
-
-
-def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
-    numbers = [client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(MANY)]
-    keys = new_chain(1)
-    client.store(numbers[-1], keys, [block_of(0)])
-    with Client(run_dir) as leaver:
-        leaver.send("flush", "dram", [], b"")
-        leaver.leave()
-    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
-    assert client.ask("check")[1] == []
 
 
 def test_a_flush_that_is_refused_has_flushed_nothing() -> None:
@@ -47,3 +33,12 @@ def test_a_flush_that_is_refused_has_flushed_nothing() -> None:
             service._begin(session, request, steps(type(request).__name__))
     assert begun == ["Ping"], "other requests are found to be long only once they have begun"
     assert service._sliced == {session: MAX_SLICED}
+
+
+@pytest.mark.parametrize("start", [b"\x96", b"\xdc\0\x06", b"\xdd\0\0\0\x06"], ids=["fix", "16", "32"])
+def test_a_spec_of_megabytes_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """Building its names would hold the loop for a tenth of a second."""
+    monkeypatch.setattr(service, "_decode", lambda header: pytest.fail("it was built"))
+    header = start + msgpack.packb("register_namespace") + bytes(service.MAX_REGISTER_BYTES)
+    with pytest.raises(RequestRefused, match="the spec is longer than 8192 bytes"):
+        service.Service._decode(cast(service.Service, None), header)
