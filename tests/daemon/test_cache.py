@@ -1072,5 +1072,5 @@ class DramMachine(RuleBasedStateMachine):
         assert self.cache.reads.pins.bytes == 0
 
 
-TestDram = in_first_ring(DramMachine, examples=200, steps=60)
-TestDramForLong = in_stress(DramMachine, examples=600, steps=120)
+TestDram = in_first_ring(DramMachine, examples=100, steps=50)
+TestDramForLong = in_stress(DramMachine, examples=150, steps=100)
