@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from raw_client import (
     FRAME,
     NONE,
@@ -112,6 +113,7 @@ def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "session.sock").exists()
 
 
+@pytest.mark.stress
 def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client, run_dir: Path) -> None:
     with Client(run_dir, map_arena=False) as deaf:
         number, keys = deaf.namespace(1 << 20), new_chain(1)

@@ -204,6 +204,7 @@ def make_noise(client: Client, times: int) -> None:
         assert client.ask("flush", "all", [number], b"")[0] == "flushed"
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("full", [fill, None])
 def test_a_daemon_serves_and_stops_while_its_log_is_not_read(full: Callable[[int], int] | None, tmp_path: Path) -> None:
     with pipe() as (reader, writer):

@@ -23,6 +23,7 @@ def privileged() -> None:
         pytest.skip("may not lower its niceness here")
 
 
+@pytest.mark.stress
 @pytest.mark.usefixtures("privileged")
 def test_of_a_daemon_only_the_loop_goes_first(tmp_path: Path) -> None:
     with tiercache.launch("16MiB", region="8MiB", nvme=str(tmp_path / "nvme"), nvme_size="64MiB") as daemon:
