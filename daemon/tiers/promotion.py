@@ -136,11 +136,11 @@ class Promotion:
         self._fetch_bytes: dict[Source, int] = {}  # in progress
         self._on_done = self._done
         self._fetches: dict[Source, int] = {}  # in progress
-        self._fetching: dict[Source, set[_Job]] = {}  # jobs with fetches in progress
+        self._fetching: dict[Source, dict[_Job, None]] = {}  # jobs with fetches in progress
         self._look_again_s = 0.0
         self._planning: deque[Steps[None]] = deque()
         self._of_lease: dict[int, int] = {}  # number of unfinished jobs, by lease
-        self._waiting: set[_Job] = set()
+        self._waiting: dict[_Job, None] = {}
         self._again: deque[_Job] = deque()  # jobs to check again
         self._landed = False
         self._to_grow: deque[ReadLease] = deque()  # leases not yet told of arrived blocks
@@ -244,7 +244,7 @@ class Promotion:
         """The source hangs: stop waiting for it. Frames of its fetches are not reused before these have ended."""
         source.cancel()
         queues = self._jobs.pop(source, (deque(), deque()))
-        for job in {*queues[0], *queues[1], *self._fetching.pop(source, ())}:
+        for job in dict.fromkeys([*queues[0], *queues[1], *self._fetching.pop(source, ())]):
             for write_lease in job.writing:
                 self._writes.abort(self._owner, write_lease, finished=False)
             job.give_up()
@@ -271,7 +271,7 @@ class Promotion:
             self._give_up(got.lease_id, range(places[len(fetches)], count))
         if fetches:
             job.fetching += len(fetches)
-            self._fetching.setdefault(source, set()).add(job)
+            self._fetching.setdefault(source, {})[job] = None
             self._fetches[source] = self._fetches.get(source, 0) + len(fetches)
             fetch_bytes = len(fetches) * job.namespace.size_class.frame_bytes
             self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + fetch_bytes
@@ -327,7 +327,7 @@ class Promotion:
         source = job.source
         job.fetching -= len(fetches)
         if not job.fetching:
-            self._fetching.get(source, set()).discard(job)
+            self._fetching.get(source, {}).pop(job, None)
         # Only at shutdown: something may still write to the frames of these.
         fetches = [fetch for fetch in fetches if fetch.outcome is not FetchOutcome.ABANDONED]
         if not fetches:
@@ -366,7 +366,7 @@ class Promotion:
             self._growing.grow(lease)
             pending = self._writes.pending.by_key
             if any((job.namespace.number, key) in pending for key in job.awaited()):
-                self._waiting.add(job)
+                self._waiting[job] = None
                 return
         self._end(job)
 
@@ -374,7 +374,7 @@ class Promotion:
         if job.over:
             return
         lease, job.over = job.lease, True
-        self._waiting.discard(job)
+        self._waiting.pop(job, None)
         self._landed = True
         self._of_lease[lease.lease_id] -= 1
         if self._of_lease[lease.lease_id] == 0:

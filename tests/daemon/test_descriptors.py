@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import resource
-import socket
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import NvmeDirectory
 from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION, fit, needed, raise_limit
 from tiercache.daemon.events.publisher import MAX_SUBSCRIBERS
-from tiercache.daemon.ground.connections import UNSEEN_EVENTS, Connections
+from tiercache.daemon.ground.connections import UNSEEN_EVENTS
 from tiercache.errors import ConfigError
 
 CONFIG = DaemonConfig(arena_bytes=64 << 20, region_bytes=2 << 20, max_sessions=100)
@@ -81,92 +76,3 @@ def test_the_soft_limit_becomes_the_hard_one() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-class _Listener:
-    """A ROUTER with at most three peers."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.connections = Connections(self.socket, 3)
-        self.socket.bind(endpoint)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.peers: list[socket.socket] = []
-
-    def raw(self) -> socket.socket:
-        """A peer that says nothing."""
-        scheme, _, where = self.endpoint.partition("://")
-        if scheme == "ipc":
-            peer = socket.socket(socket.AF_UNIX)
-            peer.connect(where)
-        else:
-            peer = socket.create_connection(("127.0.0.1", int(where.rpartition(":")[2])))
-        peer.settimeout(20)
-        self.peers.append(peer)
-        return peer
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end_s, "the condition was not met in time"
-            self.connections.look()
-            time.sleep(0.002)
-
-    def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
-        self.connections.close()
-        self.socket.close()
-        self.context.term()
-
-
-@pytest.fixture(params=["ipc", "tcp"])
-def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[_Listener]:
-    listening = _Listener(f"ipc://{tmp_path}/socket" if request.param == "ipc" else "tcp://127.0.0.1:*")
-    yield listening
-    listening.close()
-
-
-def _is_shut(peer: socket.socket) -> bool:
-    while data := peer.recv(4096):  # ZeroMQ's greeting, then nothing, then the end
-        assert data
-    return True
-
-
-def test_one_connection_too_many_replaces_the_longest_silent_one(listener: _Listener) -> None:
-    good = [listener.context.socket(zmq.DEALER) for _ in range(2)]
-    for count, dealer in enumerate(good, 1):
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(listener.endpoint)
-        dealer.send(b"hello")
-        if count == 1:  # the message of the other peer is read before the event of its connection
-            listener.until(lambda: listener.connections.count == 1)
-        identity, frame = listener.socket.recv_multipart(copy=False)
-        listener.connections.heard(int(frame.get(zmq.SRCFD)))
-        listener.socket.send_multipart((identity.bytes, b"welcome"))
-        assert dealer.recv() == b"welcome"
-    silent = [listener.raw()]
-    listener.until(lambda: listener.connections.count == 3)
-    for refused in range(1, 4):
-        silent.append(listener.raw())
-        listener.until(lambda refused=refused: listener.connections.refused == refused)
-        assert _is_shut(silent.pop(0)), "the oldest silent peer is shut"
-    listener.until(lambda: listener.connections.count == 3)
-    for dealer in good:
-        dealer.send(b"still here")
-        assert listener.socket.recv_multipart()[1] == b"still here"
-        dealer.close()
-    for peer in silent:
-        peer.close()
-    listener.until(lambda: listener.connections.count == 0)
-
-
-def test_a_number_that_is_another_file_by_now_is_left_alone(listener: _Listener) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for fd in (ours.fileno(), os.dup(0)):
-            listener.connections._refuse(fd)
-        ours.sendall(b"unharmed")
-        assert theirs.recv(100) == b"unharmed"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from raw_client import Client
@@ -21,7 +18,6 @@ from waiting import wait_until
 import tiercache
 from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig, Resolved
-from tiercache.config.setting_kinds import StoreUrl
 from tiercache.daemon.ground.run_directory import RunDir
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
@@ -69,24 +65,6 @@ def running(tmp_path: Path) -> Iterator[Running]:
         os.environ.pop("TIERCACHE_CONFIG", None)
 
 
-def test_a_new_password_of_the_store_is_noticed_and_not_shown(running: Running) -> None:
-    said = running.reload(FILE + 'shared = "valkey://:first@127.0.0.1:1"\nshared_plain = true\n')
-    assert "that change with a restart only: shared" in said
-    assert running.settings()["shared"][3] == '"valkey://:***@127.0.0.1:1"'
-    assert "shared_key to a file" in running.reload(FILE + 'shared = "valkey://:first@127.0.0.1:1"\n')
-    assert "first" not in running.log.read_text()
-
-
-def test_two_urls_that_look_alike_differ() -> None:
-    one, other = (
-        DaemonConfig(shared=StoreUrl(f"valkey://:{password}@kv"), shared_plain=True) for password in ("first", "second")
-    )
-    live = LiveSettings(Resolved(one, {}), lambda: Resolved(other, {}), cast(Any, None))
-    [its] = [view for view in asyncio.run(live.view())[0] if view.next_start is not None]
-    assert (its.key, its.value) == ("shared", '"valkey://:***@kv"')
-    assert its.next_start == '"valkey://:***@kv" with another password'
-
-
 def test_a_hangup_has_the_file_read_again(running: Running) -> None:
     said = running.reload(FILE.replace("1MiB", "2MiB").replace("info", "warning").replace('"2MiB"\n', '"4MiB"\n', 1))
     assert running.limits() == {"team-a": 2 << 20}
@@ -96,34 +74,6 @@ def test_a_hangup_has_the_file_read_again(running: Running) -> None:
     assert settings["region"] == ['"2MiB"', str(running.file), False, '"4MiB"']
     assert settings["arena"][:2] == ['"8MiB"', "--arena"]
     assert running.daemon.poll() is None
-
-
-EARLY = """
-import os, signal, sys
-from tiercache.daemon import __main__ as daemon
-
-resolve, calls = daemon.resolve_config, []
-
-def resolve_late(*args, **kwargs):
-    calls.append(args)
-    if len(calls) == 1:
-        os.kill(os.getpid(), signal.SIGHUP)
-    return resolve(*args, **kwargs)
-
-daemon.resolve_config = resolve_late
-sys.exit(daemon.main(sys.argv[1:]))
-"""
-
-
-def test_a_hangup_while_the_daemon_starts_is_heeded_when_it_serves(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EARLY, "--run-dir", str(tmp_path), "--arena", "8MiB"]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            wait_until(lambda: process.poll() is not None or "reloaded" in (tmp_path / "log").read_text())
-            assert process.poll() is None
-        finally:
-            process.terminate()
-    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

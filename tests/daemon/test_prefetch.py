@@ -12,7 +12,7 @@ from chains import chain_of
 from tiercache.daemon import prefetch as ahead
 from tiercache.daemon.ground.slices import Slices, Steps
 from tiercache.daemon.hints.hints import hint_given_at
-from tiercache.daemon.prefetch import AT_ONCE, LEAD_S, Ahead
+from tiercache.daemon.prefetch import AT_ONCE, Ahead
 from tiercache.daemon.tiers.dram.space import Namespace
 
 SPACES = [cast(Namespace, SimpleNamespace(number=1, table=SimpleNamespace(policy=None)))]
@@ -53,23 +53,6 @@ def test_a_chain_sets_out_a_tenth_of_the_time_before_and_once() -> None:
     assert rig.at(1090.0) == [chain_of(1, 3)]
     assert rig.at(1100.0) == [chain_of(1, 3)]
     assert (rig.ahead.plans, rig.ahead.blocks) == (0, 3)
-
-
-def test_a_short_time_has_a_second_of_lead() -> None:
-    rig = Rig()
-    rig.say(chain_of(1), return_in_s=LEAD_S + 1.0)
-    assert rig.at(1000.9) == []
-    assert rig.at(1001.0) == [chain_of(1)]
-
-
-def test_what_is_said_anew_counts() -> None:
-    rig = Rig()
-    rig.say(chain_of(1), return_in_s=100.0)
-    rig.say(chain_of(2), return_in_s=100.0)
-    rig.say(chain_of(1), return_in_s=200.0)
-    rig.say(chain_of(2), done=True)
-    assert rig.at(1150.0) == []
-    assert rig.at(1180.0) == [chain_of(1)]
 
 
 def test_a_late_client_is_not_awaited_for_ever() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
-import os
 import secrets
 import socket
 from pathlib import Path
@@ -28,14 +26,6 @@ def test_systemd_is_told_wherever_it_listens(tmp_path: Path, monkeypatch: pytest
         assert listener.recv(100, socket.MSG_DONTWAIT) == b"READY=1"
 
 
-def test_a_systemd_that_does_not_listen_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
-    _notify_systemd("READY=1")
-    assert "systemd could not be told READY=1: No such file or directory" in caplog.text
-
-
 @pytest.mark.parametrize("serving", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_reload_is_told_and_its_end_too(monkeypatch: pytest.MonkeyPatch, serving: bool, fails: bool) -> None:
@@ -54,31 +44,6 @@ def test_a_reload_is_told_and_its_end_too(monkeypatch: pytest.MonkeyPatch, servi
     except ValueError:
         assert fails
     assert told == (["RELOADING=1", "settings are read", "READY=1"] if serving else ["settings are read"])
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTTY, None])
-def test_a_terminal_that_has_gone_is_the_end_and_else_settings_are_read(
-    monkeypatch: pytest.MonkeyPatch, code: int | None
-) -> None:
-    def group(fd: int) -> int:
-        if code is not None:
-            raise OSError(code, os.strerror(code))
-        return 1
-
-    monkeypatch.setattr(os, "tcgetpgrp", group)
-    done: list[str] = []
-
-    async def reload() -> None:
-        done.append("reload")
-
-    async def run() -> None:
-        stopping = SimpleNamespace(set=lambda: done.append("stop"))
-        fake: Any = SimpleNamespace(_stopping=stopping, _reload=reload)
-        Server._hang_up(fake)
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
-    assert done == (["stop"] if code == errno.EIO else ["reload"])
 
 
 def test_a_queue_that_never_runs_empty_does_not_keep_leases_alive() -> None:

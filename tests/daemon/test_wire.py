@@ -9,9 +9,6 @@ import pytest
 from raw_client import (
     DROPPED,
     FRAME,
-    HAVE,
-    HELD,
-    PENDING,
     REGIONS,
     VISIBLE,
     Client,
@@ -100,37 +97,6 @@ def test_regions_made_after_the_welcome_are_handed_out_too(tmp_path: Path) -> No
             client.take_regions(wait_s=0.05)
 
 
-def test_stored_blocks_are_not_taken_again(client: Client) -> None:
-    number, keys = client.namespace(), new_chain(4)
-    assert client.store(number, keys[:32], [block_of(0), block_of(1)]) == [VISIBLE] * 2
-    lease, states, frames, _ = client.reserve(number, keys)
-    assert (states, len(frames)) == ([HAVE, HAVE, FRAME, FRAME], 2)
-    assert client.ask("abort", lease, True) == ["done"]
-    assert client.reserve(number, keys[:32])[:3] == (0, [HAVE, HAVE], [])
-
-
-def test_blocks_that_another_session_writes_are_pending(client: Client, run_dir: Path) -> None:
-    number, keys = client.namespace(), new_chain(3)
-    first, _, _, _ = client.reserve(number, keys[:32])
-    with Client(run_dir) as other:
-        second, states, frames, _ = other.reserve(number, keys)
-        assert (states, len(frames)) == ([PENDING, PENDING, FRAME], 1)
-        assert other.commit(second, [2]) == [HELD]
-        assert other.length(number, keys) == 0
-        assert client.commit(first, [0, 1]) == [VISIBLE, VISIBLE]
-        assert other.length(number, keys) == 3
-
-
-def test_a_block_behind_an_aborted_one_is_dropped(client: Client) -> None:
-    number, keys = client.namespace(), new_chain(2)
-    first, _, _, _ = client.reserve(number, keys[:16])
-    second, states, _, _ = client.reserve(number, keys[16:], parent=keys[:16])
-    assert states == [FRAME]
-    assert client.ask("abort", first, True) == ["done"]
-    assert client.commit(second, [0]) == [DROPPED]
-    assert client.reserve(number, keys[16:], parent=keys[:16]) == (0, [], [], True)
-
-
 def test_a_permuted_list_names_no_wrong_frame(client: Client) -> None:
     number, keys = client.namespace(), new_chain(3)
     client.store(number, keys, [block_of(i) for i in range(3)])
@@ -141,17 +107,6 @@ def test_a_permuted_list_names_no_wrong_frame(client: Client) -> None:
     assert client.refusal("read", lease, number, 2, 0, 1) == "bad_value"
     assert client.stats()["counters"]["invariant_failures"] > before
     assert client.release(lease)
-
-
-def test_a_list_that_is_no_chain_across_two_namespaces_is_a_miss(client: Client) -> None:
-    number, other, keys = client.namespace(), client.namespace(), new_chain(3)
-    client.store(number, keys, [block_of(i) for i in range(3)])
-    client.store(other, keys[:32], [block_of(i) for i in range(2)])
-    assert client.match([number, other], keys, ttl_ms=0)[0] == 2
-    broken = keys[:16] + new_chain(1) + keys[32:]
-    client.store(other, broken[:32], [block_of(i) for i in range(2)])
-    assert client.match([number, other], broken)[:2] == (0, 0)
-    assert client.length(number, keys) == 3
 
 
 def test_only_the_window_of_a_windowed_namespace_is_handed_out(client: Client) -> None:
@@ -167,14 +122,3 @@ def test_only_the_window_of_a_windowed_namespace_is_handed_out(client: Client) -
     assert client.refusal("read", lease, window, 1, 0, 1) == "bad_value"
     assert client.ask("read", lease, window, 3, 0, 8192) == ["payload", 8192, blocks[3]]
     assert client.release(lease)
-
-
-def test_windowed_blocks_do_not_depend_on_the_block_before(client: Client) -> None:
-    window, keys = client.namespace(window_blocks=1), new_chain(2)
-    first, _, _, _ = client.reserve(window, keys[:16])
-    second, states, _, _ = client.reserve(window, keys)
-    assert states == [PENDING, FRAME]
-    assert client.commit(second, [1]) == [VISIBLE]
-    assert client.length(window, keys) == 2
-    client.ask("abort", first, True)
-    assert client.length(window, keys) == 2

@@ -10,8 +10,6 @@ import pytest
 from raw_client import VISIBLE, Client, block_of, daemon, new_chain, new_spec
 from waiting import wait_until
 
-from tiercache.daemon.index.ages import MAX_MOMENTS, Ages
-
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -95,37 +93,3 @@ def test_specs_come_in_full(client: Client) -> None:
     assert (tag, set(specs)) == ("spec_list", {number})
     assert {name: specs[number][name] for name in spec} == spec
     assert client.refusal("specs", []) == "bad_value"
-
-
-def test_a_namespace_counts_its_own_use(client: Client) -> None:
-    number, other, keys = client.namespace(), client.namespace(), new_chain(4)
-
-    def use() -> dict[str, Any]:
-        mine = next(one for one in client.stats()["namespaces"] if one["id"] == number)
-        names = ("asked_blocks", "hit_blocks", "hit_below_blocks", "stored_blocks", "refused_blocks", "idle_s")
-        return {name: mine[name] for name in names}
-
-    assert list(use().values()) == [0, 0, 0, 0, 0, None]
-    assert client.length(number, keys) == 0
-    store(client, number, keys[:32])
-    store(client, other, keys)
-    assert client.length(number, keys) == 2
-    assert list(use().values())[:5] == [8, 2, 0, 2, 0]
-    assert 0 <= use()["idle_s"] < 60
-
-
-def test_ages_are_kept_coarser_the_older_they_are() -> None:
-    ages = Ages()
-    for second in range(10 * MAX_MOMENTS):
-        ages.note(100 * second, float(second))
-    now_s = 10.0 * MAX_MOMENTS
-    assert ages.age_s(100 * (10 * MAX_MOMENTS - 1) + 50, now_s) == 0, "a use after the last recorded one: now"
-    assert ages.age_s(100 * (10 * MAX_MOMENTS - 10), now_s) == 10
-    old = ages.age_s(100 * MAX_MOMENTS, now_s)
-    assert 9 * MAX_MOMENTS * 31 / 32 - 1 <= old <= 9 * MAX_MOMENTS, old
-    assert len(ages._stamps) <= MAX_MOMENTS
-    young = Ages()
-    young.note(5, 1.0)
-    young.note(9, 1.5)  # within a step of the last one
-    young.note(5, 3.0)  # nothing happened
-    assert list(young._times_s) == [1.0]

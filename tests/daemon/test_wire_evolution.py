@@ -8,8 +8,6 @@ import pytest
 from raw_client import VISIBLE, Client, daemon, new_spec
 from waiting import wait_until
 
-from tiercache.protocol.namespaces import NamespaceSpec
-
 
 def _number(client: Client, spec: dict[str, object]) -> int:
     tag, number, frame_bytes = client.ask("register_namespace", spec)
@@ -35,31 +33,12 @@ def test_specs_that_differ_in_unknown_fields_are_different_namespaces(client: Cl
     assert _number(client, {**plain, "sinks": {"a": [2, 3], "b": 1}}) == numbers[6], "the order of keys does not matter"
 
 
-@pytest.mark.parametrize("spec", [{"later": 1}, {**new_spec(4096), "block_size": "x", "later": 1}, {1: 2}])
-def test_what_is_wrong_with_the_known_ones_is_still_said(client: Client, spec: dict[object, object]) -> None:
-    assert client.refusal("register_namespace", spec) == "malformed"
-    assert client.refusal("register_namespace", {**new_spec(4096), "later": "x" * 9000}) in ("bad_value", "malformed")
-    assert client.refusal("register_namespace", {**new_spec(0), "later": 1}) == "bad_value"
-
-
 @pytest.mark.parametrize("later", [{1: 2}, {"later": {1: 2}}, {"later": [{b"a": 1}]}, {None: 1}])
 def test_a_spec_with_keys_that_are_no_names_is_the_clients_fault(client: Client, later: dict[object, object]) -> None:
     """Such fields could be written in more than one way; refusing them is no failure of the daemon."""
     failed = client.stats()["counters"]["requests_failed"]
     assert client.refusal("register_namespace", {**new_spec(4096), **later}) == "malformed"
     assert client.stats()["counters"]["requests_failed"] == failed
-
-
-def test_further_elements_of_requests_are_ignored(client: Client) -> None:
-    spec = {**new_spec(4096, engine="further"), "later": 1}
-    number = client.ask("register_namespace", spec)[1]
-    assert client.ask("register_namespace", spec, False, "more", [1]) == client.ask("register_namespace", spec)
-    key = b"k" * 16
-    _, lease, states, *_ = client.ask("reserve", number, b"", key, 5000, None, "more")
-    assert states == b"\2"
-    assert client.ask("commit", lease, b"\0\0\0\0", {"more": 1})[1] == bytes([VISIBLE])
-    assert client.ask("match", [number], key, 0, 0, False, False, 7, 8)[1] == 1
-    assert client.ask("ping", 0, "more")[0] == "done"
 
 
 def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) -> None:
@@ -79,12 +58,3 @@ def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) 
         wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
         assert client.ask("peek", [_number(client, later)], key)[1:3] == [0, 1]
         assert client.ask("peek", [_number(client, plain)], key)[1:3] == [0, 0]
-
-
-def test_a_spec_reads_as_it_was_sent() -> None:
-    spec = NamespaceSpec(engine="e", layout="l", dtype="d", block_size=1, block_bytes=8, extra={"a": "b"})
-    fields = {"engine": "e", "layout": "l", "dtype": "d", "block_size": 1, "block_bytes": 8, "extra": {"a": "b"}}
-    assert NamespaceSpec.received(fields) == spec
-    later = NamespaceSpec.received({**fields, "later": 4})
-    assert later.extra == {"a": "b", "field:later": "04"}
-    assert later.fingerprint() != spec.fingerprint()

@@ -62,33 +62,3 @@ def test_values_out_of_range_are_refused(client: Client, fields: list[Any]) -> N
 def test_values_of_other_types_are_malformed(client: Client, fields: list[Any]) -> None:
     number, keys = stored(client, 1)
     assert client.refusal("hint", [number], keys, *fields) == "malformed"
-
-
-def test_huge_values_are_cut(client: Client) -> None:
-    number, keys = stored(client, 2)
-    huge = 2**63
-    assert client.ask("hint", [number], keys, 0, False, huge, huge, 1) == ["hinted", 2]
-    assert client.ask("hint", [number], keys, huge, True) == ["hinted", 2], "a hint for a block beyond the chain's end"
-    assert client.stats()["hints"]["marks"] >= 1
-    assert client.ask("check")[0] == "check_reply"
-
-
-def test_what_is_named_is_checked(client: Client) -> None:
-    number, keys = stored(client, 1)
-    assert client.refusal("hint", [4097], keys) == "unknown_namespace"
-    assert client.refusal("hint", [number, number], keys) == "bad_value"
-    assert client.refusal("hint", [], keys) == "bad_value"
-    assert client.refusal("hint", [number], keys[:-1]) == "bad_value"
-    assert client.refusal("hint", [number], b"") == "bad_value"
-    assert client.refusal("hint", [number], bytes(16 * 65_537)) == "too_large"
-
-
-def test_the_longest_chain_and_many_hints_delay_no_other_request(client: Client) -> None:
-    """A chain that is asked about in full, again and again; the daemon's own books agree afterwards."""
-    number, keys = stored(client, 64)
-    for turn in range(50):
-        part = keys[: 16 * (1 + turn % 64)]
-        fields = [[0, True], [0, False, 5000], [0, False, 0, 600_000], [0, False, 0, 0, 1 + turn % 3]][turn % 4]
-        assert client.ask("hint", [number], part, *fields) == ["hinted", 1 + turn % 64]
-    tag, findings, _, _ = client.ask("check")
-    assert (tag, findings) == ("check_reply", [])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from raw_client import (
-    DROPPED,
     FRAME,
     NONE,
     VISIBLE,
@@ -17,6 +17,8 @@ from raw_client import (
     new_spec,
 )
 from waiting import wait_until
+
+from tiercache.daemon.cache import FLUSHED_AT_ONCE
 
 
 def test_pins_end_with_their_unpin(client: Client) -> None:
@@ -55,27 +57,6 @@ def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
     assert client.ask("flush", "all", [number], b"")[:2] == ["flushed", 10]
     assert client.length(number, keys) == 0
     assert client.reserve(number, keys[:16])[1] == [FRAME]
-
-
-def test_a_flush_drops_what_is_being_written(client: Client) -> None:
-    number, keys = client.namespace(), new_chain(1)
-    lease, _, _, _ = client.reserve(number, keys)
-    client.ask("flush", "all", [number], b"")
-    assert client.commit(lease, [0]) == [DROPPED]
-    assert client.length(number, keys) == 0
-
-
-def test_a_flush_by_key_drops_what_is_being_written_below_it(client: Client) -> None:
-    """The old child is not attached to a parent that was stored again; another writer waits until its store ends."""
-    number, keys = client.namespace(), new_chain(2)
-    client.store(number, keys[:16], [block_of(0)])
-    lease, _, _, _ = client.reserve(number, keys[16:], keys[:16])
-    client.ask("flush", "all", [number], keys[:16])
-    client.store(number, keys[:16], [block_of(1)])
-    assert client.reserve(number, keys[16:], keys[:16])[:2] == (0, [NONE])
-    assert client.commit(lease, [0]) == [DROPPED]
-    assert client.length(number, keys) == 1
-    assert client.store(number, keys[16:], [block_of(2)], keys[:16]) == [VISIBLE]
 
 
 def test_a_peek_finds_what_a_match_would(client: Client) -> None:
@@ -132,11 +113,7 @@ def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "session.sock").exists()
 
 
-def test_a_name_cannot_forge_lines_of_the_log(client: Client, run_dir: Path) -> None:
-    with Client(run_dir, name="x\nERROR all is lost\x1b[2J"):
-        assert "x?ERROR all is lost?[2J" in [session["name"] for session in client.stats()["sessions"]]
-
-
+@pytest.mark.stress
 def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client, run_dir: Path) -> None:
     with Client(run_dir, map_arena=False) as deaf:
         number, keys = deaf.namespace(1 << 20), new_chain(1)
@@ -157,3 +134,16 @@ def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client,
         wait_until(cut)
         assert client.ask("ping") == ["done"]
         assert client.refusal("ping", session=deaf.token) == "unknown_session"
+
+
+def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
+    numbers = [
+        client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(2 * FLUSHED_AT_ONCE + 10)
+    ]
+    keys = new_chain(1)
+    client.store(numbers[-1], keys, [block_of(0)])
+    with Client(run_dir) as leaver:
+        leaver.send("flush", "dram", [], b"")
+        leaver.leave()
+    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
+    assert client.ask("check")[1] == []

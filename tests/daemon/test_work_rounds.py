@@ -28,15 +28,6 @@ def rounds(monkeypatch: pytest.MonkeyPatch, work_ns: float) -> tuple[CacheRig, l
     return h, turns
 
 
-def test_all_kinds_have_a_turn_in_one_go_where_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    h, turns = rounds(monkeypatch, 60e9)
-    assert h.cache.work()
-    assert turns == ["space", "writes"]
-    assert h.cache.work()
-    assert not h.cache.work()
-    assert turns == ["space", "writes"] * 3
-
-
 def test_others_are_served_between_two_kinds_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     h, turns = rounds(monkeypatch, 0)
     most, goes = 0, 0

@@ -239,9 +239,9 @@ class PendingBlocks:
         regions = self._taken_back
         return bool(regions) and block.frame >> REGION_SHIFT in regions and not block.lease.owner.mapped
 
-    def take_back_some(self) -> set[WriteLease]:
+    def take_back_some(self) -> Iterable[WriteLease]:
         """Drop a slice of what is to be checked; returns leases of clients without the mapping that lost a block."""
-        state, left, leases = self._space.index.state, LOOKED_AT_ONCE, set[WriteLease]()
+        state, left, leases = self._space.index.state, LOOKED_AT_ONCE, dict[WriteLease, None]()
         while self._taken_back and left > 0:
             region_id, blocks = next(iter(self._taken_back.items()))
             while blocks and left > 0:
@@ -254,7 +254,7 @@ class PendingBlocks:
                 if block.phase is not _DROPPED:  # it hung below another one of them
                     self.drop(block)
                 if not block.lease.owner.mapped:
-                    leases.add(block.lease)
+                    leases[block.lease] = None
             if not blocks:
                 del self._taken_back[region_id]
         return leases

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import msgpack
@@ -195,7 +194,3 @@ class Indexer:
                 break
             total += max(weights.get(tier, 1.0) for tier in tiers)
         return total
-
-
-def all_tiers(indexer: Indexer) -> Iterable[str]:
-    return {tier for places in indexer.tiers.values() for _, tier in places}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import struct
-import subprocess
-import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +13,14 @@ import msgpack
 import msgspec
 import pytest
 import zmq
-from cache_at_once import CacheAtOnce
-from raw_client import ROOT, VISIBLE, WAIT_S, Client, daemon, new_chain
+from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
 from waiting import wait_until
 
-from tiercache.config.daemon_config import DaemonConfig, load_config
-from tiercache.daemon.cache import CacheLimits
+from tiercache.config.daemon_config import load_config
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
-from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import BlockState, CommitState, EventRun, ReceivedRun, Reserve
-from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.protocol.messages import ReceivedRun
 
 END = -1
 Batch = tuple[int, list[dict[str, Any]]]
@@ -170,49 +162,6 @@ def test_batches_come_in_order_and_can_be_had_again(tmp_path: Path) -> None:
         assert client.stats()["kv_events"]["batches"] == len(everything)
 
 
-def test_what_is_evicted_has_left(tmp_path: Path) -> None:
-    with following(tmp_path, arena="2MiB") as (client, sub):
-        number = client.namespace(1 << 18)  # eight frames, of which four may be written at a time
-        store(client, number, new_chain(4), range(4))
-        store(client, number, new_chain(4), range(10, 14))
-        store(client, number, new_chain(2), [100, 101])
-        wait_until(lambda: len(sub.all()) == 5)
-        cleared, *arrived = sub.all()
-        removed = {"type": "BlockRemoved", "block_hashes": [3, 2], "medium": "CPU", "group_idx": 0}
-        assert cleared == CLEARED
-        assert arrived == [stored(range(4)), stored(range(10, 14)), removed, stored([100, 101])]
-
-
-def test_a_block_that_came_without_a_name_is_in_events_once_a_store_names_it(tmp_path: Path) -> None:
-    """Of both tiers that have it, and once; a store of blocks that are there copies nothing."""
-    (tmp_path / "nvme").mkdir()
-    disk = ["--nvme", str(tmp_path / "nvme"), "--nvme-size", "64MiB"]
-    with following(tmp_path, *disk) as (client, sub):
-        number, keys = client.namespace(), new_chain(3)
-        lease, states = client.ask("reserve", number, b"", keys, 10_000)[1:3]
-        assert client.commit(lease, range(len(states))) == [VISIBLE] * 3
-        wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 3)
-        assert sub.all() == [CLEARED]
-        tokens = struct.pack("<12I", *(place for place in range(3) for _ in range(4)))
-        said = [[1, 2, 3], None, tokens, 0, "full_attention", None, 7, "adapter"]
-        for _ in range(2):
-            _, lease, states, frames, _ = client.ask("reserve", number, b"", keys, 10_000, said)
-            assert (lease, states, frames) == (0, bytes([BlockState.HAVE] * 3), b"")
-        store(client, number, new_chain(1), [9])
-        wait_until(lambda: len(named := sub.all()) > 1 and {**stored([9]), "medium": "STORAGE"} in named)
-        events = [event for event in sub.all()[1:] if event["block_hashes"] != [9]]
-        media = {
-            medium: [name for event in events if event["medium"] == medium for name in event["block_hashes"]]
-            for medium in ("CPU", "STORAGE")
-        }
-        assert media == {"CPU": [1, 2, 3], "STORAGE": [1, 2, 3]}
-        assert {event["type"] for event in events} == {"BlockStored"}
-        assert client.ask("flush", "dram", [number], b"")[0] == "flushed"
-        removed = {"type": "BlockRemoved", "medium": "CPU", "group_idx": 0}
-        wait_until(lambda: any(removed.items() <= event.items() for event in sub.all()), "they have left DRAM")
-        assert client.stats()["health"]["state"] == "ok"
-
-
 def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
     with subscriber(tmp_path) as sub:
         with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
@@ -240,66 +189,6 @@ def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
             wait_until(lambda: sub.all() == [CLEARED, stored([1])])
 
 
-def test_a_slow_subscriber_loses_events_and_the_publisher_does_not_wait(tmp_path: Path) -> None:
-    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", "", 3000, max_unsent=4)
-    publisher.open()
-    batch = msgpack.packb([0.0, [{"filler": "x" * 4096}], None])
-    context = zmq.Context()
-    slow = context.socket(zmq.SUB)
-    slow.setsockopt(zmq.RCVHWM, 1)
-    slow.setsockopt(zmq.SUBSCRIBE, b"")
-    slow.connect(f"ipc://{tmp_path}/events")
-    try:
-        while not slow.poll(1):
-            publisher.publish(batch)
-        for _ in range(4000):
-            publisher.publish(batch)
-        numbers = []
-        while slow.poll(200):
-            numbers.append(int.from_bytes(slow.recv_multipart()[1], "big"))
-        assert numbers == sorted(set(numbers))
-        assert len(numbers) < publisher.batches
-        assert publisher.buffer_bytes == 3000 * len(batch)
-        missed = replayed(publisher, context, tmp_path, 0)
-        assert missed == list(range(publisher.batches - 3000, publisher.batches))
-    finally:
-        slow.close(0)
-        context.destroy(linger=0)
-        publisher.close()
-
-
-def replayed(publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]], folder: Path, first: int) -> list[int]:
-    """The numbers of the batches that are replayed to a subscriber that reads a few at a time."""
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.RCVHWM, 2)
-    dealer.connect(f"ipc://{folder}/replay")
-    dealer.send_multipart([b"", first.to_bytes(8, "big")])
-    dealer.send_multipart([b"nonsense"])
-    numbers: list[int] = []
-    while not numbers or numbers[-1] != END:
-
-        def came() -> bool:
-            publisher.tick()
-            return bool(dealer.poll(1))
-
-        wait_until(came)
-        for _ in range(50):
-            if not dealer.poll(0):
-                break
-            numbers.append(int.from_bytes(dealer.recv_multipart()[2], "big", signed=True))
-    dealer.close(0)
-    return numbers[:-1]
-
-
-def test_what_is_kept_for_later_is_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.daemon.events.publisher.MAX_BUFFER_BYTES", 100)
-    publisher = Publisher("", "", "", 1000)
-    for _ in range(10):
-        publisher.publish(b"x" * 30)
-    assert (publisher.buffer_bytes, publisher.batches) == (90, 10)
-    publisher.close()
-
-
 def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     wrong: list[tuple[list[Any], str]] = [
         ([[1], None, bytes(16)], "events name 1 blocks"),
@@ -318,17 +207,6 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         reply, _ = client.exchange(packet)
         assert reply[0] == "error"
         assert "extra keys of events" in reply[-1]
-
-
-def test_without_the_setting_there_is_nothing(tmp_path: Path) -> None:
-    """No welcome asks for names, and names that come all the same are not looked at."""
-    with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), connected(tmp_path) as client:
-        assert client.wants_events is False
-        tag, lease, _, _, _ = client.ask("reserve", client.namespace(), b"", new_chain(2), 1000, [[], None, b"x"])
-        assert (tag, client.commit(lease, [0, 1])) == ("reserved", [VISIBLE] * 2)
-        assert "kv_events" not in client.stats()
-    with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
-        assert client.wants_events is True
 
 
 @pytest.mark.parametrize(
@@ -361,48 +239,6 @@ def test_a_wrong_address_is_refused_in_a_line(settings: dict[str, str], words: s
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5557", "tcp://127.1.2.3:1", "tcp://[::1]:5557", "ipc:///run/x"])
-def test_addresses_of_this_host_are_taken(address: str) -> None:
-    assert DaemonConfig(kv_events=address).kv_events == address
-
-
-def test_other_hosts_are_let_in_only_when_told_so() -> None:
-    for address in ("tcp://*:5557", "tcp://10.1.2.3:5557", "tcp://[::]:5557"):
-        assert DaemonConfig(kv_events=address, kv_events_allow_remote=True).kv_events == address
-
-
-def test_a_subscriber_that_listens_may_have_a_name() -> None:
-    for address, remote in (
-        ("tcp://epp.llm-d:5557", True),
-        ("tcp://10.1.2.3:5557", True),
-        ("tcp://localhost:5557", False),
-    ):
-        taken = DaemonConfig(kv_events=address, kv_events_connect=True, kv_events_allow_remote=remote)
-        assert taken.kv_events == address
-
-
-def test_an_address_that_is_taken_is_said_in_a_line_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("precious")
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "socket"))
-        other.listen()
-        for path, reason in (("file", "File exists"), ("socket", "Address already in use"), ("no/dir", "No such file")):
-            command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", tmp_path / "run", "--arena", "2MiB"]
-            done = subprocess.run(
-                [*command, "--kv-events", f"ipc://{tmp_path}/{path}"],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-            assert f"kv_events = ipc://{tmp_path}/{path}: {reason}" in done.stderr
-        with socket.socket(socket.AF_UNIX) as mine:
-            mine.connect(str(tmp_path / "socket"))
-    assert (tmp_path / "file").read_text() == "precious"
-
-
 def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tenant and in all, and what has left makes room."""
     events = Events(Publisher("", "", "", 10))
@@ -430,31 +266,6 @@ def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch
     events.close()
 
 
-def test_each_block_counts_for_what_is_said_of_itself() -> None:
-    """A store may keep only one block of its run: that block counts with its own tokens and extra keys."""
-    extras = [msgspec.Raw(b"\xc0"), msgspec.Raw(msgspec.msgpack.encode(bytes(10_000)))]
-    run = ReceivedRun([1, b"2" * 100], None, bytes(8), extra_keys=extras)
-    small, large = (NamedBlocks(run, 1)(place) for place in range(2))
-    assert (small.extra, large.extra) == (None, extras[1])
-    assert large.size - small.size == 100 + 10_003 - 1
-    extras[0] = msgspec.Raw(msgspec.msgpack.encode(bytes(70_000)))
-    assert NamedBlocks(run, 1).too_large
-    assert NamedBlocks(ReceivedRun([1], bytes(70_000), bytes(4)), 1).too_large
-    assert NamedBlocks(ReceivedRun([1] * 512, None, bytes(2048), lora_name="x" * 100_000), 1).too_large
-
-
-def test_extra_keys_keep_nothing_of_the_message_they_came_in() -> None:
-    """The message may be megabytes long, and no limit counts it."""
-    run = EventRun([1], None, bytes(64), extra_keys=["x"])
-    message = msgspec.msgpack.encode(Reserve(1, bytes(16), 1, 2**62, 0, b"", bytes(16), 1000, events=run))
-    before = sys.getrefcount(message)
-    request: Any = msgspec.msgpack.decode(message, type=Reserve)
-    named = NamedBlocks(request.events, 16)
-    assert sys.getrefcount(message) > before, "the received run refers to the message"
-    del request
-    assert (sys.getrefcount(message), named(0).extra) == (before, msgspec.Raw(msgspec.msgpack.encode("x")))
-
-
 @pytest.mark.parametrize("extra", [5, "x", {"a": 1}, True, [{(): 1}], [{1: {2: "x"}}]])
 def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None:
     """Subscribers decode a batch with types: one bad field would lose them all blocks in it, of other clients too."""
@@ -466,17 +277,6 @@ def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None
             NamedBlocks(run, 16).check()
 
 
-def test_extra_keys_that_take_long_to_look_at_are_not_passed_on() -> None:
-    def run(*extra_keys: bytes) -> ReceivedRun:
-        raw = [msgspec.Raw(one) for one in extra_keys]
-        return ReceivedRun([*range(len(raw))], None, bytes(4 * len(raw)), extra_keys=raw)
-
-    empty_lists = msgspec.msgpack.encode([[]] * 9000)
-    assert not NamedBlocks(run(empty_lists), 1).check()
-    assert not NamedBlocks(run(*[msgspec.msgpack.encode(bytes(50_000))] * 3), 1).check()
-    assert NamedBlocks(run(*[msgspec.msgpack.encode(["a" * 76])] * 512), 1).check()
-
-
 def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events(Publisher("", "", "", 10))
     monkeypatch.setattr("tiercache.daemon.events.events.MAX_WAITING_BYTES", 1000)
@@ -486,33 +286,6 @@ def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(m
     del said[0]
     assert events.waits("a", said[1])
     events.close()
-
-
-@pytest.mark.parametrize("end", ["published", "given up", "below one given up"])
-def test_a_store_keeps_what_is_said_only_while_a_block_of_it_may_be_published(end: str) -> None:
-    """Quarantine lasts as long as its process; its tokens are not needed any more."""
-    cache = CacheAtOnce(lambda: 0.0, CacheLimits())
-    cache.space.allocator.add_region(0, 16 * 4096)
-    spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=4096)
-    namespace, owner = cache.space.open_namespace(spec), Owner(bytes(16))
-    first, second = bytes(16), b"1" * 16
-    parent = cache.reserve(owner, namespace, b"", first, 10.0)
-    named = NamedBlocks(ReceivedRun([1], None, bytes(4)), 1)
-    kept = weakref.ref(named)
-    child = cache.reserve(owner, namespace, first, second, 10.0, named)
-    del named
-    if end == "given up":
-        cache.writes.abort(owner, child.lease_id, finished=False)
-        assert len(cache.writes.quarantined) == 1
-    else:
-        assert cache.writes.commit(owner, child.lease_id, [0]) == [CommitState.HELD]
-        assert kept() is not None, "its events are still to be published"
-        if end == "published":
-            cache.writes.commit(owner, parent.lease_id, [0])
-        else:
-            cache.writes.abort(owner, parent.lease_id, finished=False)
-    assert kept() is None
-    assert cache.check_integrity() == []
 
 
 def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:

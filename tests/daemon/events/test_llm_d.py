@@ -6,19 +6,15 @@ import itertools
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
 import pytest
 import zmq
-from llm_d import Indexer, Undecodable, decode_event, parse_topic
+from llm_d import Indexer
 from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
 from waiting import wait_until
-
-import tiercache
 
 TOPIC = "kv@10.0.0.7:8000@Qwen3-8B"
 MODEL = "Qwen3-8B"
@@ -195,75 +191,3 @@ def test_a_daemon_of_a_node_connects_to_the_router(tmp_path: Path) -> None:
             assert {place for places in indexer.tiers.values() for place in places} == {("node:worker-3", "cpu")}
             router.close(0)
     context.term()
-
-
-def test_blocks_from_a_shared_store_are_in_no_event(tmp_path: Path) -> None:
-    """The host that fetches them has neither tokens nor hashes of them, so the router cannot place what follows."""
-    (store := tmp_path / "store").mkdir()
-    settings: dict[str, Any] = {"shared": f"file://{store}", "shared_plain": "yes", "shared_lookup_timeout": "1s"}
-    spec = tiercache.NamespaceSpec(engine="t", layout="x", dtype="uint8", block_size=SIZE, block_bytes=BLOCK_BYTES)
-    chain = tiercache.KeyChain(tiercache.root_key("shared"), SIZE, list(range(10 * SIZE)))
-    with ExitStack() as stack:
-
-        def host(name: str, **more: str) -> tiercache.Connector:
-            daemon = stack.enter_context(tiercache.launch("8MiB", run_dir=tmp_path / name, **settings, **more))
-            pool = tiercache.Pool.from_blocks(np.ones((10, BLOCK_BYTES), np.uint8))
-            return stack.enter_context(tiercache.connect(daemon.address, namespace=spec, pool=pool, required=True))
-
-        first = host("a")
-        first.store(chain.packed(6), range(6))
-        wait_until(lambda: first.client.stats()["tiers"]["shared"]["written_blocks"] == 6, "the store has them")
-        addresses = {"kv_events": f"ipc://{tmp_path}/events", "kv_events_replay": f"ipc://{tmp_path}/replay"}
-        second = host("b", **addresses, kv_events_topic=TOPIC)
-
-        def loaded() -> bool:
-            match = second.match(chain.packed(6))
-            if match.blocks == 6:
-                return second.load(match, range(6)) == 6
-            second.release(match)
-            return False
-
-        wait_until(loaded, "they are fetched")
-        assert second.store(chain.packed(), range(6, 10), first=6, events=chain.events(6, 4)).stored == 4
-        subscription = Subscription(tmp_path, Indexer(SIZE))
-        stack.callback(subscription.close)
-
-        def told() -> list[str]:
-            subscription.replay()
-            return subscription.indexer.skipped
-
-        assert wait_until(told, "the blocks that follow are told") == ["unknown parent"]
-        assert subscription.indexer.places(list(range(10 * SIZE)), MODEL) == [set()] * 10
-
-
-def test_topics() -> None:
-    assert parse_topic(TOPIC.encode()) == ("10.0.0.7:8000", "Qwen3-8B")
-    assert parse_topic(b"kv@node:worker-3@Qwen3-8B") == ("node:worker-3", "Qwen3-8B")
-    assert parse_topic(b"") == ("", "")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"type": "BlockMoved"},
-        {"block_hashes": [1]},
-        {"type": "BlockStored", "block_hashes": [1], "block_size": 4},
-        {"type": "BlockStored", "block_hashes": [b""], "token_ids": [1], "block_size": 1},
-        {"type": "BlockStored", "block_hashes": ["1"], "token_ids": [1], "block_size": 1},
-        {"type": "BlockStored", "block_hashes": [1], "token_ids": b"\1\0\0\0", "block_size": 1},
-        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "medium": 3},
-        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "extra_keys": ["x"]},
-        ["BlockStored", [1], None, [1]],
-        "BlockStored",
-    ],
-)
-def test_the_decoder_is_strict(wrong: Any) -> None:
-    with pytest.raises(Undecodable):
-        decode_event(wrong)
-
-
-def test_the_decoder_skips_what_it_does_not_know() -> None:
-    event = {"type": "BlockRemoved", "block_hashes": [bytes(24) + b"\0" * 7 + b"\5"], "medium": "CPU", "later": [1]}
-    assert decode_event(event) == {"type": "BlockRemoved", "block_hashes": [5], "medium": "CPU"}
-    assert decode_event(["BlockRemoved", [5], "CPU", None, "later"])["medium"] == "CPU"
-    assert decode_event(msgpack.unpackb(msgpack.packb(["AllBlocksCleared"])))["type"] == "AllBlocksCleared"

@@ -22,10 +22,7 @@ from raw_client import ROOT, WAIT_S, Client, new_chain
 from waiting import wait_until
 
 from tiercache.daemon.ground import logs
-from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.health_log import HealthLog
-from tiercache.daemon.requests.slow import SlowRequests
-from tiercache.protocol.messages import Hello, Match
 
 TEXT = logging.Formatter("%(levelname)s %(message)s")
 
@@ -119,29 +116,6 @@ def test_an_unread_pipe_costs_lines_and_nothing_else(monkeypatch: pytest.MonkeyP
     assert log.figures() == {"log_lost_lines": lost, "log_left_out_lines": 0, "log_problem": ""}
 
 
-def test_a_writer_that_is_stuck_can_be_stopped() -> None:
-    with pipe() as (_, writer):
-        fill(writer)
-        log = logs.Log(TEXT, writer)
-        log.handle(record("one"))
-        log.handle(record("two"))
-        log.stop(within_s=0.05)
-        assert not log._thread.is_alive()
-        assert log.figures()["log_problem"] == "nothing read them"
-
-
-@pytest.mark.timeout(30)
-def test_a_log_with_nothing_to_write_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every daemon ends with this call: it must not wait until the writer's wait for a next line is over."""
-    monkeypatch.setattr(logs, "_LOOK_S", 600.0)
-    with pipe() as (reader, writer):
-        log = logs.Log(TEXT, writer)
-        log.handle(record("the last"))
-        assert read_lines(reader, 1) == ["INFO the last"]
-        log.stop()
-        assert not log._thread.is_alive()
-
-
 def test_a_full_disk_costs_lines_and_the_log_says_so_when_it_has_room() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pipe() as (reader, writer):
@@ -168,26 +142,6 @@ def test_one_record_is_one_line_whatever_others_have_called_themselves(under_sys
     assert text.isprintable()
 
 
-def test_the_last_words_of_a_process_come_out_or_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pipe() as (reader, writer):
-        monkeypatch.setattr(logs, "STDERR", writer)
-        logs.last_words("there is no such setting")
-        assert read_lines(reader, 1) == ["there is no such setting"]
-        fill(writer)
-        monkeypatch.setattr(logs, "STOP_S", 0.0)
-        logs.last_words("this is never read")
-
-
-def test_a_line_that_cannot_be_formatted_does_not_fail_its_caller() -> None:
-    with pipe() as (reader, writer):
-        log = logs.Log(TEXT, writer)
-        log.handle(record("%d blocks", "many"))
-        log.handle(record("another"))
-        log.stop()
-        assert read_lines(reader, 2)[1] == "INFO another"
-        assert log.lost_lines == 1
-
-
 def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     alike = logs.Repetitions()
     admitted = [alike.admit(record("block %d is bad", number), 5.0) for number in range(logs.MAX_ALIKE + 7)]
@@ -201,16 +155,6 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(3 * logs.MAX_ALIKE):
         alike.admit(record(f"line {number}"), 20.0)
     assert len(alike._kinds) <= 5, "texts that differ each time take no more memory"
-
-
-def test_what_was_left_out_is_told_at_the_end_too() -> None:
-    with pipe() as (reader, writer):
-        log = logs.Log(TEXT, writer)
-        for number in range(logs.MAX_ALIKE + 3):
-            log.handle(record("number %d", number))
-        log.stop()
-        said = read_lines(reader, logs.MAX_ALIKE + 1)
-    assert said[-1] == f"INFO 3 more lines like this one were left out: number {logs.MAX_ALIKE + 2}"
 
 
 # --- what is said ------------------------------------------------------------------------------------
@@ -232,40 +176,6 @@ def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> 
         "health: ok again, after 4 s",
     ]
     assert caplog.records[0].fields["event"] == "health"  # type: ignore[attr-defined]
-
-
-def test_slow_requests_say_what_took_the_time(caplog: pytest.LogCaptureFixture) -> None:
-    from tiercache.daemon.requests.sessions import Session
-
-    counters = Counters()
-    slow = SlowRequests(0.1, counters)
-    session = Session(Hello(1, 1, bytes(16), "engine", 0, False), "process 7", pid=7)
-    request = Match(1, b"", 1, 0, [1], bytes(48))
-    slow.queue_empty_ns = lambda: 0
-    with caplog.at_level(logging.INFO, "tiercache.daemon"):
-        slow.served(session, request, 90_000_000, 99_000_000)
-        assert (caplog.messages, counters.requests_slow) == ([], 0)
-        slow.served(session, request, 90_000_000, 110_000_000)
-        slow.answered_late(session, request, 0.1)
-        slow.answered_late(session, request, 0.15)
-    assert caplog.messages == [
-        "slow request: Match of 3 keys for engine took 20.0 ms of work after up to 90.0 ms in the queue",
-        "slow request: Match of 3 keys for engine took 150.0 ms for blocks on their way up",
-    ]
-    assert caplog.records[0].fields == {  # type: ignore[attr-defined]
-        "event": "slow_request",
-        "request": "Match",
-        "client": "engine",
-        "pid": 7,
-        "keys": 3,
-        "work_ms": 20.0,
-        "queue_ms": 90.0,
-    }
-    assert counters.requests_slow == 2
-    off = SlowRequests(0, counters)
-    off.queue_empty_ns = lambda: 0
-    off.served(session, request, 0, 10**15)
-    assert counters.requests_slow == 2
 
 
 # --- with a real daemon ------------------------------------------------------------------------------
@@ -294,6 +204,7 @@ def make_noise(client: Client, times: int) -> None:
         assert client.ask("flush", "all", [number], b"")[0] == "flushed"
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("full", [fill, None])
 def test_a_daemon_serves_and_stops_while_its_log_is_not_read(full: Callable[[int], int] | None, tmp_path: Path) -> None:
     with pipe() as (reader, writer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +14,6 @@ from tiercache.daemon.ground.regions import check_fits
 from tiercache.errors import ArenaError, ConfigError
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("capacity", "largest"),
-    [(23 * GIB, 23 * GIB * 15 // 16), (GIB // 2, GIB * 3 // 8), (2048 * GIB, 2040 * GIB), (0, 0)],
-)
-def test_some_is_left_to_others(monkeypatch: pytest.MonkeyPatch, capacity: int, largest: int) -> None:
-    have(monkeypatch, capacity)
-    assert arena.largest_arena_bytes() == largest // (2 << 20) * (2 << 20)
 
 
 def have(monkeypatch: pytest.MonkeyPatch, total: int, available: int = 0, cgroups: tuple[int, ...] = ()) -> None:
@@ -46,19 +36,6 @@ def test_the_sum_in_the_operators_guide_is_enough_for_a_container(
         check_fits(arena_bytes + (4 << 20), workers)
 
 
-def test_the_last_region_of_a_container_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All but that region is taken, and 40 of the 64 MiB beside the arena."""
-    have(monkeypatch, 1024 * GIB, 900 * GIB)
-    region, limit = 2 << 20, 32 * GIB + (64 << 20)
-    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
-    monkeypatch.setattr(arena, "_cgroup_limits", lambda: iter([(tmp_path, limit, "used")]))
-    (tmp_path / "used").write_text(str(limit - region - (24 << 20)))
-    os.close(arena.create_region(region))
-    (tmp_path / "used").write_text(str(limit - region - (16 << 20) + 1))
-    with pytest.raises(ArenaError, match=r"16\.0 MiB of it kept free"):
-        arena.create_region(region)
-
-
 def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'arena = "32TiB": this host, or the cgroup, has .*: write arena = "\d+MiB"'):
         check_fits(32 << 40)
@@ -69,36 +46,6 @@ def test_more_than_the_host_has_is_refused_with_what_would_fit(tmp_path: Path) -
     assert "write arena = " in ended.stderr
     assert not (tmp_path / "run").exists(), "nothing was begun"
     DaemonConfig(arena_bytes=32 << 40)  # a configuration for a larger host can be checked here
-
-
-@pytest.mark.parametrize("capacity", [GIB, 64 * GIB + 4097, 2048 * GIB])
-@pytest.mark.parametrize("workers", [1, 4, 40])
-def test_worker_processes_count_with_their_page_tables(
-    monkeypatch: pytest.MonkeyPatch, capacity: int, workers: int
-) -> None:
-    have(monkeypatch, capacity)
-    alone, largest = arena.largest_arena_bytes(), arena.largest_arena_bytes(workers)
-    if capacity == GIB and workers == 40:
-        assert largest == 0
-        return
-    taken = largest + workers * arena.worker_bytes(largest)
-    assert alone - workers * (16 << 10) - (4 << 20) < taken <= alone + (2 << 20)
-    assert arena.worker_bytes(largest) > largest // 512 + (27 << 20)
-
-
-def test_an_arena_that_fits_only_without_worker_processes_is_refused(tmp_path: Path) -> None:
-    largest = arena.largest_arena_bytes()
-    for name in "ab":
-        (tmp_path / name).mkdir(mode=0o700)
-    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(tmp_path / "run"), "--arena", str(largest)]
-    command += ["--nvme", f"{tmp_path / 'a'},{tmp_path / 'b'}", "--nvme-size", "64MiB", "--nvme-workers", "on"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert ", 2 worker processes " in ended.stderr
-    fitting = int(ended.stderr.partition('write arena = "')[2].partition("MiB")[0]) << 20
-    check_fits(fitting, 2)
-    with pytest.raises(ConfigError):
-        check_fits(fitting + (2 << 20), 2)
 
 
 def test_the_tightest_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,23 +12,6 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.ground.niceness import NICENESS
-
-ASK = """
-import os, subprocess, threading
-from tiercache.daemon.ground.niceness import go_first
-def niceness():
-    print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)
-print(go_first(), flush=True)
-niceness()
-thread = threading.Thread(target=niceness); thread.start(); thread.join()
-subprocess.run(["nice"], check=True)
-"""
-
-
-def outcome(*before: str) -> list[str]:
-    """Whether it was granted, and the niceness of the asking thread, of another thread and of a child process."""
-    command = [*before, sys.executable, "-c", ASK]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()
 
 
 @pytest.fixture
@@ -41,24 +23,7 @@ def privileged() -> None:
         pytest.skip("may not lower its niceness here")
 
 
-@pytest.mark.usefixtures("privileged")
-def test_it_is_asked_for_and_not_inherited() -> None:
-    assert outcome() == ["True", str(NICENESS), "0", "0"]
-
-
-@pytest.mark.usefixtures("privileged")
-def test_where_it_is_refused_nothing_changes() -> None:
-    if shutil.which("setpriv") is None:
-        pytest.skip("no setpriv to give up the right with")
-    assert outcome("setpriv", "--bounding-set", "-sys_nice") == ["False", "0", "0", "0"]
-
-
-def test_a_niceness_that_was_chosen_stays() -> None:
-    if os.getpriority(os.PRIO_PROCESS, 0) != 0:
-        pytest.skip("these tests are nice already")
-    assert outcome("nice", "-n", "3") == ["False", "3", "3", "3"]
-
-
+@pytest.mark.stress
 @pytest.mark.usefixtures("privileged")
 def test_of_a_daemon_only_the_loop_goes_first(tmp_path: Path) -> None:
     with tiercache.launch("16MiB", region="8MiB", nvme=str(tmp_path / "nvme"), nvme_size="64MiB") as daemon:

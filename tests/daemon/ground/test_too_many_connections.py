@@ -74,12 +74,6 @@ def test_one_that_lives_for_longer_than_a_handshake_stays(told: Told) -> None:
     assert told.refused == [1]
 
 
-def test_one_that_was_heard_before_its_coming_was_seen_stays(told: Told) -> None:
-    told.heard(0)
-    told.say((CAME, 0), (CAME, 1), (CAME, 2), (CAME, 3))
-    assert told.refused == [1]
-
-
 def test_what_was_heard_says_nothing_of_a_later_peer_with_that_number(told: Told) -> None:
     told.heard(0)
     told.say((CAME, 0))

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.daemon.hints import hinted_policy as hinted
-from tiercache.daemon.hints import hints
 from tiercache.daemon.hints.chain_hints import LATE_S, HintGroup
-from tiercache.daemon.hints.hints import CARRY_S, hint_given_at, own_blocks
-from tiercache.daemon.index.policy import NO_ENTRY, Policy
+from tiercache.daemon.hints.hints import CARRY_S, hint_given_at
+from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -61,35 +60,6 @@ def test_a_client_that_asks_again_is_not_done(h: Hinting) -> None:
     assert h.here(ns, branch(5)) == [1]
 
 
-def test_a_chain_that_was_used_by_way_of_another_is_not_done(h: Hinting) -> None:
-    """Its blocks begin a later chain that has no hint."""
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    h.hint(ns, branch(1, 2), done=True)
-    h.now_s += 2.0
-    h.store(ns, key(1, 2, 3), parent=key(1, 2))
-    h.length(ns, branch(1, 2, 3))
-    h.fill(ns, 100, 5)
-    index = h.cache.space.index
-    index.evict(ns.table.get(key(1, 2, 3)))
-    h.check()
-    mark = h.policy(ns).mark_of(ns.table.get(key(1, 2)))
-    assert mark is not None
-    assert mark.group is HintGroup.PLAIN
-
-
-def test_all_of_a_conversation_is_done_whatever_was_said_of_its_turns(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 1))
-    h.hint(ns, branch(1, 1), return_in_s=500.0)
-    h.now_s += 5.0
-    h.store(ns, key(1, 1, 1) + key(1, 1, 1, 1), parent=key(1, 1))
-    h.hint(ns, branch(1, 1, 1, 1), done=True)
-    h.fill(ns, 100, 4 + 4)
-    assert h.here(ns, branch(1, 1, 1, 1)) == [0]
-    assert sum(h.here(ns, *(branch(number) for number in range(100, 108)))) == 8
-
-
 # --- a client is to return --------------------------------------------------------------------------
 
 
@@ -110,47 +80,6 @@ def test_a_chain_is_kept_until_its_client_returns_and_not_much_longer() -> None:
     assert h.here(ns, branch(1, 1))[0] < 2, "it is like any other chain now"
 
 
-def test_with_hazard_it_is_worth_one_use_at_that_time() -> None:
-    h = Hinting(frames=8, policy="hazard")
-    ns = h.space()
-    h.fill(ns, 1, 8)
-    soon, late, plain = (ns.table.get(key(number)) for number in (1, 2, 3))
-    h.hint(ns, branch(1), return_in_s=2.0)
-    h.hint(ns, branch(2), return_in_s=80_000.0)
-    policy = h.policy(ns)
-    assert policy.worth(soon) == pytest.approx(1 / 2.0)
-    assert policy.worth(late) == pytest.approx(1 / 80_000.0)
-    assert policy.worth(soon) > policy.inner.worth(plain) > policy.worth(late)
-    assert policy.victim() == late
-    h.now_s += 2.5
-    assert policy.worth(soon) == pytest.approx(1 / (0.2 * (1.0 + LATE_S))), "a little late"
-
-
-def test_hints_keep_at_most_their_share_and_drop_the_latest_return_first() -> None:
-    h = Hinting(frames=40)
-    ns = h.space()
-    h.fill(ns, 0, 40)
-    for number in range(20):
-        h.hint(ns, branch(number), return_in_s=1000.0 + number)
-    h.fill(ns, 100, 1)
-    assert h.policy(ns).kept_blocks[HintGroup.BACK] == 10
-    h.fill(ns, 101, 29)  # 30 of the 40
-    assert h.here(ns, *(branch(number) for number in range(20))) == [1] * 10 + [0] * 10
-
-
-def test_what_is_kept_keeps_no_store_out() -> None:
-    h = Hinting(frames=8)
-    ns = h.space()
-    h.store(ns, branch(1, 1, 1, 1))
-    h.store(ns, branch(2, 2, 2, 2))
-    h.hint(ns, branch(1, 1, 1, 1), return_in_s=100.0)
-    h.hint(ns, branch(2, 2, 2, 2), priority=HIGH)
-    h.now_s += 2.0
-    assert h.store(ns, branch(*[3] * 8)) == [FRAME] * 8
-    assert h.here(ns, branch(1, 1, 1, 1), branch(2, 2, 2, 2)) == [0, 0]
-    assert h.policy(ns).kept_blocks == {HintGroup.BACK: 0, HintGroup.HIGH: 0}
-
-
 # --- time to live ----------------------------------------------------------------------------------
 
 
@@ -167,61 +96,6 @@ def test_what_is_of_no_use_any_more_is_not_found(h: Hinting) -> None:
     h.store(ns, key(1, 1, 5), parent=key(1, 1))
     h.later(100.0)
     assert h.here(ns, branch(1, 1, 5)) == [3], "stored again without a hint"
-
-
-def test_what_others_go_on_from_outlives_its_time(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    h.hint(ns, branch(1, 2), ttl_s=10.0)
-    h.store(ns, key(1, 3), parent=key(1))
-    h.later(11.0)
-    assert h.here(ns, branch(1, 2), branch(1, 3)) == [1, 2]
-
-
-def test_leases_and_pins_hold_what_is_of_no_use_any_more(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 1))
-    h.store(ns, branch(2, 2))
-    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
-    assert found.lease is not None
-    assert h.cache.pin([ns], branch(2, 2), 1000) == 2
-    for keys in (branch(1, 1), branch(2, 2)):
-        h.hint(ns, keys, ttl_s=5.0, done=True)
-    h.later(50.0)
-    h.store(ns, branch(*[3] * 6))
-    assert h.here(ns, branch(1, 1), branch(2, 2)) == [2, 2]
-    assert h.cache.reads.release(h.owner, found.lease.lease_id)
-    assert h.cache.reads.pins.unpin([ns], branch(2, 2)) == 2
-    h.later(0.01)
-    assert h.here(ns, branch(1, 1), branch(2, 2)) == [0, 0]
-
-
-def test_a_lease_in_the_middle_keeps_no_more_than_it_holds_and_for_no_longer(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 1, 1, 1))
-    h.hint(ns, branch(1, 1, 1, 1), ttl_s=5.0)
-    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
-    assert found.lease is not None
-    h.later(6.0)
-    h.later(1.0)
-    assert h.here(ns, branch(1, 1, 1, 1)) == [2]
-    assert h.cache.reads.release(h.owner, found.lease.lease_id)
-    h.later(1.0)
-    assert h.here(ns, branch(1, 1, 1, 1)) == [0]
-
-
-def test_a_request_for_the_first_half_of_a_chain_cancels_done_that_far(h: Hinting) -> None:
-    ns = h.space()
-    h.store(ns, branch(1, 1, 1, 1))
-    h.hint(ns, branch(1, 1, 1, 1), done=True)
-    h.now_s += 2.0
-    found = h.cache.match(h.owner, [ns], branch(1, 1), 100)
-    assert found.lease is not None
-    h.fill(ns, 100, 6)
-    assert h.here(ns, branch(1, 1, 1, 1)) == [2]
-    assert h.cache.reads.release(h.owner, found.lease.lease_id)
-    mark = h.policy(ns).mark_of(ns.table.get(key(1, 1)))
-    assert mark is None or mark.group is HintGroup.PLAIN, "asked for since, so like any other chain"
 
 
 # --- priority --------------------------------------------------------------------------------------
@@ -243,45 +117,7 @@ def test_low_goes_before_normal_and_high_after() -> None:
     assert sum(h.here(ns, *map(branch, range(3, 20)))) == 0
 
 
-def test_one_client_cannot_take_all_with_high_priority() -> None:
-    h = Hinting(frames=40)
-    ns = h.space()
-    h.fill(ns, 0, 40)
-    for number in range(40):
-        h.hint(ns, branch(number), priority=HIGH)
-    h.fill(ns, 100, 30)
-    assert sum(h.here(ns, *map(branch, range(40)))) == 10
-    assert sum(h.here(ns, *map(branch, range(100, 130)))) == 30
-
-
 # --- what is said, and of what ---------------------------------------------------------------------
-
-
-def test_what_is_not_said_stays() -> None:
-    h = Hinting()
-    ns = h.space()
-    h.store(ns, branch(1))
-    entry, policy = ns.table.get(key(1)), h.policy(ns)
-    h.hint(ns, branch(1), ttl_s=100.0, priority=LOW)
-    h.hint(ns, branch(1), return_in_s=10.0)
-    mark = policy.mark_of(entry)
-    assert mark is not None
-    assert (mark.until_s, mark.priority, mark.back_s) == (1100.0, LOW, 1010.0)
-    h.hint(ns, branch(1), done=True, priority=Priority.NORMAL)
-    mark = policy.mark_of(entry)
-    assert mark is not None
-    assert (mark.until_s, mark.priority, mark.back_s, mark.done) == (1100.0, Priority.NORMAL, 0.0, True)
-
-
-def test_nothing_is_said_of_what_is_not_here() -> None:
-    h = Hinting()
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    assert h.hint(ns, branch(7, 7), done=True) == 0
-    assert h.hint(ns, branch(1, 2), first=2, done=True) == 2
-    assert h.policy(ns).marks == 0
-    assert h.hint(ns, branch(1, 2, 3), done=True) == 2, "the part of the chain that is here"
-    assert h.policy(ns).marks == 1
 
 
 def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
@@ -303,30 +139,6 @@ def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
     assert h.policy(ns).mark_of(ns.table.get(key(2))) is None, "the hint is too old"
 
 
-def test_own_blocks_end_where_chains_part() -> None:
-    h = Hinting(frames=16)
-    ns = h.space()
-    h.store(ns, branch(1, 2, 3, 4))
-    index = h.cache.space.index
-    assert own_blocks(index, ns.table.get(key(1, 2, 3, 4)), 9) == 4
-    assert own_blocks(index, ns.table.get(key(1, 2, 3, 4)), 3) == 3
-    h.store(ns, key(1, 2, 9), parent=key(1, 2))
-    assert own_blocks(index, ns.table.get(key(1, 2, 3, 4)), 9) == 2
-    assert own_blocks(index, ns.table.get(key(1, 2, 9)), 9) == 1
-
-
-def test_blocks_of_windows_are_each_meant(h: Hinting) -> None:
-    ns = h.space(window_blocks=2)
-    h.store(ns, branch(1, 1, 1, 1))
-    h.store(ns, branch(2, 2))
-    h.hint(ns, branch(1, 1, 1, 1), ttl_s=5.0)
-    h.hint(ns, branch(2, 2), return_in_s=50.0)
-    assert h.policy(ns).marks == 6
-    h.later(6.0)
-    assert [ns.table.get(key(*[1] * n)) for n in range(1, 5)] == [NO_ENTRY] * 4
-    assert h.here(ns, branch(2, 2)) == [2]
-
-
 def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hinted, "MAX_MARKS", 5)
     h = Hinting(frames=20)
@@ -341,39 +153,6 @@ def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         h.hint(ns, branch(0), return_in_s=50.0 + round_number, ttl_s=1000.0 + round_number)
     assert len(policy._due) <= 4 * 5 + 2
     assert len(policy._latest) <= 2 * 20 + 5 + 1
-
-
-def test_what_is_remembered_for_another_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "MAX_MARKS", 5)
-    h = Hinting(frames=20)
-    ns, carried = h.space(), h.cache.space.policies.hints
-    h.fill(ns, 0, 10)
-    for number in range(10):
-        h.hint(ns, branch(number), done=True)
-    assert [carried.find(ns.number, branch(number)) is not None for number in range(10)] == [False] * 5 + [True] * 5
-    h.later(CARRY_S)
-    assert carried.find(ns.number, branch(9)) is None, "a carried hint lapses"
-
-
-def test_without_hints_the_policy_is_asked_itself() -> None:
-    h = Hinting()
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    methods = [name for name in vars(Policy) if not name.startswith("_")]
-    assert len(methods) == 12
-
-    def called(ns: Namespace) -> set[object]:
-        """The policy whose methods the table calls. A window has the `follows` and `worth` of the policy in it."""
-        its = {getattr(ns.table.policy, name).__self__ for name in methods if name not in ("follows", "worth")}
-        for name in ("follows", "worth"):
-            assert getattr(ns.table.policy, name) in (getattr(one, name) for one in its)
-        return its
-
-    assert called(ns) == {h.policy(ns).inner}
-    h.hint(ns, branch(1, 2), done=True)
-    assert called(ns) == {h.policy(ns)}
-    later = h.space(rank=1, block_bytes=9000)
-    assert called(later) == {h.policy(later)}, "a table that is made later too"
 
 
 # --- whatever is said ------------------------------------------------------------------------------

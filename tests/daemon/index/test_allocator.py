@@ -17,17 +17,6 @@ def arena(regions: int) -> Allocator:
     return allocator
 
 
-def test_frames_are_neighbours_and_run_out() -> None:
-    allocator = arena(2)
-    small = allocator.size_class(4096)
-    frames = [allocator.take(small) for _ in range(9)]
-    assert frames[:8] == [region << 48 | offset * 4096 for region in (0, 1) for offset in range(4)]
-    assert frames[8] == NO_FRAME
-    assert check_frames(allocator, frames[:8]) == []
-    allocator.give_back(frames[2])
-    assert allocator.take(small) == frames[2]
-
-
 def test_a_frame_that_is_still_being_sent_is_not_given_away() -> None:
     allocator = arena(1)
     large = allocator.size_class(REGION)
@@ -55,14 +44,6 @@ def test_a_frame_given_back_names_no_entry_any_more() -> None:
     assert allocator.owned_frames(0) == 1
 
 
-def test_accounts_are_numbered_past_65536() -> None:
-    allocator, account = arena(1), 70_000  # they are numbered on while tenants come and go
-    frame = allocator.take(allocator.size_class(4096), account)
-    assert (allocator.account_of(frame), allocator.account_bytes[account]) == (account, 4096)
-    allocator.give_back(frame)
-    assert allocator.account_of(frame) == 0
-
-
 def test_an_empty_region_changes_its_size_class() -> None:
     allocator = arena(1)
     small, large = allocator.size_class(4096), allocator.size_class(2 * 4096)
@@ -84,12 +65,6 @@ def test_an_emptying_region_is_free_for_all_once_its_last_frame_is_back() -> Non
     assert check_frames(allocator, frames[1:]) == []
     allocator.give_back(frames[1])
     assert allocator.take(large) == 0
-
-
-def test_a_region_smaller_than_a_frame_is_left_alone() -> None:
-    allocator = arena(1)
-    assert allocator.take(allocator.size_class(REGION + 4096)) == NO_FRAME
-    assert allocator.take(allocator.size_class(REGION)) == 0
 
 
 def test_an_empty_region_goes_to_no_size_that_it_cannot_hold() -> None:

@@ -74,16 +74,6 @@ def test_a_writer_that_stored_its_prompt_to_the_end_is_not_expected_to_go_on() -
     assert held(h) == [key(1, 2, 3, 4)], "the end of what was computed after the prompt"
 
 
-def test_windows_and_blocks_that_the_daemon_brings_up_have_no_ends() -> None:
-    h = SmallCache()
-    h.store(h.space(window_blocks=2), branch(1, 2))
-    inside = Owner(bytes(16), internal=True)
-    got = h.cache.reserve(inside, h.space(), b"", branch(3, 4), 10)
-    h.cache.writes.commit(inside, got.lease_id, [0, 1])
-    assert held(h) == []
-    h.check()
-
-
 def test_ends_go_with_their_writer_and_with_a_flush() -> None:
     h = SmallCache()
     ns = h.space()
@@ -113,28 +103,3 @@ def test_a_writer_has_so_many_ends_and_no_more(monkeypatch: pytest.MonkeyPatch) 
     for number in range(50):
         h.length(ns, branch(number))
     assert len(h.cache.space.prompts._ends) == 4
-
-
-def test_a_long_prompt_of_which_nothing_is_expected_is_stored_whole() -> None:
-    """Chats that come back again and again, and prompts that never do, whose blocks the policy would evict at once."""
-    h = SmallCache(frames=60, policy="hazard")
-    h.cache.space._headroom_bytes = 20 * 4096
-    ns = h.space()
-
-    def play(path: tuple[int, ...], at_once: int) -> None:
-        keys = branch(*path)
-        first = h.length(ns, keys)
-        while first < len(path):
-            run = keys[16 * first : 16 * (first + at_once)]
-            states = h.store(ns, run, parent=key(*path[:first]) if first else b"")
-            assert states == [FRAME] * (len(run) // 16), f"{path[0]}: block {first} of {len(path)}"
-            first += len(states)
-            while h.cache.work():
-                h.check()
-
-    for number in range(40):
-        for chat in range(6):
-            play((chat, 1, 2, 3, 4), 8)
-            h.now_s += 1.0
-        play((100 + number, *range(1, 13)), 4)
-        h.now_s += 2.0

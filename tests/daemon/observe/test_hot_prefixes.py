@@ -70,48 +70,6 @@ def test_places_and_hits_are_those_of_a_plain_count(paths: list[Steps]) -> None:
             assert (shown[name(steps)]["hits"], shown[name(steps)]["blocks"]) == (hits, len(steps))
 
 
-@given(paths=PATHS, limit=st.integers(1, 5))
-def test_parents_come_before_their_children(paths: list[Steps], limit: int) -> None:
-    tree = Tree()
-    for number, steps in enumerate(paths):
-        tree.match(steps, number % 2)
-    shown = tree.shown(limit)
-    assert len(shown) <= limit
-    assert [one["hits"] for one in shown] == sorted((one["hits"] for one in shown), reverse=True)
-    for place, one in enumerate(shown):
-        if one["parent"] is not None:
-            above = shown[one["parent"]]
-            assert one["parent"] < place
-            assert (above["namespace"], above["blocks"] < one["blocks"]) == (one["namespace"], True)
-
-
-def test_what_only_one_asked_for_counts_for_what_it_shares() -> None:
-    tree = Tree()
-    for user in range(5000):
-        tree.now_s += 1.0
-        tree.match((0, 1, 2, user))  # a system prompt of three blocks, and a different question of each user
-        if user % 5 == 0:
-            tree.match((0, 1, 7))
-    assert len(tree.paths._paths) <= hotpaths.MAX_PATHS
-    first, second, third, *_ = tree.shown()
-    assert [one["name"] for one in (first, second, third)] == [name((0, 1)), name((0, 1, 2)), name((0, 1, 7))]
-    assert (first["blocks"], first["tokens"], first["bytes"], first["parent"]) == (2, 32, 8192, None)
-    assert second["parent"] == third["parent"] == 0
-    assert 3 < second["hits"] / third["hits"] < 7  # five of these, nearly: hits fade
-
-
-def test_under_load_only_some_matches_are_counted_for_all() -> None:
-    tree = Tree()
-    for user in range(40_000):  # all at once, on this clock
-        tree.match((0, 1, 2, user))
-    assert tree.paths._stride > 1
-    assert 20_000 < tree.shown(1)[0]["hits"] < 80_000
-    for user in range(20_000):
-        tree.now_s += 60.0
-        tree.match((0, 1, 2, -user))
-    assert tree.paths._stride == 1
-
-
 def test_hits_fade() -> None:
     tree = Tree()
     for _ in range(100):
@@ -121,17 +79,6 @@ def test_hits_fade() -> None:
     assert [(one["name"], one["hits"]) for one in tree.shown()] == [(name((1, 2)), 25.0), (name((3,)), 1.0)]
     tree.now_s += 100 * HALF_LIFE_S
     assert tree.shown() == []
-
-
-def test_a_path_is_as_deep_as_may_be_and_says_what_is_still_here() -> None:
-    tree = Tree()
-    deep = tuple(range(hotpaths.MAX_DEPTH + 10))
-    tree.match(deep)
-    index, table = tree.space.index, tree.spaces[0].table
-    entry = index.insert(table, key(deep[:1]), table.root, 0)
-    index.insert(table, key(deep[:2]), entry, 4096)
-    (shown,) = tree.shown()
-    assert (shown["blocks"], shown["dram_blocks"]) == (hotpaths.MAX_DEPTH, 2)
 
 
 def test_no_key_is_shown() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.observe import http_process
 from tiercache.daemon.observe.http_process import FIRST_PAUSE_S, LONGEST_PAUSE_S, HttpProcess
-from tiercache.errors import ConfigError
 
 DEADLINE_S = 30.0
 
@@ -110,24 +108,3 @@ def _popen_with(fd: int) -> Any:
         return popen(command, pass_fds=[*pass_fds, fd], **named)
 
     return start
-
-
-def test_a_port_that_is_about_to_be_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = 0
-
-    def bind(host: str, port: int, where: str) -> socket.socket:
-        nonlocal tries
-        tries += 1
-        if tries < 3:
-            raise ConfigError(f"{where} cannot be listened on")
-        return socket.socket()
-
-    monkeypatch.setattr(http_process.listening, "bind", bind)
-    monkeypatch.setattr(http_process, "PATIENCE_S", DEADLINE_S)
-    monkeypatch.setattr(http_process, "_LOOK_S", 0.0)
-    http_process._bound("127.0.0.1:1").close()
-    assert tries == 3
-    tries = -(1 << 62)
-    monkeypatch.setattr(http_process, "PATIENCE_S", -1.0)
-    with pytest.raises(ConfigError, match=r"http = 127\.0\.0\.1:1 cannot be listened on"):
-        http_process._bound("127.0.0.1:1")

@@ -11,7 +11,6 @@ from itertools import count
 from math import inf
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from cache_at_once import CacheAtOnce
@@ -19,9 +18,7 @@ from cache_at_once import CacheAtOnce
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import reuse
 from tiercache.daemon.observe.reuse import WhatIf, windowed
-from tiercache.daemon.observe.reuse_curve import SLICE_S, WINDOW_S, RecentLookups, step_end, step_of
-from tiercache.daemon.observe.reuse_pace import MAX_REQUESTS_PER_S, SUSTAINED_S
-from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, MAX_SPANS, ReuseStack, chosen, is_chosen
+from tiercache.daemon.observe.reuse_curve import SLICE_S
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace, Space
@@ -119,35 +116,6 @@ def test_the_estimate_of_one_cache_is_what_caches_of_other_sizes_find(traces: Mo
     assert [one["capacity_bytes"] for one in stats["curve"]] == [int(sizes[1] * BLOCK * 2**n) for n in range(-3, 4)]
 
 
-def compare(traces: ModuleType, trace: Sequence, **bounds: int) -> tuple[list[float], list[float], WhatIf]:
-    """Hit rates at 5, 10 and 20% of the different blocks: estimated, and simulated in full."""
-    asked, unique = sum(traces.asked_blocks(trace)), traces.unique_blocks(trace)
-    sizes = [unique * percent // 100 for percent in (5, 10, 20)]
-    h, keys_of_blocks = Harness(sizes[-1], **bounds), traces.block_keys(7)
-    for request in trace:
-        h.now_s = request.time_s
-        keys = keys_of_blocks(request.blocks)
-        h.what_if.looked_up([h.space], keys, 0, 0)
-        h.what_if.stored(h.space, b"", keys)
-    h.check()
-    return h.rates(*sizes), [traces.lru_hits(trace, size) / asked for size in sizes], h.what_if
-
-
-def test_a_sample_of_one_block_in_eight_is_enough(traces: ModuleType) -> None:
-    found, true, what_if = compare(traces, traces.made_up_trace(seed=2, requests=2000), max_samples=2048)
-    assert found == pytest.approx(true, abs=POINTS)
-    assert what_if.stack.shift == 3
-    assert len(what_if.stack) <= 2048
-
-
-@pytest.mark.skipif(TRACES is None, reason="TIERCACHE_TRACES names no directory of traces")
-@pytest.mark.parametrize("name", ["lmcache_agents_miniswe_tau", "mooncake_synthetic"])
-def test_real_traces(traces: ModuleType, name: str) -> None:
-    [path] = [path for path in traces.trace_files(TRACES) if path.name.startswith(name)]
-    found, true, _ = compare(traces, traces.read_trace(path))
-    assert found == pytest.approx(true, abs=POINTS)
-
-
 # --- distances -----------------------------------------------------------------------------------
 
 
@@ -162,14 +130,6 @@ def test_distances_are_the_bytes_used_since() -> None:
     assert h.rates(3, 4, 5, 6, 7) == [3 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
 
 
-def test_what_was_never_stored_is_a_hit_nowhere() -> None:
-    h = Harness()
-    h.store(keys_of(1, 2))
-    h.ask(keys_of(1, 4))
-    h.ask(keys_of(1, 4))  # asking stores nothing
-    assert h.rates(1, 2, 1000) == [0.25, 0.5, 0.5]
-
-
 def test_a_look_up_ends_at_the_first_block_that_is_missing() -> None:
     h = Harness()
     keys = keys_of(1, 4)
@@ -177,25 +137,6 @@ def test_a_look_up_ends_at_the_first_block_that_is_missing() -> None:
     h.store(keys[32:])
     h.ask(keys)
     assert h.rates(1000) == [0.25]
-
-
-def test_a_store_keeps_what_it_hangs_below() -> None:
-    h = Harness()
-    chat, other = keys_of(1, 6), keys_of(2, 8)
-    h.store(chat[: 3 * 16])
-    h.store(other)
-    h.now_s += 2 * reuse.TOGETHER_S
-    h.store(chat[3 * 16 : 5 * 16], parent=chat[2 * 16 : 3 * 16])  # an answer, block by block
-    h.now_s += 2 * reuse.TOGETHER_S
-    h.store(chat[5 * 16 :], parent=chat[4 * 16 : 5 * 16])
-    h.ask(chat)
-    assert h.rates(*range(1, 7)) == [round(blocks / 6, 9) for blocks in range(1, 7)]
-
-
-def test_after_a_restart_what_is_found_counts_as_large_as_where_it_was() -> None:
-    h = Harness(dram_blocks=8, below_blocks=56)
-    h.ask(keys_of(1, 4), dram=1, below=2)
-    assert h.rates(7, 8, 63, 70, 1000) == [0, 0.25, 0.25, 0.75, 0.75]
 
 
 def test_a_match_needs_all_ranks() -> None:
@@ -249,39 +190,6 @@ def test_a_flush_forgets() -> None:
 # --- bounds --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [0, 1, 5, 8, 9, 12])
-def test_the_sample_is_one_key_in_so_many(shift: int) -> None:
-    keys = keys_of(9, 8192 << max(0, shift - 8))
-    positions = chosen(keys, shift)
-    assert positions == [at for at in range(len(keys) // 16) if is_chosen(keys[at * 16 + 8 : at * 16 + 16], shift)]
-    assert len(positions) == pytest.approx(len(keys) / 16 / 2**shift, rel=0.5)
-
-
-def test_one_request_has_a_bound_at_once() -> None:
-    h = Harness(dram_blocks=100_000)
-    keys = keys_of(1, 8192)
-    h.store(keys)
-    h.ask(keys)
-    assert 2 <= h.what_if.stack.shift <= 5
-    assert len(h.what_if.stack) <= reuse.MAX_SAMPLES_PER_REQUEST
-    assert h.rates(100_000) == [1]
-
-
-def test_keys_that_are_no_hashes_are_left_out() -> None:
-    h = Harness()
-    h.ask(bytes(16 * 1000), dram=10)
-    stats = h.what_if.stats()
-    assert (stats["accessed_blocks"], stats["hit_rate"], stats["curve"]) == (1000, 0.01, [])
-    assert h.what_if.stack.shift == MAX_SHIFT
-
-
-def test_only_what_the_largest_size_has_is_kept() -> None:
-    h = Harness(dram_blocks=8)
-    for tag in range(200):
-        h.store(keys_of(tag, 2))
-    assert 64 <= len(h.what_if.stack) <= 70
-
-
 def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h = Harness(dram_blocks=1000)
     keys, few = keys_of(1, 500), keys_of(1, 50)
@@ -301,156 +209,4 @@ def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     assert h.what_if.stats()["sample_rate"] == 1
 
 
-def test_of_very_many_requests_most_have_nothing_of_the_sample() -> None:
-    h = Harness(dram_blocks=1000)
-    often = 1 / (3 * MAX_REQUESTS_PER_S)
-    for number in range(int(SUSTAINED_S / often) - 1):
-        h.now_s += often
-        h.what_if.stored(h.space, b"", keys_of(number, 64))
-    assert h.what_if.stack.shift == 0  # it could be over now
-    h.now_s += 2 * often
-    h.what_if.stored(h.space, b"", keys_of(-1, 64))
-    assert 6 <= h.what_if.stack.shift <= 9
-    h.check()
-    quiet = Harness(dram_blocks=100_000)
-    for number in range(1000):
-        quiet.now_s += 1.01 / MAX_REQUESTS_PER_S
-        quiet.what_if.stored(quiet.space, b"", keys_of(number, 8))
-    assert quiet.what_if.stack.shift == 0
-
-
-def test_what_is_noted_is_looked_into_before_it_takes_memory() -> None:
-    h = Harness(dram_blocks=1000)
-    for number in range(reuse.MAX_NOTED - 1):
-        h.what_if.looked_up([h.space], keys_of(number, 2), 1, 0)
-    assert not h.what_if.work()
-    assert len(h.what_if._noted) == reuse.MAX_NOTED - 1
-    h.what_if.looked_up([h.space], keys_of(0, 2), 1, 0)
-    assert not h.what_if.work()
-    assert len(h.what_if._noted) == 0
-    h.what_if.stored(h.space, b"", keys_of(1, reuse.MAX_NOTED_BYTES // 16 + 1))
-    assert not h.what_if.work()
-    assert len(h.what_if._noted) == 0
-    assert h.what_if.stats()["accessed_blocks"] == 2 * reuse.MAX_NOTED
-
-
-def test_stats_wait_for_what_was_noted_before_they_were_asked_for_only() -> None:
-    h = Harness(dram_blocks=1000)
-    many = keys_of(0, 1 << 15)
-    for _ in range(3):
-        h.what_if.looked_up([h.space], many, 0, 0)
-    for slices, _ in enumerate(h.what_if.catch_up()):
-        h.now_s += 0.003
-        for _ in range(3):
-            h.what_if.looked_up([h.space], many, 0, 0)
-        assert slices < 100
-    assert len(h.what_if._noted) > 0
-
-
-@pytest.mark.parametrize("keys", [1, 2000])
-def test_what_is_noted_is_bounded_where_there_is_never_time(keys: int) -> None:
-    h = Harness(dram_blocks=100_000)
-    for number in range(2 * reuse.MOST_NOTED):
-        h.what_if.stored(h.space, b"", keys_of(number % 10, keys))
-        assert len(h.what_if._noted) <= reuse.MOST_NOTED
-        assert h.what_if._noted_bytes <= reuse.MOST_NOTED_BYTES
-    for _ in h.what_if.catch_up():
-        pass
-    assert (len(h.what_if._noted), h.what_if._noted_bytes) == (0, 0)
-    h.check()
-
-
-def test_what_was_asked_for_in_parts_is_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the slices, the estimate sees stores, look-ups and flushes in their order."""
-
-    def play(looked_into: int) -> tuple[int, list[float], dict[str, Any]]:
-        monkeypatch.setattr(reuse, "LOOKED_INTO", looked_into)
-        h, rng = Harness(dram_blocks=200), random.Random(1)
-        other = h.places.open_namespace(spec(tp_rank=1))
-        for number in range(300):
-            h.now_s += SLICE_S / 40
-            keys, space = keys_of(rng.randrange(20), rng.randrange(1, 200)), rng.choice((h.space, other))
-            if number % 50 == 49:
-                h.what_if.forget([space])
-            elif rng.random() < 0.5:
-                h.what_if.stored(space, b"", keys)
-            else:
-                h.what_if.looked_up([space], keys, 0, 0)
-            h.what_if.work()
-        h.check()
-        return len(h.what_if.stack), h.rates(10, 100, 1000), h.what_if.stats()
-
-    assert play(1) == play(64) == play(1 << 30)
-
-
-def test_what_waited_for_hours_counts_for_when_it_came() -> None:
-    h = Harness()
-    h.what_if.looked_up([h.space], keys_of(1, 8), 4, 0)
-    h.now_s += WINDOW_S / 2
-    h.what_if.looked_up([h.space], keys_of(2, 8), 0, 0)
-    h.now_s += WINDOW_S / 2 + 1
-    stats = h.what_if.stats()
-    assert (stats["accessed_blocks"], stats["hit_rate"]) == (8, 0)
-
-
-def test_hours_pass_and_look_ups_are_forgotten() -> None:
-    h = Harness()
-    h.ask(keys_of(1, 8), dram=4)
-    h.now_s += WINDOW_S / 2
-    h.ask(keys_of(2, 8))
-    assert (h.what_if.stats()["accessed_blocks"], h.what_if.stats()["hit_rate"]) == (16, 0.25)
-    h.now_s += WINDOW_S / 2 + 1
-    stats = h.what_if.stats()
-    assert (stats["accessed_blocks"], stats["hit_rate"]) == (8, 0)
-    assert stats["window_s"] == WINDOW_S / 2 + 1
-    h.now_s += WINDOW_S
-    assert h.what_if.stats()["accessed_blocks"] == 0
-
-
-def test_no_curve_before_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Harness()
-    for _ in range(9):
-        h.ask(keys_of(1, 100))
-    assert h.what_if.stats()["curve"] == []
-    h.ask(keys_of(1, 100))
-    assert len(h.what_if.stats()["curve"]) == 7
-
-
-def test_old_requests_share_a_span() -> None:
-    chance, stack = random.Random(3), ReuseStack()
-    stack.frame_bytes[b"00"] = BLOCK
-    names = [chance.randbytes(8) + b"00" for _ in range(400)]
-    for turn in range(3000):
-        stack.use(chance.sample(names, 3))
-        assert len(stack._starts) <= MAX_SPANS
-        if turn % 100 == 0:
-            assert stack.check_integrity() == []
-    order = list(reversed(stack._stamps))  # the newest first: the k-th needs k blocks
-    for number, name in enumerate(order):
-        [needed] = stack.look(bytes(8) + name[:8], [0], b"00", 1).needed
-        assert needed == pytest.approx((number + 1) * BLOCK, rel=0.04, abs=2 * BLOCK)
-
-
 # --- the histogram -------------------------------------------------------------------------------
-
-
-def test_sizes_lie_in_their_steps() -> None:
-    for size in [*range(1, 3000), (1 << 40) - 1, 1 << 40, 3 << 40]:
-        step = step_of(size)
-        assert step_end(step - 1) <= size < step_end(step)
-        assert step_end(step) - step_end(step - 1) <= max(1, size / 16)
-
-
-def test_a_run_grows_from_sample_to_sample() -> None:
-    lookups = RecentLookups(0.0)
-    lookups.add_run(12, [3, 6, 9], [1 << 30, 1 << 30, 6 << 30], 4)  # the example of the module
-    assert [round(rate * 12) for rate in lookups.hit_rates([1 << 29, 2 << 30, 8 << 30])] == [0, 6, 12]
-
-
-def test_the_mean_over_all_samples_is_the_run() -> None:
-    """A chain of 12 blocks of which a cache has 5, in every sample at a rate of 1/2."""
-    lookups = RecentLookups(0.0)
-    for sample in range(1 << 12):
-        positions = [at for at in range(12) if sample >> at & 1]
-        lookups.add_run(12, positions, [1.0 if at < 5 else inf for at in positions], 2)
-    assert lookups.hit_rates([1 << 20]) == pytest.approx([5 / 12])

@@ -39,12 +39,12 @@ class Play:
     @property
     def policy(self) -> Any:
         """The policy itself, without the window in front of it."""
-        window: Any = self.cache._dram.policy
+        window: Any = self.cache._dram.policy  # rule: the replay has no other door to its policy
         return window.inner
 
     @property
     def index(self) -> Index:
-        return self.cache._dram.index
+        return self.cache._dram.index  # rule: the same
 
 
 class Random:

@@ -7,10 +7,8 @@ import random
 import pytest
 from cache_rig import SmallCache, branch
 
-from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.policies import POLICIES
 from tiercache.daemon.policies.fresh_stores import SHARE
-from tiercache.protocol.messages import BlockState
 from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
 from tiercache.replay.simulation import Simulation, Sizes
 
@@ -60,19 +58,6 @@ def test_what_was_stored_outlasts_blocks_that_are_asked_for_all_the_time(policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_window_keeps_no_store_out(policy: str) -> None:
-    """Where there is nothing else, the oldest store goes first."""
-    h = SmallCache(frames=8, policy=policy)
-    ns = h.space()
-    for number, keys in enumerate(chains(40)):
-        states = h.store(ns, keys)
-        assert states == [BlockState.FRAME] * 4, f"{number}"
-    index = h.cache.space.index
-    assert sum(state == LIVE for state in index.state) - len(index.tables) == 8
-    h.check()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_with_a_tier_below_it_is_found_in_one_of_the_two(policy: str) -> None:
     """DRAM may evict blocks that the tier below has, and that tier keeps them for as long."""
     sizes = Sizes(50 * BLOCK_BYTES, 200 * BLOCK_BYTES, policy=policy)
@@ -88,20 +73,3 @@ def test_with_a_tier_below_it_is_found_in_one_of_the_two(policy: str) -> None:
         assert set(stored) <= dram | below, f"{number}"
     assert engine.tallies().dram_evicted > 100
     assert engine.check_integrity() == []
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_pace_of_requests_changes_nothing(policy: str) -> None:
-    """Dividing the times of the trace by 1 to 10,000 changes neither hits nor blocks."""
-    left = []
-    for divisor in (1, 100, 10_000):
-        engine, chance = Simulation(Sizes(60 * BLOCK_BYTES, 150 * BLOCK_BYTES, policy=policy), {}), random.Random(9)
-        engine.declare(1, plain_spec(16, BLOCK_BYTES))
-        length, found = [2] * 40, []
-        for number in range(300):
-            chat = min(39, int(chance.paretovariate(0.5)))
-            length[chat] = min(12, length[chat] + chance.randint(0, 2))
-            keys = chain_keys([1000 * chat + at for at in range(length[chat])])
-            found.append(engine.play(TraceRequest(20.0 * number / divisor, keys, 0)))
-        left.append((found, engine.resident(1)))
-    assert left[0] == left[1] == left[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,22 +14,19 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import predictor as predicting
 from tiercache.daemon.policies.hazard import LeastWorth
-from tiercache.daemon.policies.predictor import Predictor, hashes
+from tiercache.daemon.policies.predictor import Predictor
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
     AGES,
-    CLASSES,
     FIRST_AGE,
     age_bucket,
-    age_buckets,
     chain_class,
-    estimate,
     indices,
 )
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import TraceRequest, plain_spec
-from tiercache.replay.simulation import Simulation, Sizes
+from tiercache.replay.simulation import Sizes
 
 BLOCK_BYTES = 4096
 TOKENS = 16
@@ -87,93 +83,10 @@ def test_the_index_is_the_best_rate_of_any_stay() -> None:
             assert found[row, age] == pytest.approx(best)
 
 
-def test_ages_fall_into_buckets() -> None:
-    ages = [age * FIRST_AGE for age in (0.0, 0.8, 1.0, 1.44, 2.0, 1e12)]
-    assert [age_bucket(age) for age in ages] == [0, 0, 1, 2, 3, AGES - 1]
-
-
-def test_many_ages_fall_into_the_buckets_of_each() -> None:
-    ages = np.concatenate([[-1.0, 0.0], FIRST_AGE * 2.0 ** np.random.default_rng(2).uniform(-3, 30, 1000)])
-    assert age_buckets(ages).tolist() == [age_bucket(age) for age in ages.tolist()]
-
-
-def test_a_class_of_which_nothing_is_known_is_as_the_nearest_wider_one() -> None:
-    used, ended = np.zeros((2, CLASSES, AGES))
-    known, like_it, like_its_turn = chain_class(2, 5, 40), chain_class(2, 5, 400), chain_class(2, 90, 400)
-    used[known, 3], ended[known, 3:20] = 300.0, 20.0
-    ended[known, 3] += 300.0
-    *_, worth = estimate(used, ended)
-    assert worth is not None
-    assert worth[known, 2] > worth[like_it, 2] > worth[like_its_turn, 2] > worth[chain_class(1, 5, 40), 2]
-    assert (worth[chain_class(2, 1, 9)] == worth[like_its_turn]).all()
-    assert worth[chain_class(9, 1, 9), 2] == pytest.approx(worth[like_its_turn, 2]), "a later turn borrows its estimate"
-
-
-def test_many_blocks_of_few_prompts_say_less_than_as_many_of_many() -> None:
-    """The blocks of a prompt come back together or not at all; a small sample hardly has two blocks of one prompt."""
-
-    def worth_of(blocks: int, share: float, seen: float) -> float:
-        used, ended = np.zeros((2, CLASSES, AGES))
-        used[0] = ended[0] = 100_000 * 0.9 ** np.arange(AGES) * 0.1  # the other classes have their initial estimate
-        its = chain_class(2, blocks, blocks)
-        ended[its, 20] = seen
-        *_, worth = estimate(used, ended, share)
-        assert worth is not None
-        return float(worth[its, 10])
-
-    def found(blocks: int, share: float = 1.0) -> float:
-        return worth_of(blocks, share, 300.0) / worth_of(blocks, share, 0.0)
-
-    assert found(4) < 0.5, "300 blocks, 75 prompts: none was used at these ages"
-    assert 0.9 < found(300) < 1.0, "one prompt"
-    assert found(300, share=1 / 4096) < 0.5
-
-
 def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
     worth = Learning().predictor.worth
     assert (np.diff(worth[:, 1:], axis=1) <= 0).all()
     assert (worth[:, 0] > worth[:, -1]).all()
-
-
-def test_an_age_that_nothing_has_reached_is_worth_no_more_than_a_younger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that were seen unused are worth no less than older blocks of which nothing is known."""
-    monkeypatch.setattr(predicting, "FIRST_RETURNS", 0)
-    learning = Learning()
-    for number in range(400):
-        learning.ask(chain_of(number, 10))
-    predictor = learning.predictor
-    assert predictor.version > 0
-    context = chain_class(0, 10, 10)
-    assert (np.diff(predictor.worth[context]) <= 1e-12).all()
-
-
-def test_a_few_prompts_that_come_back_change_nothing_yet() -> None:
-    """The ages of a few blocks say little: going by them, chains that were about to come back seemed worth least."""
-    learning = Learning()
-    before = learning.predictor.worth
-    for number in range(predicting.FIRST_RETURNS + 2):
-        learning.ask(chain_of(number, 64))
-        assert learning.predictor.worth is before
-        if number > 1:
-            learning.ask(chain_of(number - 2, 64), 64)
-    for number in range(8):  # an estimate is computed in parts, one part with each prompt
-        learning.ask(chain_of(f"more {number}", 64))
-    assert learning.predictor.version > 0
-
-
-@pytest.mark.parametrize("prompt", [10, 64])
-@pytest.mark.parametrize("seed", range(3))
-def test_chains_that_only_just_fit_until_they_come_back_are_found(seed: int, prompt: int) -> None:
-    """Each prompt is loaded once, after two more have been stored. There is room for five, so `lru` finds all."""
-    chance, now_s = random.Random(seed), 100.0
-    engine = FastCache(sizes(5 * prompt, 0, policy="hazard"))
-    engine.declare(1, SPEC)
-    for number in range(60):
-        now_s += 0.05 * (2 + chance.random())
-        engine.play(ask(now_s, chain_of(number, prompt)))
-        now_s += 0.05 * (1 + chance.random())
-        if number >= 6:
-            assert engine.play(ask(now_s, chain_of(number - 2, prompt))).dram == prompt, number
 
 
 def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:
@@ -187,45 +100,6 @@ def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None
     assert worth[age_bucket(3.0)] < 0.5 * worth[age_bucket(1.0)], "a prompt that has not come by then is late"
 
 
-def test_the_time_from_store_to_load_is_learnt() -> None:
-    """Each prompt is stored without a look-up, and loaded once after a tenth of the room has been stored."""
-    learning = Learning()
-    for number in range(100):
-        learning.predictor.stored(b"", [chain_of(number, 1)])
-        learning.go_on(10)
-        if number >= 10:
-            keys = chain_of(number - 10, 1)
-            learning.predictor.asked(keys, 1, 1)
-    for _ in learning.predictor._refresh():
-        pass
-    worth = learning.predictor.worth[chain_class(0, 1, 1)]
-    assert worth[age_bucket(0.05)] > 5 * worth[age_bucket(0.2)]
-
-
-def test_what_goes_on_is_told_from_what_does_not() -> None:
-    """Chats come back, one-off prompts of the same length do not: their classes tell them apart."""
-    learning = Learning()
-    chats = dict.fromkeys(range(30), 4)
-    for lap in range(8):
-        for number in chats:
-            learning.ask(chain_of(f"chat {number}", chats[number]), chats[number] - 1 if lap else 0)
-            learning.ask(chain_of(f"once {lap} {number}", 40))
-            chats[number] += 1
-    later, once = chain_class(4, 1, 11), chain_class(0, 40, 40)
-    assert learning.predictor.worth[later, 0] > 5 * learning.predictor.worth[once, 0]
-
-
-def test_the_same_request_again_is_one_until_something_is_stored() -> None:
-    learning = Learning()
-    learning.ask(chain_of("a", 5))
-    for _ in range(4):  # each worker of an engine asks
-        learning.predictor.asked(chain_of("a", 5), 5, 5)
-    assert learning.predictor._used.sum() == 5
-    learning.go_on(1)
-    learning.predictor.asked(chain_of("a", 5), 5, 5)
-    assert learning.predictor._used.sum() == 10
-
-
 def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
     learning = Learning()
@@ -236,79 +110,6 @@ def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks > 100
     assert share == pytest.approx(blocks / 8000, rel=0.5)
     assert len(learning.predictor.expected) <= 500
-
-
-def counters(first: int, count: int) -> bytes:
-    """Keys that are no hashes: blocks by number."""
-    return b"".join(number.to_bytes(KEY_BYTES, "big") for number in range(first, first + count))
-
-
-@pytest.mark.parametrize("order", ["little", "big"])
-def test_keys_that_are_no_hashes_are_sampled_as_others(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
-    learning = Learning()
-    for number in range(100):
-        learning.ask(b"".join(at.to_bytes(KEY_BYTES, order) for at in range(100 * number, 100 * number + 100)))
-    blocks, share = learning.predictor.sampled
-    assert 200 < blocks <= 500
-    assert share == pytest.approx(blocks / 10_000, rel=0.5)
-
-
-def test_no_request_can_fill_the_sample_or_take_long() -> None:
-    """The sample leaves out blocks that are not here, and takes at most a few hundred of a long prompt."""
-    learning = Learning()
-    learning.ask(chain_of("own", 50))
-    for number in range(3):
-        evil = b"".join(bytes(8) + at.to_bytes(8, "little") for at in range(number << 16, (number + 1) << 16))
-        learning.predictor.asked(evil, 0, 0)
-        learning.predictor.asked(bytes(KEY_BYTES) * 65_536, 0, 0)
-    assert learning.predictor.sampled == (50, 1.0)
-    learning.ask(counters(0, 65_536))
-    blocks, share = learning.predictor.sampled
-    assert blocks <= 50 + predicting.MAX_AT_ONCE
-    assert share == 1.0, "other blocks are sampled as before"
-
-
-def test_a_client_cannot_tell_which_keys_are_sampled() -> None:
-    keys = counters(0, 4096)
-    one, other = hashes(keys, 1 << 70 | 5)[:-1], hashes(keys, 7 << 70 | 9)[:-1]
-    low = one < 1 << 61
-    assert 400 < np.count_nonzero(low) < 620
-    assert 20 < np.count_nonzero(low & (other < 1 << 61)) < 120, "the two samples are independent"
-
-
-def test_a_sample_of_what_is_long_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
-    learning = Learning()
-    for number in range(100):
-        learning.ask(chain_of(number, 20))
-    few = learning.predictor.sampled[1]
-    for number in range(200, 800):
-        learning.go_on(int(predicting.HORIZON) * ROOM // 20)
-        learning.ask(chain_of(number, 20))
-    assert learning.predictor.sampled[1] > few
-
-
-def test_half_of_a_full_sample_goes_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicting, "MAX_SAMPLES", 4000)
-    learning = Learning()
-    gone = 0
-    let_go = Predictor._let_go
-
-    def counted(self: Predictor, hashed: int) -> None:
-        nonlocal gone
-        gone += 1
-        let_go(self, hashed)
-
-    monkeypatch.setattr(Predictor, "_let_go", counted)
-    most = 0
-    for number in range(400):
-        before = gone
-        learning.ask(counters(40 * number, 40))
-        most = max(most, gone - before)
-        assert learning.predictor.sampled[0] <= 4000 + 4000 // predicting.LOOKED_AT
-    assert gone > 2000
-    assert most <= 2 * 40 * predicting.LOOKED_AT, "40 blocks are asked for and then stored"
 
 
 def loop(documents: int, blocks: int, laps: int) -> list[TraceRequest]:
@@ -329,35 +130,6 @@ def test_a_loop_larger_than_the_cache_has_hits() -> None:
         assert engine.check_integrity() == []
     assert hits["lru"] == 0
     assert hits["hazard"] > 0.6 * 100 * 19, "100 of 500 blocks can be kept for 19 laps"
-
-
-@pytest.mark.parametrize(("dram", "nvme", "headroom"), [(60, 0, 40), (50, 20, 30), (50, 60, 10)])
-def test_headroom_is_kept_free_and_decided_alike(dram: int, nvme: int, headroom: int) -> None:
-    for policy in ("lru", "hazard"):
-        its = sizes(dram, nvme, policy=policy, headroom_bytes=headroom * BLOCK_BYTES)
-        fast, exact = FastCache(its), Simulation(its, {1: SPEC})
-        fast.declare(1, SPEC)
-        chance, length = random.Random(dram), [4] * 8
-        for number in range(150):
-            chat = chance.randrange(8)
-            length[chat] = min(28, length[chat] + chance.randint(0, 3))
-            request = ask(number, chain_of(chat, length[chat]))
-            assert fast.play(request) == exact.play(request)
-            assert fast.resident(1) == exact.resident(1)
-            assert len(exact.resident(1)[0]) <= dram - headroom
-        assert exact.check_integrity() == fast.check_integrity() == []
-
-
-def test_what_is_used_in_dram_stays_on_nvme() -> None:
-    """A hit in DRAM counts as a use of the copy below, which is still there after DRAM has lost its own."""
-    for policy in ("lru", "hazard"):
-        exact = Simulation(sizes(30, 60, policy=policy), {1: SPEC})
-        wanted = chain_of("wanted", 10)
-        for number in range(40):
-            exact.play(ask(2.0 * number, wanted))
-            exact.play(ask(2.0 * number + 1, chain_of(f"other {number}", 10)))
-        _, nvme = exact.resident(1)
-        assert all(wanted[at : at + KEY_BYTES] in nvme for at in range(0, len(wanted), KEY_BYTES))
 
 
 def test_random_histories_leave_candidates_and_cells_in_order() -> None:

@@ -42,19 +42,6 @@ def test_a_parent_follows_its_last_child_before_others_of_that_age() -> None:
     assert eat(lru) == [parent, stranger]
 
 
-def test_a_parent_that_came_alone_has_no_privilege_later() -> None:
-    lru = policy(10)
-    parent, child, other = 0, 1, 2
-    for entry in (parent, child):
-        lru.inserted(entry)
-    lru.add(child)
-    lru.replaced(parent, child)
-    lru.inserted(other)
-    lru.add(other)
-    lru.touched(parent, USED)
-    assert eat(lru) == [other, parent]
-
-
 def test_a_parent_used_later_than_its_child_keeps_its_own_age() -> None:
     lru = policy(300)
     parent, child = 298, 299

@@ -46,18 +46,6 @@ def test_it_goes_by_seconds_once_the_cache_has_turned_over() -> None:
     assert cache.turnover.per_s() == pytest.approx(1 / 200)
 
 
-def test_it_shows_the_same_whatever_all_times_are_divided_by() -> None:
-    shown = []
-    for divisor in (1.0, 100.0, 10_000.0):
-        cache = Cache()
-        its = []
-        for seconds_each in (100.0, 40.0, 300.0, 0.5, 0.5, 0.5, 0.5, 0.5, 90.0):
-            its += cache.turn_over(1, seconds_each / divisor)
-        shown.append(its)
-    assert shown[1] == pytest.approx(shown[0])
-    assert shown[2] == pytest.approx(shown[0])
-
-
 @pytest.mark.parametrize("times", [1000.0, 1 / 1000])
 def test_it_finds_another_pace_and_never_goes_back(times: float) -> None:
     assert times > PACE_CHANGES or 1 / times > PACE_CHANGES

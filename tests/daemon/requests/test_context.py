@@ -8,14 +8,12 @@ from typing import cast
 import pytest
 from context_rig import MIB, context_of
 
-from tiercache.daemon.requests import admin as admin_requests
-from tiercache.daemon.requests.admin import AdminRequests
 from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, check_range, check_windows
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import ReadLease, StoreLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
-from tiercache.protocol.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello, ModelCard, ModelList, Models
+from tiercache.protocol.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello
 from tiercache.protocol.namespaces import NamespaceSpec
 
 
@@ -33,12 +31,6 @@ def test_what_leases_of_a_tenant_make_the_daemon_keep_is_limited() -> None:
     with pytest.raises(RequestRefused, match="hold too many blocks: release some"):
         context.lease_ttl_s(session, 1000)
     del session.owner.reads[0]
-    assert context.lease_ttl_s(session, 1000) == 1.0
-
-
-def test_what_leases_of_a_client_of_this_host_keep_is_its_own_affair() -> None:
-    context, session = context_of("")
-    lease_keys(session, MAX_LEASED_KEYS_BYTES // MIB + 1)
     assert context.lease_ttl_s(session, 1000) == 1.0
 
 
@@ -86,27 +78,3 @@ def test_the_windows_of_one_request_are_bounded_together() -> None:
     check_windows([wide, wide], keys[: len(keys) // 2])
     with pytest.raises(RequestRefused, match="at most 32768 in one request"):
         check_windows([wide, wide], keys)
-
-
-@pytest.mark.parametrize("tenant", ["", "a"])
-def test_models_of_many_sessions_are_listed_in_slices(monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
-    """A tenant's models are encoded anew, and all of its sessions may announce the same ones."""
-    monkeypatch.setattr(admin_requests, "MODELS_AT_ONCE", 3)
-    context, asking = context_of(tenant)
-    for number in range(4):
-        session = Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant)
-        cards = [ModelCard([f"model {number}"], bytes(16), [], 4), ModelCard(["another"], bytes(16), [], 4)]
-        session.models = {admin_requests.encoder.encode(card): card for card in cards}
-        context.sessions[session.token] = session
-    steps = AdminRequests(context)._models(asking, Models(1, asking.token, 1, 2**62))
-    slices = 0
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            reply = end.value
-            break
-        slices += 1
-    assert slices == 2
-    assert isinstance(reply, ModelList)
-    assert sorted(card.names[0] for card in reply.models) == ["another", *(f"model {number}" for number in range(4))]

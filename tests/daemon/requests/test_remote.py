@@ -19,7 +19,7 @@ from tiercache.daemon.requests.remote import REMOTE_SILENCE_S, AllowedClients, R
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.unsent import Unsent
 from tiercache.protocol.curve import CLIENTS_DIR, load_client, make_client, make_server
-from tiercache.protocol.messages import MAX_HELLO_BYTES, Hello
+from tiercache.protocol.messages import Hello
 
 INSTANCE = bytes(range(16))
 encode = msgspec.msgpack.encode
@@ -112,18 +112,6 @@ def test_a_key_that_was_removed_is_refused_at_once(directory: Path) -> None:
     play(directory, scenario)
 
 
-def test_a_key_file_renamed_to_another_client_ends_its_sessions(directory: Path) -> None:
-    def scenario(site: Site) -> None:
-        ours = site.hello("a")
-        clients = directory / CLIENTS_DIR
-        clients.joinpath("a.toml").rename(clients / "c.toml")
-        site.gate.tick()
-        assert site.cut == [ours]
-        assert not site.ended
-
-    play(directory, scenario)
-
-
 def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) -> None:
     def scenario(site: Site) -> None:
         silent, talks = site.hello("a"), site.hello("a")
@@ -140,29 +128,6 @@ def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) 
     play(directory, scenario)
 
 
-def test_requests_in_a_session_of_another_key_are_refused(directory: Path) -> None:
-    def scenario(site: Site) -> None:
-        ours = site.hello("a")
-        assert ours is not None
-        ours.heard_s -= REMOTE_SILENCE_S + 1
-        answer = site.says("b", encode(["ping", 1, ours.token]))
-        assert answer is not None
-        assert b"another client" in answer.header
-        assert not site.handled
-        site.gate.tick()
-        assert site.ended == [ours], "requests of another client do not keep the session"
-
-    play(directory, scenario)
-
-
-def test_a_long_hello_is_no_hello(directory: Path) -> None:
-    def scenario(site: Site) -> None:
-        assert site.hello("a", name="x" * MAX_HELLO_BYTES) is None
-        assert len(site.handled) == 1, "the handler of requests says what is wrong with it"
-
-    play(directory, scenario)
-
-
 def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory: Path) -> None:
     def scenario(site: Site) -> None:
         assert [site.hello("a") is not None for _ in range(5)] == [True] * 4 + [False]
@@ -175,22 +140,6 @@ def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory:
         assert site.hello("b") is not None
 
     play(directory, scenario, max_sessions=16)
-
-
-def test_a_file_that_changes_twice_within_a_moment_is_read_again(directory: Path, tmp_path: Path) -> None:
-    """What changes within one step of the file system's clock has the same time before and after."""
-    allowed, path = AllowedClients(directory), directory / CLIENTS_DIR / "a.toml"
-    allowed.read()
-    old, other = load_client(tmp_path / "a.toml").public, load_client(tmp_path / "b.toml").public
-    assert allowed.name_of(old) == "a"
-    changed = path.stat().st_mtime_ns
-    directory.joinpath(CLIENTS_DIR, "b.toml").unlink()
-    allowed.read()
-    path.write_text(path.read_text().replace(old.decode(), other.decode()))
-    os.utime(path, ns=(changed, changed))
-    allowed.read()
-    assert allowed.name_of(other) == "a"
-    assert allowed.name_of(old) is None
 
 
 def test_files_that_stay_are_not_read_again_and_what_is_wrong_is_said_once(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -145,19 +144,6 @@ def test_sessions_are_limited_and_silent_connections_count(tmp_path: Path) -> No
     play(tmp_path, scenario, max_sessions=2)
 
 
-def test_so_many_may_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_GREETING", 1)
-
-    async def scenario(rig: Rig) -> None:
-        silent = rig.connect()
-        assert "1 connections have not said hello: try again" in await rig.refused()
-        silent.close()
-        await rig.until(lambda: not rig.gate._greeting)
-        await rig.session()
-
-    play(tmp_path, scenario)
-
-
 def test_a_silent_connection_is_closed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "HELLO_TIMEOUT_S", 0.01)
 
@@ -166,42 +152,6 @@ def test_a_silent_connection_is_closed_after_a_while(tmp_path: Path, monkeypatch
         assert not rig.gate._greeting
 
     play(tmp_path, scenario)
-
-
-def test_processes_that_left_something_unfinished_are_waited_for_so_many_of_them(tmp_path: Path) -> None:
-    """Until another session has said that their copies are finished."""
-
-    async def scenario(rig: Rig) -> None:
-        rig.ends.quarantine = True
-        clients = [(await rig.session())[0] for _ in range(2)]
-        for client in clients:
-            await rig.leave(client)
-        assert len(rig.gate._ghosts) == 2
-        assert "2 processes are waited for, which left unfinished stores: end them" in await rig.refused()
-        rig.gate._max_sessions = 16
-        client, _ = await rig.session()
-        rig.ends.quarantine = False
-        await rig.leave(client)
-        assert not rig.gate._ghosts
-
-    play(tmp_path, scenario, max_sessions=2)
-
-
-def test_one_process_takes_the_sessions_of_no_other_by_what_it_leaves_unfinished(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        rig.ends.quarantine = True
-        for _ in range(2):
-            await rig.leave((await rig.session())[0])
-        refused = rig.connect()
-        rig.hello(refused)
-        tag, code, text = await rig.answer(refused)
-        assert (tag, code) == ("refused", "limit")
-        assert "sessions of this process left unfinished stores" in text
-        rig.ends.quarantine = False  # another session of the process has aborted these
-        await rig.session()
-        assert not rig.gate._ghosts
-
-    play(tmp_path, scenario, max_sessions=8)
 
 
 def test_regions_go_to_clients_that_map_them(tmp_path: Path) -> None:
@@ -236,86 +186,11 @@ def test_a_client_that_does_not_read_its_regions_is_cut(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_an_end_that_fails_leaves_no_session_and_no_socket(tmp_path: Path) -> None:
-    """The daemon still waits for the process to end, if that has frames in quarantine."""
-
-    async def scenario(rig: Rig) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        client, session = await rig.session()
-        rig.ends.fails = rig.ends.quarantine = True
-        client.shutdown(socket.SHUT_WR)
-        assert await rig.answer(client) is None
-        assert (rig.gate.sessions, rig.gate._ghosts) == ({}, {session})
-        rig.ends.fails = rig.ends.quarantine = False
-        await rig.leave((await rig.session())[0])
-
-    play(tmp_path, scenario)
-
-
-class NoDescriptors:
-    """A listening socket whose first `times` accepts fail for want of a descriptor."""
-
-    def __init__(self, listener: socket.socket, times: int) -> None:
-        self._listener = listener
-        self.left = times
-        self.asked = 0
-
-    def accept(self) -> Any:
-        self.asked += 1
-        if self.left > 0:
-            self.left -= 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-
-@pytest.mark.parametrize("again_s", [0.001, LONG_S])
-def test_out_of_descriptors_no_session_is_lost_and_the_loop_does_not_spin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float
-) -> None:
-    monkeypatch.setattr(sessions, "_ACCEPT_AGAIN_S", again_s)
-
-    async def scenario(rig: Rig) -> None:
-        rig.gate._listener = listener = NoDescriptors(rig.gate._listener, 3)  # type: ignore[assignment]
-        if again_s < LONG_S:
-            await rig.session()
-            assert listener.asked >= 4
-            return
-        rig.connect()
-        await rig.until(lambda: listener.asked > 0)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert listener.asked == 1
-
-    play(tmp_path, scenario)
-
-
 def test_a_packet_after_hello_ends_the_session_and_its_descriptors_are_closed(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         client, session = await rig.session()
         send_packet(client, b"x", [client.fileno()])
         assert await rig.answer(client) is None
         assert not session.open
-
-    play(tmp_path, scenario)
-
-
-def test_one_process_is_one_party_whatever_it_calls_itself(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        parties = {(await rig.session(instance))[1].owner.party for instance in (1, 2)}
-        assert len(parties) == 1
-        assert parties.pop().startswith(f"process {os.getpid()} (")
-
-    play(tmp_path, scenario)
-
-
-def test_an_empty_packet_is_no_hello_and_its_descriptors_are_closed(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
-        client = rig.connect()
-        send_packet(client, b"", [client.fileno()])
-        assert await rig.answer(client) is None
-        assert not rig.gate._greeting
 
     play(tmp_path, scenario)

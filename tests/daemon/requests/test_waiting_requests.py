@@ -11,7 +11,6 @@ from context_rig import context_of
 from tenant_cache import make_cache, open_for, store
 
 from tiercache.daemon.ground.slices import finish
-from tiercache.daemon.requests import reads as read_requests
 from tiercache.daemon.requests.reads import ReadRequests
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.slow import SlowRequests
@@ -59,32 +58,6 @@ def test_a_lease_that_is_found_to_have_lost_a_block_only_when_asked_again_is_ans
         pass
     assert [msgspec.msgpack.decode(answer.header)[0] for answer in w.answers] == ["frames"] * 2
     assert (w.requests.parked, w.session.owner.reads) == (0, {})
-
-
-def test_more_requests_that_come_before_the_others_are_answered_are_answered_too() -> None:
-    """The daemon finds that the lease has ended while it answers the requests that are due."""
-    w = Waiting()
-    lease = w.lease()
-    w.park(lease, 3, until_us=2**62)
-    w.requests._progressed(lease.lease_id)
-    w.park(lease, 2, until_us=2**62)
-    w.lose_a_block()
-    while w.requests.answer_parked():
-        pass
-    assert (len(w.answers), *w.left) == (5, 0, {}, {})
-
-
-def test_answers_that_take_long_are_given_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lease may have a very wide window, and the daemon looks at all of it."""
-    monkeypatch.setattr(read_requests, "ANSWER_NS", 0)
-    w = Waiting()
-    for number in range(3):
-        w.park(w.lease(), 1 + number)
-    given = []
-    while w.requests.answer_parked():
-        given.append(len(w.answers))
-    assert given == [1, 2, 3, 4, 5]
-    assert (len(w.answers), *w.left) == (6, 0, {}, {})
 
 
 @pytest.mark.parametrize("then", ["stop", "grow"])

@@ -8,9 +8,6 @@ from chains import chain_of
 from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
-from tiercache.daemon.ground.slices import finish
-from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.entries import FREE
 from tiercache.daemon.tiers.dram import space
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
@@ -19,50 +16,6 @@ from tiercache.errors import ConfigError
 from tiercache.protocol.namespaces import NamespaceSpec
 
 REGION = 16 * FRAME
-
-
-def frames_in_use(cache: CacheAtOnce) -> list[int]:
-    """Frames of all blocks, and of those that are gone but still pinned."""
-    rows = zip(cache.space.index.frame, cache.space.index.state, strict=True)
-    return [frame for frame, state in rows if state != FREE and frame != NO_FRAME]
-
-
-def test_a_tenant_at_its_quota_evicts_its_own_oldest() -> None:
-    cache = make_cache(64, a=8)
-    a, b = open_for(cache, "a"), open_for(cache, "b")
-    old, new, other = chain_of("old", 6), chain_of("new", 6), chain_of("other", 20)
-    assert store(cache, b, other) == 20
-    assert store(cache, a, old) == 6
-    assert store(cache, a, new) == 6
-    assert found(cache, a, new) == 6
-    assert found(cache, a, old) == 2  # its tail went first
-    assert found(cache, b, other) == 20
-    assert cache.space.used_bytes("a") == 8 * FRAME
-    assert cache.counters.evicted_blocks == 4
-
-
-def test_what_does_not_fit_is_refused_like_by_a_full_arena() -> None:
-    cache = make_cache(64, a=8)
-    a = open_for(cache, "a")
-    assert store(cache, a, chain_of("long", 12)) == 8
-    assert cache.counters.refused_by_quota_blocks == 4
-    assert found(cache, a, chain_of("long", 12)) == 8
-
-
-def test_blocks_being_stored_count() -> None:
-    cache = make_cache(64, a=8)
-    a = open_for(cache, "a")
-    assert store(cache, a, chain_of("first", 5), commit=False) == 5
-    assert store(cache, a, chain_of("second", 5)) == 3
-    assert cache.space.used_bytes("a") == 8 * FRAME
-
-
-def test_all_namespaces_of_a_tenant_share_its_quota() -> None:
-    cache = make_cache(64, a=8)
-    one, two = open_for(cache, "a", engine="1"), open_for(cache, "a", engine="2")
-    assert store(cache, one, chain_of("x", 6)) == 6
-    assert store(cache, two, chain_of("x", 6)) == 6
-    assert (found(cache, one, chain_of("x", 6)), found(cache, two, chain_of("x", 6))) == (2, 6)
 
 
 def test_a_full_arena_evicts_the_oldest_block_of_any_account() -> None:
@@ -125,13 +78,6 @@ def test_there_are_so_many_namespaces_and_no_more(monkeypatch: pytest.MonkeyPatc
     assert open_for(cache, "", engine="2").number == 3
 
 
-def test_a_tenants_name_is_a_word() -> None:
-    spec = NamespaceSpec(engine="e", layout="x", dtype="uint8", block_size=1, block_bytes=FRAME)
-    assert spec.of_tenant("team-a").problem() is None
-    for name in ("*", "ns:5d1e0b3a", "a\nb", 'a"b', "a" * 65, "-a"):
-        assert "a tenant's name" in (spec.of_tenant(name).problem() or ""), name
-
-
 def test_quotas_as_they_are_written() -> None:
     config = load_config(flags={"quota": "team-a=16MiB, *=1MiB"}, env={})
     assert config.quota == (("team-a", 16 << 20), ("*", 1 << 20))
@@ -148,48 +94,6 @@ def test_quotas_as_they_are_written() -> None:
     for text, problem in wrong.items():
         with pytest.raises(ConfigError, match=problem):
             load_config(flags={"quota": text}, env={})
-
-
-def test_a_frame_counts_until_its_last_read_has_ended() -> None:
-    """A block that was evicted while it was being sent is gone, and its frame is not there for others yet."""
-    cache = make_cache(64, a=8)
-    a = open_for(cache, "a")
-    assert store(cache, a, chain_of("sent", 8)) == 8
-    frames = frames_in_use(cache)
-    for frame in frames:
-        cache.space.allocator.hold(frame)
-    assert store(cache, a, chain_of("more", 8)) == 0
-    assert cache.space.used_bytes("a") == 8 * FRAME
-    assert cache.counters.evicted_blocks == 8  # no more than were needed
-    for frame in frames[:3]:
-        cache.space.allocator.unhold(frame)
-    assert store(cache, a, chain_of("more", 8)) == 3
-    for frame in frames[3:]:
-        cache.space.allocator.unhold(frame)
-    assert store(cache, a, chain_of("more", 8)) == 8
-
-
-def test_frames_in_quarantine_count() -> None:
-    cache = make_cache(64, a=8)
-    a, writer = open_for(cache, "a"), Owner(b"w" * 16)
-    cache.reserve(writer, a, b"", chain_of("lost", 5), 60.0)
-    cache.session_lost(writer)
-    assert store(cache, a, chain_of("next", 8)) == 3
-    assert cache.space.used_bytes("a") == 8 * FRAME
-    cache.process_gone(writer)
-    assert store(cache, a, chain_of("next", 8)) == 8
-
-
-def test_flushed_blocks_count_until_their_frames_are_free() -> None:
-    cache = make_cache(64, a=8)
-    a, reader = open_for(cache, "a"), Owner(b"r" * 16)
-    assert store(cache, a, chain_of("read", 8)) == 8
-    assert cache.match(reader, [a], chain_of("read", 8), 60.0).lease is not None
-    cache.space.index.drop(a.table.get(chain_of("read", 8)[:16]))
-    assert cache.space.used_bytes("a") == 8 * FRAME
-    while cache.work():
-        pass  # the lease ends
-    assert cache.space.used_bytes("a") == 0
 
 
 def squat(cache: CacheAtOnce, tenant: str, regions: int) -> tuple[Owner, list[Namespace]]:
@@ -231,52 +135,12 @@ def test_small_blocks_in_every_region_do_not_take_the_arena() -> None:
     assert cache.space.used_bytes("a") == 48 * FRAME
 
 
-def test_a_region_that_is_kept_by_stores_and_pins_comes_back_too() -> None:
-    cache = regions(3, s=12, a=60)
-    remote, pinned = Owner(b"r" * 16, mapped=False), open_for(cache, "s", 2 * FRAME)
-    assert cache.reserve(remote, open_for(cache, "s"), b"", chain_of("open", 1), 60.0).frames
-    assert store(cache, pinned, chain_of("pinned", 1)) == 1
-    assert finish(cache.reads.pins.pin([pinned], chain_of("pinned", 1), 1000.0)) == 1
-    below = chain_of("parent", 2)
-    parent = open_for(cache, "s", 3 * FRAME)
-    assert store(cache, parent, below[:16]) == 1
-    assert cache.reserve(remote, parent, below[:16], below[16:], 60.0).frames
-    a = open_for(cache, "a", 16 * FRAME)
-    for number in range(2):
-        store(cache, a, chain_of(f"a{number}", 1))
-        settle(cache)
-        assert store(cache, a, chain_of(f"a{number}", 1)) == 1
-    settle(cache)
-
-
-def test_what_a_mapped_client_writes_to_is_never_given_to_others() -> None:
-    cache = regions(2, s=1, a=60)
-    writer = Owner(b"w" * 16)
-    frames = cache.reserve(writer, open_for(cache, "s"), b"", chain_of("open", 1), 60.0).frames
-    assert store(cache, open_for(cache, "s", 2 * FRAME), chain_of("x", 1)) == 0  # its quota is used up
-    a = open_for(cache, "a", 16 * FRAME)
-    for number in range(3):
-        store(cache, a, chain_of(f"a{number}", 1))
-        settle(cache)
-    assert not set(frames) & set(frames_in_use(cache))
-
-
 def test_no_account_gives_back_what_its_quota_allows() -> None:
     cache = regions(3, s=48, a=48)
     owner, _ = squat(cache, "s", 3)
     store(cache, open_for(cache, "a", 16 * FRAME), chain_of("a", 1))
     settle(cache)
     assert len(owner.reads) == 3
-
-
-def test_an_account_that_takes_too_much_makes_no_other_give_back() -> None:
-    cache = regions(4, s=12, t=12)
-    squat(cache, "s", 2)
-    for number in (4, 5):
-        assert store(cache, open_for(cache, "t", FRAME * number), chain_of("tiny", 1)) == 1
-    shares, wanted = cache.space.shares, cache.space.allocator.size_class(8 * FRAME)
-    assert shares.to_give_back(wanted, cache.space.quotas.numbers["t"]) is None
-    assert shares.to_give_back(wanted, 0) is not None
 
 
 def test_an_account_whose_quota_was_taken_away_may_take_what_it_wants() -> None:
@@ -287,11 +151,3 @@ def test_an_account_whose_quota_was_taken_away_may_take_what_it_wants() -> None:
     cache.space.quotas.change({})
     assert shares.to_give_back(wanted, 0) is None
     assert not shares.at_limit(cache.space.quotas.numbers["s"])
-
-
-def test_one_request_takes_back_one_region() -> None:
-    cache = regions(4, s=12)
-    squat(cache, "s", 4)
-    store(cache, open_for(cache, "", 16 * FRAME), chain_of("a", 4))
-    settle(cache)
-    assert cache.counters.regions_drained == 1

@@ -10,7 +10,6 @@ from cache_rig import FRAME_BYTES, CacheRig, fill, in_slices
 from chains import chain_of
 
 from tiercache.daemon.index.check import ENTRIES
-from tiercache.daemon.index.entries import FREE
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
 
@@ -181,35 +180,6 @@ def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
 
     findings, _ = in_slices(h.cache.check(), read)
     assert [finding for finding in findings if text in finding], findings
-
-
-def test_a_slice_of_a_check_looks_at_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also holds where one block has very many children."""
-    h = CacheRig(region_bytes=8 * BLOCKS * FRAME_BYTES)
-    flat = h.space(window_blocks=1)
-    for tag in range(1, 13):
-        fill(h, flat, tag, BLOCKS // 2)
-    looked = 0
-
-    class Counted(list[bytes]):
-        def __getitem__(self, at: int) -> bytes:  # type: ignore[override]  # of the index
-            nonlocal looked
-            looked += 1
-            return super().__getitem__(at)
-
-    index = h.cache.space.index
-    monkeypatch.setattr(index, "key", Counted(index.key))
-    most = 0
-
-    def look() -> None:
-        nonlocal looked, most
-        most, looked = max(most, looked), 0
-
-    findings, slices = in_slices(h.cache.check(), look)
-    assert findings == []
-    assert 0 < most <= ENTRIES
-    entries = sum(state != FREE for state in index.state)
-    assert slices > entries // ENTRIES
 
 
 def test_a_check_that_is_given_up_leaves_nothing_behind() -> None:

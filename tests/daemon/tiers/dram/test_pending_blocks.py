@@ -1,0 +1,103 @@
+"""Long chains of blocks that are being stored: published and dropped in slices, and right in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from cache_rig import FRAME_BYTES, CacheRig, counted, finish
+from chains import chain_of
+
+from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.writes import Writes
+from tiercache.protocol.messages import MAX_RESERVE, CommitState
+
+BLOCKS = 6000
+
+
+def waiting(fan: int = 1) -> tuple[CacheRig, Namespace, bytes, list[int]]:
+    """A chain that is complete but for its first block; `fan` above 1 makes as many chains below that block."""
+    h = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES)
+    namespace, leases = h.space(), list[int]()
+    first = chain_of(1, MAX_RESERVE)
+    leases.append(h.cache.reserve(h.owner, namespace, b"", first, 10).lease_id)
+    keys = first
+    for tag in range(2, 2 + fan):
+        parent, its = first[-16:], chain_of(tag, BLOCKS // fan)
+        keys += its
+        for at in range(0, len(its), 16 * MAX_RESERVE):
+            part = its[at : at + 16 * MAX_RESERVE]
+            got = h.cache.reserve(h.owner, namespace, parent, part, 10)
+            states = h.cache.writes.commit(h.owner, got.lease_id, range(len(part) // 16))
+            assert set(states) == {CommitState.HELD}
+            parent = part[-16:]
+    h.check()
+    return h, namespace, keys, leases
+
+
+def worked(h: CacheRig, calls: Callable[[], int]) -> int:
+    """Do all deferred work; returns the most calls in one slice."""
+    most = calls()
+    while True:
+        more = h.cache.work()
+        most = max(most, calls())
+        h.check()
+        if not more:
+            return most
+
+
+@pytest.mark.parametrize("fan", [1, 40])
+def test_what_waits_for_a_block_is_published_in_slices(monkeypatch: pytest.MonkeyPatch, fan: int) -> None:
+    h, namespace, keys, (lease,) = waiting(fan)
+    shown = counted(monkeypatch, PendingBlocks, "_show")
+    assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.VISIBLE}
+    assert namespace.table.blocks < MAX_RESERVE + BLOCKS
+    assert 0 < worked(h, shown) <= BLOCKS_AT_ONCE + MAX_RESERVE
+    assert namespace.table.blocks == MAX_RESERVE + BLOCKS // fan * fan
+    assert not h.cache.writes.pending.by_key
+    if fan == 1:
+        assert h.cache.match(h.owner, [namespace], keys, 0).dram == MAX_RESERVE + BLOCKS
+
+
+@pytest.mark.parametrize("fan", [1, 40])
+@pytest.mark.parametrize("how", ["abort", "flush", "flush_key", "expiry", "session"])
+def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
+    monkeypatch: pytest.MonkeyPatch, fan: int, how: str
+) -> None:
+    h, namespace, keys, (lease,) = waiting(fan)
+    dropped = counted(monkeypatch, PendingBlocks, "drop")
+    if how == "abort":
+        h.cache.writes.abort(h.owner, lease, finished=True)
+    elif how == "flush":
+        h.cache.flush_dram([namespace.number], b"")
+    elif how == "flush_key":
+        h.cache.flush_dram([namespace.number], keys[:16])
+    elif how == "expiry":
+        h.now_s += 11
+        h.cache.expire()
+    else:
+        h.cache.process_gone(h.owner)
+    assert h.cache.writes.pending.by_key
+    assert h.cache.match(h.owner, [namespace], keys, 0).dram == 0
+    assert 0 < worked(h, dropped) <= BLOCKS_AT_ONCE + MAX_RESERVE
+    assert not h.cache.writes.pending.by_key
+    assert set(h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))) == {CommitState.DROPPED}
+    finish(h)
+    assert h.cache.space.allocator.used_bytes == 0
+    h.store(namespace, chain_of(1, 3))
+    assert h.cache.match(h.owner, [namespace], chain_of(1, 3), 0).dram == 3
+
+
+def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, leases = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES), 12
+    namespace = h.space()
+    for tag in range(leases):
+        h.cache.reserve(h.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10)
+    dropped, given_back = counted(monkeypatch, PendingBlocks, "drop"), counted(monkeypatch, Writes, "_give_back")
+    h.cache.session_lost(h.owner)
+    assert 0 < worked(h, dropped) < BLOCKS_AT_ONCE + MAX_RESERVE
+    h.cache.process_gone(h.owner)
+    assert 0 < worked(h, given_back) < BLOCKS_AT_ONCE + MAX_RESERVE
+    finish(h)
+    assert h.cache.space.allocator.used_bytes == 0

@@ -1,0 +1,67 @@
+"""Commits that publish much: in slices, and answered once their blocks are visible."""
+
+from __future__ import annotations
+
+import pytest
+from cache_rig import FRAME_BYTES, CacheRig, finish
+from chains import chain_of
+
+from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.pending_blocks import RUN_BLOCKS
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.writes import VISIBLE_WITHIN_S
+from tiercache.protocol.messages import MAX_RESERVE, CommitState
+
+VISIBLE, DROPPED = [CommitState.VISIBLE] * MAX_RESERVE, [CommitState.DROPPED] * MAX_RESERVE
+KEYS = chain_of(1, MAX_RESERVE)
+
+
+def slow(h: CacheRig) -> tuple[Namespace, int, Steps[list[CommitState]]]:
+    """Begin a commit whose first slice ends after some blocks; returns its namespace, lease and other slices."""
+    h.cache.writes.pending.publish_ns = 0
+    namespace = h.space()
+    lease = h.cache.reserve(h.owner, namespace, b"", KEYS, 10).lease_id
+    steps = h.cache.writes.commit_in_slices(h.owner, lease, range(MAX_RESERVE))
+    next(steps)
+    assert namespace.table.blocks == RUN_BLOCKS
+    h.check()
+    return namespace, lease, steps
+
+
+def wide() -> CacheRig:
+    return CacheRig(region_bytes=4 * MAX_RESERVE * FRAME_BYTES)
+
+
+def end_of(h: CacheRig, steps: Steps[list[CommitState]]) -> list[CommitState]:
+    """Do deferred work between the slices of a commit; returns its answer."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            states: list[CommitState] = end.value
+            return states
+        h.cache.work()
+        h.check()
+
+
+def test_a_commit_publishes_a_part_at_a_time_and_is_answered_when_all_is_visible() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    for parts in (2, 3):
+        h.cache.work()
+        assert namespace.table.blocks == parts * RUN_BLOCKS
+        next(steps)
+    assert end_of(h, steps) == VISIBLE
+    assert h.cache.match(h.owner, [namespace], KEYS, 0).dram == MAX_RESERVE
+    finish(h)
+
+
+def test_a_commit_waits_only_a_moment_for_its_blocks() -> None:
+    h = wide()
+    namespace, _, steps = slow(h)
+    h.now_s += VISIBLE_WITHIN_S
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert set(end.value.value) == {CommitState.VISIBLE, CommitState.HELD}
+    finish(h)
+    assert namespace.table.blocks == MAX_RESERVE

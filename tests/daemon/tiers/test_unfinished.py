@@ -1,0 +1,106 @@
+"""Unfinished writes: how much of the arena they may take, which client they count for, and what ends them."""
+
+from __future__ import annotations
+
+from cache_at_once import CacheAtOnce
+from chains import chain_of
+
+from tiercache.daemon.cache import CacheLimits
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.write_lease import Reservation
+from tiercache.protocol.messages import BlockState, CommitState
+from tiercache.protocol.namespaces import NamespaceSpec
+
+FRAME = 4096
+ARENA_FRAMES = 32
+INSTANCE = bytes(16)
+"""The instance under which the daemon itself writes; a client may claim the same."""
+
+
+class Writers:
+    """An arena of 32 frames of which a quarter stays readable, a clock that is a field, and who writes to it."""
+
+    def __init__(self, quarantine_frames: int = ARENA_FRAMES, floor_share: float = 0.25) -> None:
+        self.now_s = 0.0
+        limits = CacheLimits(quarantine_bytes=quarantine_frames * FRAME, floor_share=floor_share)
+        self.cache = CacheAtOnce(lambda: self.now_s, limits)
+        self.cache.space.allocator.add_region(0, ARENA_FRAMES * FRAME)
+        spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=FRAME)
+        self.namespace: Namespace = self.cache.space.open_namespace(spec)
+        self._chains = 0
+
+    def reserve(self, owner: Owner, blocks: int, parent: bytes = b"", ttl_s: float = 10.0) -> Reservation:
+        """Reserve a new chain of `blocks` blocks."""
+        self._chains += 1
+        return self.cache.reserve(owner, self.namespace, parent, chain_of(self._chains, blocks), ttl_s)
+
+    def frames(self, owner: Owner, blocks: int) -> int:
+        """How many of `blocks` new blocks get frames."""
+        got = self.reserve(owner, blocks)
+        assert got.states == [BlockState.FRAME] * len(got.frames) + [BlockState.NONE] * (blocks - len(got.frames))
+        self.check()
+        return len(got.frames)
+
+    def expire(self) -> None:
+        self.now_s += 11
+        self.cache.expire()
+        self.check()
+
+    def reasons(self) -> list[str]:
+        return self.cache.writes.unfinished.reasons()
+
+    def check(self) -> None:
+        assert self.cache.check_integrity() == []
+
+
+def party(name: str, session: int = 0, *, mapped: bool = True, internal: bool = False) -> Owner:
+    return Owner(bytes([session]) * 16, party=name, mapped=mapped, internal=internal)
+
+
+def test_one_process_has_its_limit_whatever_instances_it_names() -> None:
+    w = Writers(quarantine_frames=5)
+    assert [w.frames(party("a", session), 3) for session in range(4)] == [3, 2, 0, 0]
+    assert w.frames(party("b"), 8) == 5
+
+
+def test_one_process_leaves_half_of_the_arena_and_all_together_leave_a_quarter() -> None:
+    w = Writers()
+    assert [w.frames(party("a"), 20), w.frames(party("b"), 20)] == [16, 8]
+    assert [w.frames(party("c"), 4), w.frames(party("c"), 4)] == [1, 0], "a client without frames gets one at a time"
+
+
+def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
+    w = Writers(quarantine_frames=1)
+    assert w.frames(party("", internal=True), ARENA_FRAMES) == ARENA_FRAMES
+    assert w.cache.writes.unfinished.quarantined_bytes == 0
+
+
+def test_health_names_the_client_that_leaves_much_unfinished() -> None:
+    w = Writers()
+    w.reserve(party("process 7"), 8)
+    assert w.reasons() == [], "blocks that are still being written do no harm"
+    w.expire()
+    text = "32.0 KiB of the arena wait in quarantine for process 7, which does not finish its stores: restart it"
+    assert w.reasons() == [text]
+
+
+def test_health_tells_of_many_clients_that_leave_a_little_each() -> None:
+    w = Writers()
+    for number in range(3):
+        w.reserve(party(f"process {number}"), 4)
+    w.expire()
+    text = "48.0 KiB of the arena wait in quarantine for 3 clients, which do not finish their stores: restart engines"
+    assert w.reasons() == [f"{text} that hang"]
+
+
+def test_a_client_that_calls_itself_like_the_daemon_does_not_reach_its_leases() -> None:
+    w = Writers()
+    daemon, client = Owner(INSTANCE, internal=True), Owner(INSTANCE)
+    lease = w.reserve(daemon, 3).lease_id
+    assert w.cache.writes.commit(client, lease, [0, 1, 2]) == [CommitState.DROPPED] * 3
+    assert w.cache.writes.writable_block(client, lease, 0) is None
+    w.cache.writes.abort(client, lease, finished=True)
+    w.cache.writes.fail(client, lease, 0)
+    assert w.cache.writes.commit(daemon, lease, [0, 1, 2]) == [CommitState.VISIBLE] * 3
+    w.check()
