@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -82,4 +83,17 @@ def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None
     def run(*args: Any, **options: Any) -> None:
         play(lambda: test(*args, **options))
 
+    return run
+
+
+def on_clock(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test is a scenario whose first argument is a `Clock`, and is played on that."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        clock = Clock()
+        play(lambda: test(clock, *args, **options), clock)
+
+    its = inspect.signature(test)
+    run.__signature__ = its.replace(parameters=list(its.parameters.values())[1:])  # type: ignore[attr-defined]
     return run

@@ -69,6 +69,8 @@ keys = st.sampled_from(KEYS)
 spaces = st.integers(0, len(SPACES) - 1)
 groups = st.sampled_from([(0,), (1,), (2,), (3,), (0, 2), (0, 1), (1, 3)])
 disks = st.integers(0, 1)
+then = st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans())
+"""What follows a step: so much of the daemon's work, blocks that move on each disk, and perhaps commits."""
 
 
 @lru_cache(maxsize=4096)
@@ -141,16 +143,23 @@ class NvmeMachine(RuleBasedStateMachine):
         for module, name in ((promotion, "GROW_NS"), (flights, "SETTLE_NS")):
             self.patch.setattr(module, name, 0 if small_slices else FOR_EVER_NS)
         self.roomy = roomy
-        segments = 64 if roomy else 3
+        segments = 64 if roomy else 2
         self.disks = [MemoryDisk(number, self.clock, segments, SEGMENT_BYTES) for number in range(directories)]
-        self.quota = {} if roomy or not quota else {"*": 9 * PAGE}
+        self.quota = {"tenant": 5 * PAGE} if quota and not roomy else {}
         self.model = Model()
+        self.suspect = False
+        """A disk may have other bytes than it was given."""
         self.start()
+        for space in self.spaces:  # there are segments now
+            self.store(self.spaces.index(space), CHAINS[-1], 1, 0, (2, 3, True))
+        self.come_to_rest()
 
     def start(self) -> None:
         self.held: list[Held] = []
-        self.calm = True
-        """No trouble was made in this life."""
+        self.answers: list[list[bool]] = []
+        """Of the flushes of this life."""
+        self.calm = not any(disk.hung or disk.failing or disk.away for disk in self.disks)
+        """There was no trouble in this life."""
         self.rig = TierRig(
             Path("/nowhere"),
             disks=self.disks,
@@ -159,7 +168,7 @@ class NvmeMachine(RuleBasedStateMachine):
             limits=CacheLimits(quarantine_bytes=1 << 30, quota_below=self.quota, pin_share=1.0),
         )
         self.run(self.rig.tier.open(0.001))
-        self.spaces = [self.rig.namespace(size, rank, window) for size, rank, window in SPACES]
+        self.spaces = [self.rig.namespace(size, rank, window, tenant="tenant") for size, rank, window in SPACES]
 
     def run(self, what: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(what)
@@ -187,8 +196,8 @@ class NvmeMachine(RuleBasedStateMachine):
     def name(self, space: Namespace, chain: bytes, number: int) -> Name:
         return space.fingerprint, key_of(chain, number)
 
-    @rule(space=spaces, chain=chains, length=lengths, first=st.integers(0, 4))
-    def store(self, space: int, chain: bytes, length: int, first: int) -> None:
+    @rule(space=spaces, chain=chains, length=lengths, first=st.integers(0, 4), then=then)
+    def store(self, space: int, chain: bytes, length: int, first: int, then: tuple[int, int, bool]) -> None:
         """A chain from its first block on; of a window any part."""
         its, rig = self.spaces[space], self.rig
         chain = chain[: KEY_BYTES * length]
@@ -203,23 +212,26 @@ class NvmeMachine(RuleBasedStateMachine):
         if self.roomy:
             assert BlockState.NONE not in got.states, "there is room for everything"
             self.model.in_dram |= {self.name(its, chain, first + number) for number in range(len(got.states))}
+        self.go(then)
 
     @staticmethod
     def bytes_of(space: Namespace, name: Name, generation: int) -> bytes:
         return content(name, generation, space.spec.block_bytes)
 
-    @rule(group=groups, chain=chains, length=lengths)
-    def match(self, group: Sequence[int], chain: bytes, length: int) -> None:
+    @rule(group=groups, chain=chains, length=lengths, then=then)
+    def match(self, group: Sequence[int], chain: bytes, length: int, then: tuple[int, int, bool]) -> None:
         if len(self.held) < 4:
             its = [self.spaces[number] for number in group]
             lease = self.rig.match(its, chain[: KEY_BYTES * length])
             if lease is not None:
                 self.held.append(Held(lease, its, dict(self.model.floor)))
+        self.go(then)
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 3), looks=st.booleans())
-    def release(self, which: int, looks: bool) -> None:
+    @rule(which=st.integers(0, 3), looks=st.booleans(), then=then)
+    def release(self, which: int, looks: bool, then: tuple[int, int, bool]) -> None:
         self.read(self.held.pop(which % len(self.held)), looks)
+        self.go(then)
 
     def read(self, held: Held, looks: bool = True) -> int:
         """Compare what there is under a lease, then release it; returns how many blocks, 0 for a revoked lease."""
@@ -239,12 +251,13 @@ class NvmeMachine(RuleBasedStateMachine):
         assert not wrong, wrong
         return blocks
 
-    @rule(group=groups, chain=chains)
-    def prefetch(self, group: Sequence[int], chain: bytes) -> None:
+    @rule(group=groups, chain=chains, then=then)
+    def prefetch(self, group: Sequence[int], chain: bytes, then: tuple[int, int, bool]) -> None:
         self.rig.cache.prefetch(self.rig.owner, [self.spaces[number] for number in group], chain)
+        self.go(then)
 
-    @rule(key=st.one_of(st.just(b""), keys), tier=st.sampled_from(["all", "nvme"]))
-    def flush(self, key: bytes, tier: str) -> None:
+    @rule(key=st.one_of(st.just(b""), keys), tier=st.sampled_from(["all", "nvme"]), then=then)
+    def flush(self, key: bytes, tier: str, then: tuple[int, int, bool]) -> None:
         """All of it or from a key on: asked for now, answered some time later, once."""
         concerned = {(space.fingerprint, one) for space in self.spaces for one in (behind(space, key) if key else KEYS)}
         every = self.rig.cache.space.all_namespaces()
@@ -255,6 +268,7 @@ class NvmeMachine(RuleBasedStateMachine):
             kept = {}
             self.model.promised -= concerned
         answers, model = list[bool](), self.model
+        self.answers.append(answers)
 
         def answered(blocks: int, durable: bool) -> None:
             answers.append(durable)
@@ -263,8 +277,16 @@ class NvmeMachine(RuleBasedStateMachine):
                 model.durable_floor[name] = max(model.durable_floor.get(name, 0), generation)
 
         self.rig.tier.flush(every, key, answered)
+        self.go(then)
 
     # --- what the daemon and its disks do ------------------------------------------------------------
+
+    def go(self, then: tuple[int, int, bool]) -> None:
+        """What follows a step."""
+        rounds, moves, commits = then
+        self.run(self.rig.work(rounds))
+        for disk in self.disks:
+            disk.step(moves, rounds, commits)
 
     @rule(rounds=st.integers(1, 5))
     def work(self, rounds: int) -> None:
@@ -286,16 +308,18 @@ class NvmeMachine(RuleBasedStateMachine):
         self.clock.now_s += seconds
         self.run(self.rig.work())
 
-    @rule()
-    def forget_dram(self) -> None:
+    @rule(then=then)
+    def forget_dram(self, then: tuple[int, int, bool]) -> None:
         self.rig.forget_dram()
         self.model.in_dram.clear()
+        self.go(then)
 
-    @rule(space=spaces, key=keys)
-    def forget_block(self, space: int, key: bytes) -> None:
+    @rule(space=spaces, key=keys, then=then)
+    def forget_block(self, space: int, key: bytes, then: tuple[int, int, bool]) -> None:
         its = self.spaces[space]
         self.rig.forget_blocks(its, key)
         self.model.in_dram -= {(its.fingerprint, one) for one in behind(its, key)}
+        self.go(then)
 
     # --- what goes wrong -----------------------------------------------------------------------------
 
@@ -320,7 +344,7 @@ class NvmeMachine(RuleBasedStateMachine):
     @rule(disk=disks, which=st.integers(0, 99))
     def damage(self, disk: int, which: int) -> None:
         if self.disks[disk % len(self.disks)].damage(which):
-            self.calm = False
+            self.calm, self.suspect = False, True
             self.model.promised.clear()
 
     # --- lives ---------------------------------------------------------------------------------------
@@ -330,6 +354,7 @@ class NvmeMachine(RuleBasedStateMachine):
         """With a loss of power if commits or pages are lost."""
         self.run(self.rig.crash(landed))
         for disk in self.disks if commits or pages else ():
+            self.suspect = True
             disk.lose_power(commits, pages)
             self.model.promised.clear()
         self.model.restarted()
@@ -360,6 +385,7 @@ class NvmeMachine(RuleBasedStateMachine):
             and not tier.unlinking
             and not any(shelf.slots.left for shelf in shelves)
             and not self.rig.cache.reads.growing.leases
+            and all(self.answers)
         )
 
     def come_to_rest(self) -> None:
@@ -381,8 +407,16 @@ class NvmeMachine(RuleBasedStateMachine):
             disk.failing, disk.hung, disk.away = set(), False, ""
         self.come_to_rest()
         self.nothing_is_wrong()
+        assert all(self.answers), "a flush was never answered"
+        for disk in self.disks if self.calm else ():
+            assert all(key == b"" for _, key in disk.database.tombstones), "a note of a flush stays for ever"
         if not self.roomy:
             return
+        if self.suspect:  # what is damaged is noticed when it is read, and dropped
+            self.rig.forget_dram()
+            self.found()
+            self.come_to_rest()
+            self.suspect = False
         here = self.found()
         self.come_to_rest()
         self.rig.forget_dram()

@@ -78,7 +78,7 @@ class TierRig:
             nvme_dirs=tuple(map(NvmeDirectory, self.dirs)),
             nvme_bytes=nvme_bytes,
             nvme_segment_bytes=segment_bytes,
-            nvme_io="aio" if ObedientDisk.offers_aio else "threads",
+            nvme_io="threads" if self.memory or not ObedientDisk.offers_aio else "aio",
             **settings,
         )
         self.regions: dict[int, Region] = {}
@@ -199,19 +199,20 @@ class TierRig:
 
     # --- blocks ----------------------------------------------------------------------------------
 
-    def namespace(self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0) -> Namespace:
-        return self.cache.space.open_namespace(
-            NamespaceSpec(
-                engine="t",
-                layout="l",
-                dtype="uint8",
-                block_size=1,
-                block_bytes=block_bytes,
-                tp_rank=rank,
-                tp_size=8,
-                window_blocks=window_blocks,
-            )
+    def namespace(
+        self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0, tenant: str = ""
+    ) -> Namespace:
+        spec = NamespaceSpec(
+            engine="t",
+            layout="l",
+            dtype="uint8",
+            block_size=1,
+            block_bytes=block_bytes,
+            tp_rank=rank,
+            tp_size=8,
+            window_blocks=window_blocks,
         )
+        return self.cache.space.open_namespace(spec.of_tenant(tenant) if tenant else spec)
 
     def view(self, frame: int, length: int) -> memoryview:
         return self.regions[frame >> REGION_SHIFT].view(frame & OFFSET_MASK, length)
