@@ -256,9 +256,19 @@ class NvmeMachine(RuleBasedStateMachine):
         self.rig.cache.prefetch(self.rig.owner, [self.spaces[number] for number in group], chain)
         self.go(then)
 
-    @rule(key=st.one_of(st.just(b""), keys), tier=st.sampled_from(["all", "nvme"]), then=then)
-    def flush(self, key: bytes, tier: str, then: tuple[int, int, bool]) -> None:
-        """All of it or from a key on: asked for now, answered some time later, once."""
+    @rule(
+        key=st.one_of(st.just(b""), keys),
+        tier=st.sampled_from(["all", "all", "nvme"]),
+        before=st.integers(0, 5),
+        then=then,
+    )
+    def flush(self, key: bytes, tier: str, before: int, then: tuple[int, int, bool]) -> None:
+        """All of it or from a key on, perhaps while its chain moves: asked for now, answered some time later, once."""
+        chain = next((one for one in CHAINS if key in one), CHAINS[0])
+        if before < 3:
+            self.store(before, chain, 7, 0, (2, 0, False))
+        elif before == 3:
+            self.match((0,), chain, 7, (1, 0, False))
         concerned = {(space.fingerprint, one) for space in self.spaces for one in (behind(space, key) if key else KEYS)}
         every = self.rig.cache.space.all_namespaces()
         if tier == "all":
@@ -411,6 +421,7 @@ class NvmeMachine(RuleBasedStateMachine):
         for disk in self.disks if self.calm else ():
             assert all(key == b"" for _, key in disk.database.tombstones), "a note of a flush stays for ever"
         if not self.roomy:
+            self.found()
             return
         if self.suspect:  # what is damaged is noticed when it is read, and dropped
             self.rig.forget_dram()
