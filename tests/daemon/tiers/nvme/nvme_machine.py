@@ -13,7 +13,6 @@ Between the steps the books are checked, and whether a daemon that starts now wo
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field

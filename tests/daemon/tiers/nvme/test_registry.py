@@ -133,23 +133,3 @@ def test_a_flush_notes_nothing_of_namespaces_that_a_disk_knows_nothing_of(tmp_pa
         assert len(state.namespaces) == len(namespaces) + 1
 
     play(scenario)
-
-
-def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path) -> None:
-    """Placing a block of a window looks at all namespaces, and there may be thousands."""
-
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        window = rig.namespace(window_blocks=4)
-        rig.store(window, chain_of("first", 1))
-        await rig.settled()  # there are slots now
-        rig.tier.limit_work(0)
-        rig.store(window, chain_of("a", 5))
-        begun = [(rig.tier._writes.pump(), 5 - rig.tier._writes.queued) for _ in range(6)]
-        assert begun == [(True, 1), (True, 2), (True, 3), (True, 4), (True, 5), (False, 5)]
-        await rig.settled()
-        assert sum(table.blocks for shelf in rig.shelves for table in shelf.index.tables.values()) == 6
-        rig.check()
-        await rig.close()
-
-    play(scenario)

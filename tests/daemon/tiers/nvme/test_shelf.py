@@ -11,7 +11,8 @@ from pathlib import Path
 import msgpack
 import pytest
 from chains import chain_of, key_of
-from played import play
+from memory_disks import MemoryDisk
+from played import Clock, on_clock, play
 from tier_rig import TierRig
 
 from tiercache.daemon.events.events import Events, Named, NamedBlocks
@@ -231,25 +232,49 @@ def test_a_name_stays_until_its_last_block_has_left(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_what_a_client_writes_past_dram_is_in_storage_alone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with follower() as follows:
-            rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace, chain, grants = rig.namespace(), chain_of("past", 4), rig.tier.grants
-            assert grants is not None
-            leases = []
-            # The second run begins with a block that is there.
-            for first, keys in ((0, chain[: 2 * KEY_BYTES]), (1, chain[KEY_BYTES:])):
-                parent, named = chain[(first - 1) * KEY_BYTES : first * KEY_BYTES], names_of(chain, first)
+# --- rows and slots ---------------------------------------------------------------------------------
 
-                def granted() -> bool:
-                    leases.append(grants.reserve(rig.owner, namespace, parent, keys, 60.0, named))  # noqa: B023
-                    return bool(leases[-1].extents)
 
-                await rig.until(granted)
-                grants.commit(rig.owner, leases[-1].lease_id, [0] * len(leases[-1].extents))
-            assert leases[-1].present == 1
-            assert both(rig, follows) == ([], [0, 1, 2, 3])
-            await rig.close()
+@on_clock
+async def test_nothing_more_is_unlinked_while_the_index_is_behind(clock: Clock) -> None:
+    """Each evicted block is a row to delete. These wait where they cost nothing, not in an unbounded queue."""
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    [shelf], space = rig.shelves, rig.namespace(4096)
+    rig.store(space, chain_of("a", 20))
+    await rig.settled()
+    assert disk.catalog is not None
+    disk.catalog.full = True
+    shelf.drop(space, key_of(chain_of("a", 20), 0))
+    for _ in range(3):
+        assert not shelf.work()
+    assert (len(shelf.slots.left), shelf.catalog.pending) == (0, 0)
+    disk.catalog.full = False
+    shelf.work()
+    assert len(shelf.slots.left) == 20
+    await rig.committed()
+    assert shelf.allocator.used_bytes == 0
+    rig.check()
+    await rig.close()
 
-    play(scenario)
+
+@on_clock
+async def test_a_row_that_was_refused_is_asked_for_again(clock: Clock) -> None:
+    """The block is found at once; without its row the next life would not know of it."""
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    space, chain = rig.namespace(4096), chain_of("a", 20)
+    rig.store(space, chain_of("first", 1))
+    await rig.settled()
+    rig.store(space, chain[: 16 * 8])  # begun before the database fails
+    await rig.work(2)
+    disk.failing.add("commit")
+    await rig.until(lambda: bool(rig.shelves[0]._unrecorded))
+    disk.failing.clear()
+    await rig.until(lambda: not rig.shelves[0]._unrecorded and not rig.shelves[0].catalog.error)
+    await rig.settled()
+    await rig.crash()
+    again = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    assert await again.load(again.namespace(4096), chain) == 8
+    again.check()
+    await again.close()
