@@ -344,7 +344,7 @@ class MemoryCatalog:
     def raise_epoch(self, namespace: int, epoch: int, done: Done | None = None) -> None:
         def apply(its: Database) -> None:
             saved = its.namespaces[namespace]
-            its.namespaces[namespace] = saved._replace(epoch=max(saved.epoch, epoch))
+            its.namespaces[namespace] = saved._replace(epoch=max(saved.epoch, epoch))  # rule: a method of NamedTuple
 
         self._post(_Change(apply, done, "kept", name=("epoch", namespace, epoch), synced=True))
 

@@ -107,31 +107,6 @@ def test_what_a_disk_has_not_confirmed_is_flushed_when_it_is_back(said: bool | N
     assert opened(flushes, there, "1").flushed == [], "the directory has confirmed the flush"
 
 
-def test_what_a_disk_has_confirmed_is_not_flushed_again_when_it_is_back() -> None:
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every, lambda: 0.0)
-    one = opened(flushes, A, "1")
-    one.hangs = True
-    for _ in range(3):
-        flush(flushes, [one])
-    one.asked[0](False)  # the daemon tries that flush again before the next one
-    one.asked[1](True)
-    gone(flushes, one)
-    assert opened(flushes, A, "1").flushed == [("n", b"k")], "the last one"
-
-
-def test_very_many_flushes_that_a_disk_does_not_confirm_flush_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every, lambda: 0.0)
-    one = opened(flushes, A, "1")
-    one.hangs = True
-    for _ in range(5):
-        flush(flushes, [one])
-    gone(flushes, one)
-    assert opened(flushes, A, "1").flushed == [("n", b""), ("n", b"k"), ("n", b"k")], "and no block of others"
-
-
 def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,19 +168,6 @@ def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when
     assert one.flushed == [("n", b"k"), ("m", b"k")]
 
 
-def test_a_flush_is_not_answered_before_all_were_asked_whatever_opens_meanwhile() -> None:
-    every: Any = [str(number) for number in range(3)]
-    flushes, answers, away, shelves = Flushes(lambda: every, lambda: 0.0), list[bool](), [(A, True)], list[Any]()
-    flush = flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), shelves, lambda: away)
-    flush.forget(every[:1])
-    shelves.append(opened(flushes, A, "1"))
-    away.clear()
-    flush.forget(every[1:])
-    assert answers == []
-    flush.end()
-    assert answers == [False], "it was away when the flush began"
-
-
 def test_a_directory_that_was_open_between_two_parts_is_told_again() -> None:
     """Blocks of the later parts may have been written to it while DRAM still had them."""
     every: Any = [str(number) for number in range(3)]
@@ -241,32 +203,6 @@ def test_what_was_kept_is_told_in_slices_and_rows_are_loaded_after_the_last(monk
     assert one.loads == 1
     assert not flushes.work()
     assert one.loads == 1
-
-
-def test_a_directory_that_goes_before_all_was_told_is_told_the_rest_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
-    every, flushes, answers = kept_for_a()
-    one = opened(flushes, A, "1")
-    gone(flushes, one)
-    assert (flushes.work(), len(one.flushed), one.loads) == (False, 4, 0)
-    assert answers == []
-    again = opened(flushes, A, "1")
-    while flushes.work():
-        pass
-    assert again.flushed == [(name, key) for key in (b"a", b"b") for name in every]
-    assert (answers, again.loads) == ([True, True], 1)
-
-
-def test_another_disk_in_the_place_is_told_too_but_the_flush_is_not_durable() -> None:
-    every: Any = ["n"]
-    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
-    gone(flushes, opened(flushes, A, "1"))
-    flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
-    assert answers == []
-    assert opened(flushes, A, "2").flushed == [("n", b"k")]
-    assert answers == [False]
 
 
 def test_at_the_end_a_directory_is_told_the_rest_and_its_rows_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from played import played
 from tier_rig import TierRig
 
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import CommitState
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("soon")
@@ -51,27 +50,6 @@ async def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
     assert again.tier.reasons() == []
     again.forget_dram()
     assert await found(again) == [8] * len(CHAINS)
-    again.check()
-    await again.close()
-
-
-@played
-async def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=1)
-    await rig.close()
-    lock = rig.dirs[0] / "lock"
-    lock.unlink()
-    lock.symlink_to("elsewhere")
-    again = await TierRig(tmp_path).open()
-    space = again.namespace()
-    assert (states(again), await found(again)) == (["away"], [0] * len(CHAINS))
-    assert again.tier.hold([space], CHAINS[0], 0) is None
-    again.store(space, CHAINS[0])
-    assert await again.load(space, CHAINS[0]) == 8, "DRAM has it"
-    assert not await again.flush(), "a flush that cannot be durable says so at once"
-    lock.unlink()
-    await again.until(lambda: states(again) == ["ok"])
-    assert await found(again) == [0] * len(CHAINS), "flushes from the meantime are done there too"
     again.check()
     await again.close()
 
@@ -161,55 +139,6 @@ async def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_wi
     await rig.loaded()
     left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
     assert await found(rig) == left
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_what_is_read_on_a_disk_that_has_gone_is_not_called_good(tmp_path: Path) -> None:
-    """A flush does not reach it any more."""
-    rig = await filled(tmp_path, disks=1)
-    chain = CHAINS[0]
-    lease = rig.cache.match(rig.owner, [rig.namespace()], chain, 60.0, extents=True).lease
-    assert lease is not None
-    assert lease.held is not None
-    await take_away(rig, tmp_path / "elsewhere")
-    assert not await rig.flush()
-    assert not rig.cache.reads.release(rig.owner, lease.lease_id)
-    await rig.close()
-
-
-@played
-async def test_reads_that_hang_in_the_kernel_after_their_directory_was_dropped_delay_nothing(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=1)
-    [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()
-    gate = rig.disks[directory].gate
-    gate.clear()
-    lease = rig.match([space], CHAINS[0][: 4 * 16])
-    assert lease is not None
-    await rig.until(lambda: shelf.queue.in_flight == 4 and not shelf.queue.queued())
-    directory.rename(tmp_path / "elsewhere")
-    await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases)
-    assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
-    assert shelf.queue.in_flight == 4
-    assert "operations from before are still under way" in rig.tier.reasons()[0]
-    gate.set()
-    await rig.until(lambda: rig.tier._keepers[0].leaving is None)
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_a_client_that_writes_where_nothing_is_any_more_is_told(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    space, grants = rig.namespace(), rig.tier.grants
-    assert grants is not None
-    while not (granted := grants.reserve(rig.owner, space, b"", CHAINS[0], 60.0)).extents:
-        await rig.until(lambda: bool(rig.shelves[0].directory.segments))  # room is made
-    assert len(granted.extents) == 8
-    await take_away(rig, tmp_path / "elsewhere")
-    assert grants.commit(rig.owner, granted.lease_id, [1] * 8) == [CommitState.DROPPED] * 8
-    assert grants.stats()["direct_stored_blocks"] == 0
     rig.check()
     await rig.close()
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-import pytest
 from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
-from tiercache.daemon.index.entries import Table
 from tiercache.daemon.tiers.dram.space import Namespace
 
 PAGE = 4096
@@ -116,31 +113,4 @@ async def test_a_window_waits_for_the_rows_that_tell_where_it_is(clock: Clock) -
     assert [homes(rig, window, chain) for chain in names] == before
     assert rig.tier.stats()["written_blocks"] == 0
     rig.check()
-    await rig.close()
-
-
-@on_clock
-async def test_windows_are_placed_without_a_look_at_every_namespace(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may be thousands: looking at all of them for each block held the event loop for a fifth of a second."""
-    looked, found = 0, Table.get
-
-    def get(table: Table, key: bytes) -> int:
-        nonlocal looked
-        looked += 1
-        return found(table, key)
-
-    rig = await TierRig(NOWHERE, disks=[MemoryDisk(number, clock) for number in range(2)]).open()
-    for layers in range(1, 301):
-        spec = msgspec.structs.replace(rig.namespace(PAGE).spec, layers=layers)
-        for shelf in rig.shelves:
-            shelf.table(rig.cache.space.open_namespace(spec))
-    rig.store(rig.namespace(PAGE, window_blocks=WINDOW), chain_of("a", 40))
-    monkeypatch.setattr(Table, "get", get)
-    rig.tier.work()
-    monkeypatch.setattr(Table, "get", found)
-    await rig.settled()
-    assert 0 < looked < 40 * 50
-    assert rig.tier.stats()["written_blocks"] == 40
     await rig.close()

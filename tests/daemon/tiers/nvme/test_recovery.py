@@ -74,7 +74,7 @@ async def test_rows_that_are_refused_go_from_the_ends_of_chains(
     if lost == "a row":
         del disk.database.rows[place]
     else:  # flushed and stored again: the rows behind it are older
-        disk.database.rows[place] = row._replace(epoch=1)
+        disk.database.rows[place] = row._replace(epoch=1)  # rule: a method of NamedTuple
     rig = TierRig(NOWHERE, disks=[disk])
     await rig.tier.open()
     assert disk.catalog is not None
@@ -122,7 +122,7 @@ async def test_a_row_that_makes_a_chain_of_a_window_is_no_row(clock: Clock) -> N
     chain = chain_of("a", 5)
     disk = await lived_in(clock, chain, window_blocks=3)
     place, row = row_of(disk, key_of(chain, 2))
-    disk.database.rows[place] = row._replace(parent=key_of(chain, 1))
+    disk.database.rows[place] = row._replace(parent=key_of(chain, 1))  # rule: a method of NamedTuple
     rig = await TierRig(NOWHERE, disks=[disk]).open()
     assert rig.tier.stats()["blocks"] == 4
     assert await rig.load(rig.namespace(PAGE, window_blocks=3), chain) == 2

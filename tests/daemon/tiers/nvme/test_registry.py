@@ -14,7 +14,6 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
-from tiercache.protocol.namespaces import NamespaceSpec
 
 RANKS = 4
 
@@ -33,18 +32,6 @@ RANKS = 4
 )
 def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:
     assert Cache(lambda: 0.0).space.open_saved(saved) is None
-
-
-def test_a_saved_spec_that_cannot_be_served_any_more_is_no_namespace() -> None:
-    """A release may have allowed a spec that a later one refuses."""
-    space = Cache(lambda: 0.0).space
-    spec = NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=4096)
-    known = space.open_namespace(spec)
-    assert space.open_saved(space.save(known)) is known
-    refused = msgspec.structs.replace(spec, block_bytes=0)
-    assert refused.problem()
-    assert space.open_saved(msgspec.msgpack.encode(refused)) is None
-    assert len(space.namespaces) == 1
 
 
 async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:

@@ -46,16 +46,6 @@ def blocks(rig: TierRig) -> int:
     return found
 
 
-@on_clock
-async def test_the_coldest_go_and_no_more_than_needed(clock: Clock) -> None:
-    rig, space = await full(clock)
-    assert SLOTS - AHEAD - 5 <= blocks(rig) <= SLOTS
-    rig.forget_dram()
-    assert [await rig.load(space, chain_of(number, 5)) for number in (0, 9)] == [0, 5]
-    rig.check()
-    await rig.close()
-
-
 @pytest.mark.parametrize("trouble", ["hangs", "fails"])
 @on_clock
 async def test_nothing_is_evicted_for_a_database_that_does_not_write(clock: Clock, trouble: str) -> None:

@@ -20,6 +20,7 @@ from tiercache.config.setting_kinds import NvmeDirectory
 from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import Events, Named
+from tiercache.daemon.index.allocator import Allocator
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
@@ -45,6 +46,11 @@ def right(namespace: Namespace, key: bytes) -> bytes:
     """What is stored under a key in a namespace; no two have the same."""
     whose = namespace.fingerprint if namespace.spec.tp_rank or namespace.table.windowed else ""
     return content(key + whose.encode(), namespace.spec.block_bytes)
+
+
+def held(allocator: Allocator) -> dict[int, int]:
+    """Frames or slots that the kernel may be moving."""
+    return allocator._holders  # rule: books that nobody else has
 
 
 class TierRig:
@@ -135,7 +141,7 @@ class TierRig:
         for shelf in self.shelves if not self.memory else ():
             self.disks[shelf.directory.path].gate.set()
             shelf.queue.stop(time.monotonic() + DEADLINE_S)
-            shelf.catalog._writer.give_up()  # what waits for a commit is lost
+            shelf.catalog._writer.give_up()  # rule: nothing less ends a catalog as a kill does
             shelf.catalog.close(DEADLINE_S)
             shelf.directory.close()
         for disk in self.memory:
@@ -167,7 +173,7 @@ class TierRig:
         """Do the daemon's work until the condition holds."""
         end_s = time.monotonic() + deadline_s
         while not condition():
-            assert time.monotonic() < end_s, f"not in time: {self.tier.stats()}"
+            assert time.monotonic() < end_s, f"not in time: {self.tier.stats()}"  # rule: the deadline of all waiting
             self.cache.work()
             self.cache.expire()
             self.step_disks()
@@ -185,16 +191,17 @@ class TierRig:
     def check(self) -> None:
         assert self.cache.check_integrity() == []
         assert self.tier.check_integrity() == []
-        if self.tier._writes.in_flight_bytes == 0:
-            assert not self.cache.space.allocator._holders, "a frame is held for ever"
+        writes = self.tier._writes
+        if writes.in_flight_bytes == 0:
+            assert not held(self.cache.space.allocator), "a frame is held for ever"
         for shelf in self.shelves:
-            if shelf.queue.in_flight == 0 and not self.tier.promotion._ended:
-                assert not shelf.allocator._holders, "a slot is held for ever"
+            if shelf.queue.in_flight == 0 and not self.tier.promotion._ended:  # rule: what has come and waits
+                assert not held(shelf.allocator), "a slot is held for ever"
                 own = {*shelf.index.unlinking_entries(), *(table.root for table in shelf.index.tables.values())}
                 pinned = {entry for entry, pins in enumerate(shelf.index.pins) if pins and shelf.index.state[entry]}
                 own |= set(shelf.slots.tails)
-                writes = self.tier._writes  # those complete and not visible yet hold their parents
-                own |= {entry for name, entry in writes._held.items() if writes._flying[name].shelf is shelf}
+                flying = writes._flying  # rule: those complete and not visible yet hold their parents
+                own |= {entry for name, entry in writes._held.items() if flying[name].shelf is shelf}
                 assert pinned <= own, "an entry is pinned for ever"
 
     # --- blocks ----------------------------------------------------------------------------------

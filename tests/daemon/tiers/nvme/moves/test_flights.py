@@ -149,7 +149,7 @@ def hold_back(rig: TierRig, which: Callable[[Flight], bool]) -> tuple[dict[bytes
 @on_clock
 async def test_a_write_keeps_what_it_hangs_below(clock: Clock, parent_first: bool) -> None:
     """Else the parent is the coldest leaf, and the child is dropped when it arrives."""
-    rig, disk, space = await rig_on(clock)
+    rig, _disk, space = await rig_on(clock)
     [shelf], chain = rig.shelves, chain_of("a", 2)
     late, done = hold_back(rig, lambda op: op.key == key_of(chain, 1))
     rig.store(space, chain[:16])
@@ -173,7 +173,7 @@ async def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(clock
 
     Elsewhere: a client that makes up keys stores it below another block.
     """
-    rig, disk, space = await rig_on(clock)
+    rig, _disk, space = await rig_on(clock)
     [shelf], chain, other = rig.shelves, chain_of("a", 2), chain_of("b", 1)
     late, done = hold_back(rig, lambda op: True)
     parent, child = key_of(chain, 0), key_of(chain, 1)
@@ -209,7 +209,7 @@ def written_by_a_client(rig: TierRig, space: Namespace, key: bytes) -> int:
 
 @on_clock
 async def test_a_block_that_has_come_another_way_meanwhile_is_there_once(clock: Clock) -> None:
-    rig, disk, space = await rig_on(clock)
+    rig, _disk, space = await rig_on(clock)
     [shelf], chain = rig.shelves, chain_of("a", 1)
     late, done = hold_back(rig, lambda op: True)
     rig.store(space, chain)
@@ -226,7 +226,7 @@ async def test_a_block_that_has_come_another_way_meanwhile_is_there_once(clock: 
 
 @on_clock
 async def test_two_blocks_that_are_each_the_parent_of_the_other_both_end(clock: Clock) -> None:
-    rig, disk, space = await rig_on(clock)
+    rig, _disk, space = await rig_on(clock)
     chain = chain_of("a", 2)
     a, b = key_of(chain, 0), key_of(chain, 1)
     rig.store(space, a)

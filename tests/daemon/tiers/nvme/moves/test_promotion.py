@@ -93,7 +93,7 @@ async def test_jobs_that_wait_end_when_what_they_wait_for_does(clock: Clock) -> 
 async def test_a_lease_that_has_lost_a_block_does_not_grow_on(clock: Clock) -> None:
     """Else the pins of what arrives after a flush would make it look whole, with blocks from before among them."""
     chain = chain_of("a", 4)
-    rig, disk, space = await below(clock, chain)
+    rig, _disk, space = await below(clock, chain)
     rig.store(space, chain[:32])
     lease = rig.match([space], chain)
     assert lease is not None

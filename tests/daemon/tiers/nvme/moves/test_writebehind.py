@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -171,26 +170,10 @@ async def test_room_is_made_ahead_and_not_while_slots_are_taken(tmp_path: Path) 
 
 
 @played
-async def test_a_run_gets_the_slots_there_are(tmp_path: Path) -> None:
-    """The others of the run wait for those that are being freed, and follow it."""
-    rig, space, _ = await filled(tmp_path, 50)
-    [shelf], chain = rig.shelves, chain_of("b", 200)
-    sizes = submissions(shelf)
-    rig.store(space, chain)
-    await rig.settled()
-    assert 50 in itertools.accumulate(sizes), "all that were free began first"
-    rig.forget_dram()
-    assert await rig.load(space, chain) == 200
-    assert shelf.slots.evicted_blocks >= 150
-    rig.check()
-    await rig.close()
-
-
-@played
 async def test_what_the_budget_skips_orphans_nothing(tmp_path: Path) -> None:
     rig = await TierRig(tmp_path, nvme_write_budget_bytes=100 << 30).open()
     space, chain = rig.namespace(), chain_of("a", 20)
-    budget = rig.tier._budget
+    budget = rig.tier._budget  # rule: a part of the tier
     rig.store(space, chain[: 16 * 8])
     await rig.settled()
     budget._level = budget._rate = 0.0
