@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import xxhash
 from chains import chain_of
-from keeper_rig import CHAINS, filled, found, states
+from keeper_rig import filled, found, states
 from played import play, played
 from tier_rig import TierRig
 
@@ -165,26 +165,6 @@ def test_whatever_stands_for_a_file_costs_blocks_and_nothing_else(
         precious = place.with_name("precious")
         assert not precious.exists() or precious.read_bytes() == b"precious" * 1000
     assert "Traceback" not in caplog.text
-
-
-@pytest.mark.stress
-@pytest.mark.usefixtures("soon")
-@played
-async def test_an_immutable_directory_is_away_until_it_is_not(tmp_path: Path, lived_in: Path) -> None:
-    directory = tmp_path / "nvme0"
-    shutil.copytree(lived_in, directory)
-    paths = [str(directory), str(directory / "lock")]
-    if subprocess.run(["chattr", "+i", *paths], capture_output=True, check=False).returncode:
-        pytest.skip("this file system knows no immutable files")
-    rig = await TierRig(tmp_path).open()
-    try:
-        [reason] = rig.tier.reasons()
-        assert "see whether it is immutable (lsattr)" in reason
-    finally:
-        subprocess.run(["chattr", "-i", *paths], check=True)
-    await rig.until(lambda: states(rig) == ["ok"])
-    assert await found(rig) == [8] * len(CHAINS)
-    await rig.close()
 
 
 # --- daemons that are refused -----------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
-from tiercache.daemon.tiers.nvme.catalog.rows import pack_row
 
 DEADLINE_S = 60.0
 
@@ -53,33 +51,6 @@ def test_blocks_come_back_after_a_kill_and_flushed_ones_stay_away(cluster: Clust
     cluster.start()
     cluster.wait_loaded()
     assert (cluster.load(kept), cluster.load(part)) == (100, 10)
-
-
-@pytest.mark.stress
-def test_what_a_flush_left_behind_does_not_hang_itself_below_new_blocks(cluster: Cluster) -> None:
-    """A crash may undo deletions: a flushed block's row comes back, and its parent has been stored again."""
-    chain = chain_of("a", 6)
-    cluster.store(chain)
-    cluster.wait_written()
-    cluster.daemon.close()
-    old = dict(check_rows(cluster.directories[0]))
-    cluster.start()
-    cluster.wait_loaded()
-    cluster.connector.flush(key=key_of(chain, 0))
-    cluster.store(chain[: 3 * 16])
-    cluster.wait_written()
-    cluster.daemon.close()
-    new = dict(check_rows(cluster.directories[0]))
-    assert len(new) == 3
-    with sqlite3.connect(cluster.directories[0] / "index.db") as database:
-        stale = [(place, pack_row(place, row)) for place, row in old.items() if row and place not in new]
-        assert stale, "every old place was taken again"
-        database.executemany("INSERT INTO blocks VALUES(?, ?)", stale[:3])
-    database.close()
-    cluster.start()
-    cluster.wait_loaded()
-    assert cluster.load(chain) == 3
-    assert cluster.nvme()["blocks"] == 3
 
 
 @pytest.mark.stress
