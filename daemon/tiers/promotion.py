@@ -117,6 +117,7 @@ class Promotion:
         tiers: Sequence[LowerTier],
         landed: Callable[[], None] = lambda: None,
         soon: Callable[[], None] = lambda: None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`landed()` is called after leases have grown by blocks that arrived; `soon()` asks for a `land`."""
         self.closed = False
@@ -130,6 +131,7 @@ class Promotion:
         self._tiers = tiers
         self._tell_landed = landed
         self._soon = soon
+        self._clock_s = clock_s
         self._ended: deque[_Fetch] = deque()  # fetches that have ended, and are not taken in
         self._owner = Owner(bytes(INSTANCE_BYTES), internal=True)
         self._jobs: dict[Source, tuple[deque[_Job], deque[_Job]]] = {}  # for waiting clients, and for prefetches
@@ -385,7 +387,7 @@ class Promotion:
     def look_again(self) -> None:
         """Check a slice of the jobs that wait for others, if there can be news for them."""
         if not self._again:
-            now_s = time.monotonic()
+            now_s = self._clock_s()
             if not self._waiting or not (self._landed or now_s >= self._look_again_s):
                 return
             self._look_again_s = now_s + LOOK_AGAIN_S

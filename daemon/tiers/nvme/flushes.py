@@ -8,7 +8,6 @@ back without its last flushes: what it has not confirmed is kept for it too.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,10 +81,11 @@ class _Late:
 
 
 class Flushes:
-    """Event loop only; never blocks. `every()` are all known namespaces."""
+    """Event loop only; never blocks. `every()` are all known namespaces, `clock_s` is monotonic seconds."""
 
-    def __init__(self, every: Callable[[], Sequence[Namespace]]) -> None:
+    def __init__(self, every: Callable[[], Sequence[Namespace]], clock_s: Callable[[], float]) -> None:
         self._every = every
+        self._clock_s = clock_s
         self._under_way: deque[FlushUnderWay] = deque()  # in order of their deadlines
         self._told: dict[Shelf, dict[int, _Told]] = {}  # not confirmed yet by open directories, numbered
         self._numbers = count(1)
@@ -130,7 +130,7 @@ class Flushes:
                 self._flush(shelf, part, key, flush)
 
         def end() -> None:
-            flush.end_s = time.monotonic() + FLUSH_S
+            flush.end_s = self._clock_s() + FLUSH_S
             self._under_way.append(flush)
             flush.noted(True)
 
@@ -213,7 +213,7 @@ class Flushes:
 
     def work(self) -> bool:
         """Answer flushes at their deadline, and tell directories a slice of what is due; True while there is more."""
-        while self._under_way and (self._under_way[0].over or time.monotonic() >= self._under_way[0].end_s):
+        while self._under_way and (self._under_way[0].over or self._clock_s() >= self._under_way[0].end_s):
             self._under_way.popleft().answer(durable=False)
         for shelf in list(self._late):
             self._go_on(shelf)
@@ -221,9 +221,9 @@ class Flushes:
 
     def close(self) -> None:
         """Before the directories are closed: tell them the rest, for a second or two. Their rows are not loaded."""
-        end_s = time.monotonic() + LAST_WORDS_S
+        end_s = self._clock_s() + LAST_WORDS_S
         for shelf, late in self._late.items():
-            while late.kept and time.monotonic() < end_s:
+            while late.kept and self._clock_s() < end_s:
                 self._tell(shelf, late)
         self._late.clear()
 

@@ -23,7 +23,6 @@ from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.tally import COUNTERS, LATENCIES
-from tiercache.daemon.tiers.nvme.in_thread import in_thread
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory
 from tiercache.daemon.tiers.nvme.runners import Runner
@@ -101,7 +100,7 @@ class Keeper:
     async def _try(self) -> OpenDirectory | None:
         call = partial(self._runner.opener(self.plan), self._home)
         try:
-            return await in_thread(f"open {self.path}", call)
+            return await self._runner.blocking(f"open {self.path}", call)
         except (ConfigError, DirectoryUnavailable) as error:
             if self.strict and isinstance(error, ConfigError):
                 self.refusal = error
@@ -133,7 +132,7 @@ class Keeper:
         shelf.queue.begin_stop()
         while shelf.queue.in_flight:
             await asyncio.sleep(QUIET_POLL_S)
-        await in_thread(f"close {self.path}", partial(_close, shelf))
+        await self._runner.blocking(f"close {self.path}", partial(_close, shelf))
         self.leaving = None
 
     async def _watch(self, shelf: Shelf) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tiercache.daemon.tiers.nvme.in_thread import in_thread
 from tiercache.daemon.tiers.nvme.keeper import Keeper
+from tiercache.daemon.tiers.nvme.runners import Runner
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 log = logging.getLogger("tiercache.daemon")
@@ -21,16 +21,17 @@ PATIENCE_S = 30.0
 
 
 class Keepers:
-    """Runs the keepers, each in a task of its own. Event loop only."""
+    """Runs the keepers, each in a task of its own. Event loop only. `clock_s` is monotonic seconds."""
 
-    def __init__(self, keepers: Sequence[Keeper]) -> None:
+    def __init__(self, keepers: Sequence[Keeper], clock_s: Callable[[], float]) -> None:
         self._keepers = keepers
+        self._clock_s = clock_s
         self._tasks: list[asyncio.Task[None]] = []
         self._writing_from_s = 0.0
 
     async def open(self, patience_s: float | None) -> None:
         """See `NvmeTier.open`."""
-        self._writing_from_s = time.monotonic() + PATIENCE_S
+        self._writing_from_s = self._clock_s() + PATIENCE_S
         self._tasks = [asyncio.ensure_future(keeper.keep()) for keeper in self._keepers]
         for task in self._tasks:
             task.add_done_callback(_tell_bug)
@@ -53,7 +54,7 @@ class Keepers:
     @property
     def may_write(self) -> bool:
         """Whether to write: a chain in a directory not yet open must not begin anew in another one."""
-        return all(keeper.tried.is_set() for keeper in self._keepers) or time.monotonic() >= self._writing_from_s
+        return all(keeper.tried.is_set() for keeper in self._keepers) or self._clock_s() >= self._writing_from_s
 
     def closed(self) -> list[tuple[Path, bool]]:
         """Directories that are not open, and whether that may last."""
@@ -65,7 +66,9 @@ class Keepers:
         return [keeper.leaving for keeper in self._keepers if keeper.leaving is not None]
 
 
-async def close_shelves(shelves: Sequence[Shelf], leaving: Sequence[Shelf], settle: Callable[[], bool]) -> None:
+async def close_shelves(
+    runner: Runner, shelves: Sequence[Shelf], leaving: Sequence[Shelf], settle: Callable[[], bool]
+) -> None:
     """Close all at once, so that many hung disks take no longer than one. `settle()`: see `WriteBehind`."""
     for shelf in (*shelves, *leaving):
         shelf.queue.begin_stop()
@@ -75,9 +78,9 @@ async def close_shelves(shelves: Sequence[Shelf], leaving: Sequence[Shelf], sett
         shelf.queue.stop(end_s)
     while settle():
         pass  # what was written in time is kept
-    await asyncio.gather(*(in_thread("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
+    await asyncio.gather(*(runner.blocking("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
     over = [shelf for shelf, all_done in zip(shelves, stopped, strict=True) if all_done]  # of others I/O is under way
-    await asyncio.gather(*(in_thread("directory end", shelf.directory.close) for shelf in over))
+    await asyncio.gather(*(runner.blocking("directory end", shelf.directory.close) for shelf in over))
 
 
 def _tell_bug(task: asyncio.Task[None]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
@@ -32,6 +31,7 @@ class NewSegments:
         health: WriteHealth,
         known: Iterable[int],
         grown: Callable[[int], None],
+        clock_s: Callable[[], float],
     ) -> None:
         self.trouble = ""
         """Why no further segment could be made last time."""
@@ -40,6 +40,7 @@ class NewSegments:
         self._queue = queue
         self._health = health
         self._grown = grown
+        self._clock_s = clock_s
         self._numbers = {*known, *directory.segments}
         self._again_s = 0.0
         if directory.max_segments == 0:
@@ -49,7 +50,7 @@ class NewSegments:
     def is_possible(self) -> bool:
         """Whether one more may be made now, as far as known."""
         room = len(self._directory.segments) < self._directory.max_segments
-        return room and time.monotonic() >= self._again_s
+        return room and self._clock_s() >= self._again_s
 
     def begin(self) -> None:
         """Ask for one more segment, while none is under way; it is there some milliseconds later."""
@@ -74,7 +75,7 @@ class NewSegments:
             if not self.trouble:
                 log.warning("%s: %s; blocks are replaced meanwhile", self._directory.path, problem)
             self.trouble = problem
-            self._again_s = time.monotonic() + GROW_AGAIN_S
+            self._again_s = self._clock_s() + GROW_AGAIN_S
 
     def write_worked(self) -> None:
         """A write has worked: if the disk has just come back, segments can be made again too."""

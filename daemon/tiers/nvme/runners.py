@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory
+from tiercache.errors import TierCacheError
 
 if TYPE_CHECKING:
     from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
+
+T = TypeVar("T")
 
 
 class Runner(Protocol):
@@ -27,8 +34,33 @@ class Runner(Protocol):
         It raises ConfigError and DirectoryUnavailable, as `open_directory`.
         """
 
+    async def blocking(self, name: str, call: Callable[[], T]) -> T:
+        """The result of a call that may block for ever, which holds up nothing else; `name` is for people."""
 
-class InDaemon:
+
+class Threads:
+    """Calls that may block run on a thread each, so that a hung disk delays nothing else."""
+
+    async def blocking(self, name: str, call: Callable[[], T]) -> T:
+        """See `Runner`; the thread does not keep the process from ending."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            if not outcome.set_running_or_notify_cancel():
+                return
+            try:
+                outcome.set_result(call())
+            except (TierCacheError, OSError) as error:
+                outcome.set_exception(error)
+            finally:
+                if not outcome.done():  # a bug of ours: the thread ends with its traceback
+                    outcome.set_exception(RuntimeError(f"{name} went wrong"))
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        return await asyncio.wrap_future(outcome)
+
+
+class InDaemon(Threads):
     """This process: `disk_of(path)` are the system calls, and `why_not_aio` says why threads must do the I/O, if so."""
 
     def __init__(self, disk_of: Callable[[Path], DiskIO], why_not_aio: str) -> None:
@@ -49,7 +81,7 @@ class InDaemon:
         return OpenDirectory(directory, catalog, state, queue)
 
 
-class InWorkers:
+class InWorkers(Threads):
     """A process for each directory."""
 
     def __init__(self, arena: ArenaFiles, why_not_aio: str) -> None:
@@ -62,3 +94,9 @@ class InWorkers:
         from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 
         return DirectoryWorker(plan, self._why_not_aio, self._arena, asyncio.get_running_loop()).open
+
+
+def runner_for(config: DaemonConfig, arena: ArenaFiles | None) -> Runner:
+    """The one that the settings ask for; `arena` is there if directories have processes of their own."""
+    why_not_aio = why_threads(config.nvme_io, config.nvme_codec, beside_loop=arena is None)
+    return InDaemon(lambda path: DiskIO(), why_not_aio) if arena is None else InWorkers(arena, why_not_aio)

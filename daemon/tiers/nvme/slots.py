@@ -8,7 +8,6 @@ Where slots run short, `take_many` notes that, and `work` evicts ahead for those
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +58,8 @@ class Slots:
         soon: Callable[[], None],
     ) -> None:
         self.allocator = Allocator()
-        self.health = WriteHealth(str(directory.path))
+        self._clock_s = space.policies.clock_s
+        self.health = WriteHealth(str(directory.path), self._clock_s)
         self.evicted_blocks = 0
         size_bytes = directory.segment_bytes
         self.slot_bytes = {number: size for number, size in state.segments.items() if 0 < size <= size_bytes}
@@ -72,7 +72,7 @@ class Slots:
         self._catalog = catalog
         self._index = index
         self._make = partial(space.policies.hinted, below=True)
-        self.tails = ChainEnds(index, space.prompts, space.policies.clock_s)
+        self.tails = ChainEnds(index, space.prompts, self._clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._soon = soon
         self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them
@@ -80,7 +80,7 @@ class Slots:
         index.on_held = self.left.hold
         self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
         self._emptying: tuple[int, int] | None = None  # a segment being emptied, next entry to look at
-        self.growth = NewSegments(directory, queue, self.health, state.segments, self._grown)
+        self.growth = NewSegments(directory, queue, self.health, state.segments, self._grown, self._clock_s)
 
     def policy(self, frame_bytes: int, account: str = UNLIMITED) -> Policy:
         """The eviction policy for that size and account."""
@@ -157,8 +157,11 @@ class Slots:
         """How many slots should be free, or being freed; fewer in a small directory."""
         return max(1, min(FREE_AHEAD_BYTES // size_class.frame_bytes, size_class.frames // 8))
 
-    def _make_room(self, size_class: SizeClass) -> None:
-        """Have a segment made; where there can be no more, evict, or empty a segment of another size."""
+    def _make_room(self, size_class: SizeClass, ahead: bool = False) -> None:
+        """Have a segment made; where there can be no more, evict, or empty a segment of another size.
+
+        `ahead`: no block waits for it, so the ends of chains that a writer is about to continue stay.
+        """
         if self.growth.under_way:
             return
         if self.growth.is_possible:
@@ -171,7 +174,7 @@ class Slots:
         self.tails.lapse()
         self._consider_emptying(size_class, coldest_of(accounts))
         with self.left.deleted_together():
-            self._evict(accounts, min(most, EVICT_AT_ONCE))
+            self._evict(accounts, min(most, EVICT_AT_ONCE), ahead)
 
     def _make_room_ahead(self) -> None:
         """A slice, for sizes that are written and have run short."""
@@ -180,7 +183,7 @@ class Slots:
         while self._short:
             size_class = self.allocator.size_class(self._short.pop())
             if self._is_short(size_class):
-                self._make_room(size_class)
+                self._make_room(size_class, ahead=True)
 
     def evict_of(self, account: str, size_bytes: int) -> int:
         """Evict the coldest leaves of an account, so many bytes of them or `EVICT_AT_ONCE`; returns the bytes."""
@@ -195,11 +198,11 @@ class Slots:
                 evicted_bytes += self.slot_bytes[slot >> REGION_SHIFT]
         return evicted_bytes
 
-    def _evict(self, policies: list[Policy], count: int) -> None:
+    def _evict(self, policies: list[Policy], count: int, keep_ends: bool) -> None:
         """Evict the coldest leaves of these, `count` of them or all there are."""
         while count > 0:
             if len(policies) != 1:
-                if self._evict_one(policies) == NO_FRAME:
+                if self._evict_one(policies, keep_ends) == NO_FRAME:
                     return
                 count -= 1
                 continue
@@ -208,13 +211,13 @@ class Slots:
                 evicted = self._index.evict_run(victim, count)
                 self.evicted_blocks += evicted
                 count -= evicted
-            elif not self.tails.give_up():
+            elif keep_ends or not self.tails.give_up():
                 return
 
-    def _evict_one(self, policies: list[Policy]) -> int:
+    def _evict_one(self, policies: list[Policy], keep_ends: bool = False) -> int:
         """Evict the coldest leaf of these; returns its slot, or NO_FRAME if there is nothing to evict."""
         policy = coldest_of(policies)
-        if policy is None and policies and self.tails.give_up():
+        if policy is None and policies and not keep_ends and self.tails.give_up():
             policy = coldest_of(policies)
         if policy is None:
             return NO_FRAME
@@ -285,13 +288,13 @@ class Slots:
 
     def put_aside(self, slot: int) -> None:
         """Set aside a slot that could not be written to: it is used again, but not soon."""
-        self._aside.append((time.monotonic() + ASIDE_S, slot))
+        self._aside.append((self._clock_s() + ASIDE_S, slot))
 
     def work(self) -> None:
         """Run a slice of deferred work."""
         self._empty_slice()
         self._make_room_ahead()
-        while self._aside and time.monotonic() >= self._aside[0][0]:
+        while self._aside and self._clock_s() >= self._aside[0][0]:
             self.allocator.give_back(self._aside.popleft()[1])
         self.left.try_again()
 

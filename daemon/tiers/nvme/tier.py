@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,8 +38,6 @@ from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
-from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
-from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.fairness import Fairness
 from tiercache.daemon.tiers.nvme.flushes import Flushes
 from tiercache.daemon.tiers.nvme.keeper import Keeper
@@ -53,7 +50,7 @@ from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import BlockQueue, OpenDirectory
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.runners import InDaemon, InWorkers, Runner
+from tiercache.daemon.tiers.nvme.runners import Runner, runner_for
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
@@ -77,27 +74,22 @@ class NvmeTier(IndexedTier):
         config: DaemonConfig,
         regions: dict[int, Region],
         landed: Callable[[], None],
-        disk_of: Callable[[Path], DiskIO] = lambda path: DiskIO(),
         soon: Callable[[], None] = lambda: None,
+        runner_of: Callable[[DaemonConfig, ArenaFiles | None], Runner] = runner_for,
     ) -> None:
         self._config = config
         has_workers = worker_processes(config.nvme_workers, len(config.nvme_dirs)) > 0
         self._arena = ArenaFiles() if has_workers else None
-        why_not_aio = why_threads(config.nvme_io, config.nvme_codec, beside_loop=not has_workers)
-        self._runner: Runner = (
-            InDaemon(disk_of, why_not_aio) if self._arena is None else InWorkers(self._arena, why_not_aio)
-        )
+        self._runner = runner_of(config, self._arena)
         self._regions = regions
         self._landed = landed
         self._soon = soon
         self._shelves: list[Shelf] = []
-        self._budget = WriteBudget(config.nvme_write_budget_bytes)
         self._cipher = None if config.nvme_key is None else load_cipher(config.nvme_key)
         codec_number(config.nvme_codec)  # report a missing library now, not at the first write
         self._placement = ShelfPlacement(self._shelves)
         self._hung: set[Shelf] = set()
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
-        self._keeping = Keepers(self._keepers)
         self._scan: Scan | None = None
         self.sources = ShelfSources(self._placement)
         self.grants: Grants | None = None
@@ -112,8 +104,11 @@ class NvmeTier(IndexedTier):
     ) -> None:
         """Attach it as the tier below DRAM; `below` are further tiers, which have what this one lacks."""
         self._space, self._events = space, events
+        self._clock_s = space.policies.clock_s
+        self._keeping = Keepers(self._keepers, self._clock_s)
+        self._budget = WriteBudget(self._config.nvme_write_budget_bytes, self._clock_s)
         self.fairness = Fairness(space, self._shelves)
-        self._flushes = Flushes(space.all_namespaces)
+        self._flushes = Flushes(space.all_namespaces, self._clock_s)
         self._writes = WriteBehind(
             self._placement,
             space,
@@ -127,7 +122,14 @@ class NvmeTier(IndexedTier):
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
         self.promotion = Promotion(
-            growing, writes, events, self._regions, [self.sources, *below], self._landed, self._soon
+            growing,
+            writes,
+            events,
+            self._regions,
+            [self.sources, *below],
+            self._landed,
+            self._soon,
+            self._clock_s,
         )
         self._extents = HeldExtents(self._placement.with_chain)
         self.grants = Grants(
@@ -136,7 +138,7 @@ class NvmeTier(IndexedTier):
             self.fairness,
             lambda: self._may_write,
             space.counters,
-            space.policies.clock_s,
+            self._clock_s,
             self._config.quarantine_per_client_bytes,
         )
 
@@ -340,16 +342,16 @@ class NvmeTier(IndexedTier):
         self._keeping.stop()
         if self._scan is not None:
             self._scan.stop()
-        deadline_s = time.monotonic() + grace_s
+        deadline_s = self._clock_s() + grace_s
         self._writes.add_rest(self._dirty(), deadline_s)
         while True:
             more = self.work()
-            if self._writes.idle or time.monotonic() >= deadline_s:
+            if self._writes.idle or self._clock_s() >= deadline_s:
                 break
             await asyncio.sleep(0 if more else _POLL_S)
         left = sum(1 for _ in self._dirty())
         self._flushes.close()
-        await close_shelves(self._shelves, self._keeping.leaving, self._writes.settle)
+        await close_shelves(self._runner, self._shelves, self._keeping.leaving, self._writes.settle)
         self._shelves.clear()
         if self._arena is not None:
             self._arena.close()

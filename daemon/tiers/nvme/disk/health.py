@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 log = logging.getLogger("tiercache.daemon")
@@ -15,7 +14,7 @@ LAST_PAUSE_S = 60.0
 class WriteHealth:
     """The write side of one directory. Any failure pauses it; a successful write ends the pause."""
 
-    def __init__(self, name: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, clock_s: Callable[[], float]) -> None:
         self.reason = ""
         self.failures = 0
         self.off_until_s = 0.0  # on `clock_s`

@@ -152,7 +152,7 @@ class Cluster:
         if not match.blocks:
             return 0
         self.pool[: match.blocks] = 0
-        good = self.connector.load(match, range(match.blocks), timeout_s=20)
+        good = self.connector.load(match, range(match.blocks), timeout_s=DEADLINE_S)
         for number in range(good):
             right = self.content_of(key_of(chain, number))
             assert np.array_equal(self.pool[number], right), f"wrong bytes in block {number}"

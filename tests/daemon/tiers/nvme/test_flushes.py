@@ -58,7 +58,7 @@ def opened(flushes: Flushes, path: Path, name: str) -> Shelf:
 def kept_for_a() -> tuple[list[str], Flushes, list[bool]]:
     """Two keys of six namespaces, flushed while a directory was not open; the answers as they come."""
     every: Any = [str(number) for number in range(6)]
-    flushes, answers = Flushes(lambda: every), list[bool]()
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
     for key in (b"a", b"b"):
         flushes.begin(every, key, lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
     return every, flushes, answers
@@ -71,7 +71,7 @@ def gone(flushes: Flushes, shelf: Shelf) -> None:
 
 def test_disks_that_come_back_at_each_others_places_are_told() -> None:
     every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every)
+    flushes = Flushes(lambda: every, lambda: 0.0)
     one, two = opened(flushes, A, "1"), opened(flushes, B, "2")
     assert flush(flushes, [one, two])
     assert not flush(flushes, [one], B)
@@ -82,7 +82,7 @@ def test_disks_that_come_back_at_each_others_places_are_told() -> None:
 
 def test_a_flush_is_not_durable_while_a_replaced_disk_is_away() -> None:
     every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every)
+    flushes = Flushes(lambda: every, lambda: 0.0)
     opened(flushes, A, "1")
     two = opened(flushes, A, "2")
     assert not flush(flushes, [two])
@@ -94,7 +94,7 @@ def test_a_flush_is_not_durable_while_a_replaced_disk_is_away() -> None:
 @pytest.mark.parametrize("there", [A, B])
 def test_what_a_disk_has_not_confirmed_is_flushed_when_it_is_back(said: bool | None, there: Path) -> None:
     every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every)
+    flushes = Flushes(lambda: every, lambda: 0.0)
     one = opened(flushes, A, "1")
     one.hangs = True
     assert not flush(flushes, [one])
@@ -107,38 +107,13 @@ def test_what_a_disk_has_not_confirmed_is_flushed_when_it_is_back(said: bool | N
     assert opened(flushes, there, "1").flushed == [], "the directory has confirmed the flush"
 
 
-def test_what_a_disk_has_confirmed_is_not_flushed_again_when_it_is_back() -> None:
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every)
-    one = opened(flushes, A, "1")
-    one.hangs = True
-    for _ in range(3):
-        flush(flushes, [one])
-    one.asked[0](False)  # the daemon tries that flush again before the next one
-    one.asked[1](True)
-    gone(flushes, one)
-    assert opened(flushes, A, "1").flushed == [("n", b"k")], "the last one"
-
-
-def test_very_many_flushes_that_a_disk_does_not_confirm_flush_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every)
-    one = opened(flushes, A, "1")
-    one.hangs = True
-    for _ in range(5):
-        flush(flushes, [one])
-    gone(flushes, one)
-    assert opened(flushes, A, "1").flushed == [("n", b""), ("n", b"k"), ("n", b"k")], "and no block of others"
-
-
 def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a tenant that flushes again and again while a disk is away would flush the others' blocks there."""
     monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
     every: Any = ["n", "m", "others"]
-    flushes = Flushes(lambda: every)
+    flushes = Flushes(lambda: every, lambda: 0.0)
     for name in ("n", "m", "n", "n", "m"):
         flushes.begin([name], b"k", lambda blocks, durable: None, [], lambda: [(A, True)], named=True).end()
     assert opened(flushes, A, "1").flushed == [("n", b""), ("m", b""), ("n", b"k"), ("m", b"k")]
@@ -151,7 +126,7 @@ def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_
 def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
     every: Any = ["n", "m", "o"]
-    flushes = Flushes(lambda: every)
+    flushes = Flushes(lambda: every, lambda: 0.0)
     flushes.begin(every, b"k", lambda blocks, durable: None, [], lambda: [(A, True)]).end()
     one = opened(flushes, A, "1")
     one.catalog.full = True
@@ -166,7 +141,7 @@ def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.Mon
 def test_a_flush_of_named_namespaces_is_about_no_others_that_only_a_disk_knows(named: bool) -> None:
     """Else a tenant that comes first would flush what earlier lives have stored for the others."""
     every: Any = ["n"]
-    flushes, answers = Flushes(lambda: every), list[bool]()
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
     flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)], named).end()
     every = ["n", "others"]
     assert opened(flushes, A, "1").flushed == [("n", b"")] + ([] if named else [("others", b"")])
@@ -175,7 +150,7 @@ def test_a_flush_of_named_namespaces_is_about_no_others_that_only_a_disk_knows(n
 
 def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when_it_is_back() -> None:
     every: Any = ["n", "m"]
-    flushes, answers = Flushes(lambda: every), list[bool]()
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
     one = opened(flushes, A, "1")
     shelves: Any = [one]
     away: list[tuple[Path, bool]] = []
@@ -193,35 +168,10 @@ def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when
     assert one.flushed == [("n", b"k"), ("m", b"k")]
 
 
-def test_a_flush_is_not_answered_before_all_were_asked_whatever_opens_meanwhile() -> None:
-    every: Any = [str(number) for number in range(3)]
-    flushes, answers, away, shelves = Flushes(lambda: every), list[bool](), [(A, True)], list[Any]()
-    flush = flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), shelves, lambda: away)
-    flush.forget(every[:1])
-    shelves.append(opened(flushes, A, "1"))
-    away.clear()
-    flush.forget(every[1:])
-    assert answers == []
-    flush.end()
-    assert answers == [False], "it was away when the flush began"
-
-
-def test_nor_when_too_much_is_kept_for_what_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
-    every: Any = ["n", "m"]
-    flushes, answers = Flushes(lambda: every), list[bool]()
-    one = flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, True)])
-    for _ in range(4):
-        flush(flushes, [], A)
-    assert answers == []
-    one.end()
-    assert answers == [False]
-
-
 def test_a_directory_that_was_open_between_two_parts_is_told_again() -> None:
     """Blocks of the later parts may have been written to it while DRAM still had them."""
     every: Any = [str(number) for number in range(3)]
-    flushes, answers, closed, shelves = Flushes(lambda: every), list[bool](), [(A, False)], list[Any]()
+    flushes, answers, closed, shelves = Flushes(lambda: every, lambda: 0.0), list[bool](), [(A, False)], list[Any]()
     flush = flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), shelves, lambda: closed)
     flush.forget(every[:1])
     one = opened(flushes, A, "1")
@@ -255,55 +205,10 @@ def test_what_was_kept_is_told_in_slices_and_rows_are_loaded_after_the_last(monk
     assert one.loads == 1
 
 
-def test_a_directory_that_goes_before_all_was_told_is_told_the_rest_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
-    every, flushes, answers = kept_for_a()
-    one = opened(flushes, A, "1")
-    gone(flushes, one)
-    assert (flushes.work(), len(one.flushed), one.loads) == (False, 4, 0)
-    assert answers == []
-    again = opened(flushes, A, "1")
-    while flushes.work():
-        pass
-    assert again.flushed == [(name, key) for key in (b"a", b"b") for name in every]
-    assert (answers, again.loads) == ([True, True], 1)
-
-
-def test_another_disk_in_the_place_is_told_too_but_the_flush_is_not_durable() -> None:
-    every: Any = ["n"]
-    flushes, answers = Flushes(lambda: every), list[bool]()
-    gone(flushes, opened(flushes, A, "1"))
-    flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
-    assert answers == []
-    assert opened(flushes, A, "2").flushed == [("n", b"k")]
-    assert answers == [False]
-
-
-def test_a_slice_that_fails_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
-    every, flushes, answers = kept_for_a()
-    one = opened(flushes, A, "1")
-    flush, one.flush = one.flush, fails  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        flushes.work()
-    one.flush = flush  # type: ignore[method-assign]
-    while flushes.work():
-        pass
-    assert one.flushed == [(name, key) for key in (b"a", b"b") for name in every]
-    assert one.loads == 1
-    assert answers == [True], "the one that failed is answered when its time is up"
-
-
-def fails(namespace: Any, key: bytes, done: Any) -> int:
-    raise MemoryError
-
-
 def test_at_the_end_a_directory_is_told_the_rest_and_its_rows_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
     every: Any = [str(number) for number in range(7)]
-    flushes, answers = Flushes(lambda: every), list[bool]()
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
     flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
     one = opened(flushes, A, "1")
     flushes.close()

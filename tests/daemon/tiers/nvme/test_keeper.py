@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -16,9 +15,7 @@ from keeper_rig import CHAINS, filled, found, states, take_away
 from played import played
 from tier_rig import TierRig
 
-from tiercache.daemon.tiers.nvme import flushes
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import CommitState
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("soon")
@@ -55,51 +52,6 @@ async def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
     assert await found(again) == [8] * len(CHAINS)
     again.check()
     await again.close()
-
-
-@played
-async def test_without_any_directory_the_tier_is_empty_and_waits(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=1)
-    await rig.close()
-    lock = rig.dirs[0] / "lock"
-    lock.unlink()
-    lock.symlink_to("elsewhere")
-    again = await TierRig(tmp_path).open()
-    space = again.namespace()
-    assert (states(again), await found(again)) == (["away"], [0] * len(CHAINS))
-    assert again.tier.hold([space], CHAINS[0], 0) is None
-    again.store(space, CHAINS[0])
-    assert await again.load(space, CHAINS[0]) == 8, "DRAM has it"
-    assert not await asyncio.wait_for(again.flush(), 5), "a flush that cannot be durable says so at once"
-    lock.unlink()
-    await again.until(lambda: states(again) == ["ok"])
-    assert await found(again) == [0] * len(CHAINS), "flushes from the meantime are done there too"
-    again.check()
-    await again.close()
-
-
-@played
-async def test_a_daemon_that_ends_while_it_tells_a_directory_of_flushes_tells_it_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flushes, "TOLD_AT_ONCE", 2)
-
-    rig = await filled(tmp_path, disks=1)
-    await rig.close()
-    lock = rig.dirs[0] / "lock"
-    lock.unlink()
-    lock.symlink_to("elsewhere")
-    again = await TierRig(tmp_path).open()
-    again.namespace()
-    for number in range(400):
-        assert not await again.flush(key_of(chain_of(f"other {number}", 1), 0))
-    assert not await again.flush(key_of(CHAINS[0], 0))
-    lock.unlink()
-    await again.until(lambda: states(again) == ["loading"])
-    await again.close()
-    third = await TierRig(tmp_path).open()
-    assert await found(third) == [0] + [8] * (len(CHAINS) - 1)
-    await third.close()
 
 
 @played
@@ -187,118 +139,6 @@ async def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_wi
     await rig.loaded()
     left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
     assert await found(rig) == left
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_what_a_disk_that_hung_was_told_to_flush_does_not_come_back_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directory's database never answers, and then the directory is gone: nothing there records the flush."""
-    monkeypatch.setattr(flushes, "FLUSH_S", 0.05)
-
-    rig = await filled(tmp_path, disks=1)
-    [home], [shelf] = rig.dirs, rig.shelves
-    for name in ("raise_epoch", "add_tombstone", "delete"):
-        monkeypatch.setattr(shelf.catalog, name, lambda *args: None)
-    assert not await rig.flush(key_of(CHAINS[0], 3))
-    assert not await rig.flush(key_of(CHAINS[1], 0))
-    await take_away(rig, tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").rename(home)
-    await rig.until(lambda: states(rig) == ["ok"])
-    await rig.loaded()
-    assert await found(rig) == [3, 0] + [8] * (len(CHAINS) - 2)
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_what_is_read_on_a_disk_that_has_gone_is_not_called_good(tmp_path: Path) -> None:
-    """A flush does not reach it any more."""
-    rig = await filled(tmp_path, disks=1)
-    chain = CHAINS[0]
-    lease = rig.cache.match(rig.owner, [rig.namespace()], chain, 60.0, extents=True).lease
-    assert lease is not None
-    assert lease.held is not None
-    await take_away(rig, tmp_path / "elsewhere")
-    assert not await rig.flush()
-    assert not rig.cache.reads.release(rig.owner, lease.lease_id)
-    await rig.close()
-
-
-@played
-async def test_blocks_under_way_when_a_directory_goes_end_as_misses(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=1)
-    [directory] = rig.dirs
-    space, gate = rig.namespace(), rig.disks[directory].gate
-    gate.clear()
-    lease = rig.match([space], CHAINS[0])
-    assert lease is not None
-    rig.store(space, chain_of("new", 6))
-    await rig.until(lambda: rig.tier.stats()["write_in_flight_bytes"] > 0)
-    directory.rename(tmp_path / "elsewhere")
-    gate.set()
-    await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases)
-    assert rig.read(lease, space) in range(9)
-    assert await rig.load(space, chain_of("new", 6)) == 6, "DRAM has them"
-    await rig.until(lambda: rig.tier._keepers[0].leaving is None)
-    assert rig.tier.stats()["write_in_flight_bytes"] == 0
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_reads_that_hang_in_the_kernel_after_their_directory_was_dropped_delay_nothing(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=1)
-    [directory], [shelf], space = rig.dirs, rig.shelves, rig.namespace()
-    gate = rig.disks[directory].gate
-    gate.clear()
-    lease = rig.match([space], CHAINS[0][: 4 * 16])
-    assert lease is not None
-    await rig.until(lambda: shelf.queue.in_flight == 4 and not shelf.queue.queued())
-    directory.rename(tmp_path / "elsewhere")
-    # Long before the lease would expire.
-    await rig.until(lambda: states(rig) == ["away"] and not rig.cache.reads.growing.leases, deadline_s=20)
-    assert rig.read(lease, space) == 0, "a miss, while the reads are still under way"
-    assert shelf.queue.in_flight == 4
-    assert "operations from before are still under way" in rig.tier.reasons()[0]
-    gate.set()
-    await rig.until(lambda: rig.tier._keepers[0].leaving is None)
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_what_waits_for_a_directory_that_goes_waits_no_more(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=2)
-    shelf = rig.shelves[0]
-    shelf.loading = True  # as good as any reason not to write
-    chains = [chain_of(f"new {number}", 4) for number in range(12)]
-    for chain in chains:
-        rig.store(rig.namespace(), chain)
-    waiting = [chain for chain in chains if rig.tier._placement.home(key_of(chain, 0)) is shelf]
-    await rig.until(lambda: rig.tier.stats()["write_queue_blocks"] == 4 * len(waiting) > 0)
-    await take_away(rig, tmp_path / "elsewhere")
-    await rig.settled()
-    for chain in chains:  # blocks that are asked for go to the other directory
-        rig.match([rig.namespace()], chain)
-    await rig.settled()
-    assert all(rig.shelves[0].has(rig.namespace(), key_of(chain, 3)) for chain in chains)
-    await rig.close()
-
-
-@played
-async def test_a_client_that_writes_where_nothing_is_any_more_is_told(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    space, grants = rig.namespace(), rig.tier.grants
-    assert grants is not None
-    while not (granted := grants.reserve(rig.owner, space, b"", CHAINS[0], 60.0)).extents:
-        await rig.until(lambda: bool(rig.shelves[0].directory.segments))  # room is made
-    assert len(granted.extents) == 8
-    await take_away(rig, tmp_path / "elsewhere")
-    assert grants.commit(rig.owner, granted.lease_id, [1] * 8) == [CommitState.DROPPED] * 8
-    assert grants.stats()["direct_stored_blocks"] == 0
     rig.check()
     await rig.close()
 

@@ -1,20 +1,29 @@
-"""The NVMe tier end to end: a real daemon, real directories, real kills."""
+"""The NVMe tier as a whole: by a state machine on disks in memory, and with real daemons on real directories."""
 
 from __future__ import annotations
 
+import os
 import random
-import shutil
-import sqlite3
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chains import chain_of, key_of
-from cluster import BLOCK_BYTES, Cluster
+from cluster import BLOCK_BYTES, Cluster, content
+from machines import in_first_ring, in_stress
+from nvme_machine import NvmeMachine
 from waiting import wait_until
 
+import tiercache
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
-from tiercache.daemon.tiers.nvme.catalog.rows import pack_row
+
+DEADLINE_S = 60.0
+
+TestTier = in_first_ring(NvmeMachine, examples=60, steps=50)
+TestTierForLong = in_stress(NvmeMachine, examples=150, steps=80)
 
 
 @pytest.fixture
@@ -24,162 +33,35 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.stop()
 
 
-def test_blocks_come_back_after_a_kill(cluster: Cluster) -> None:
-    chain = chain_of("a", 100)
-    assert cluster.store(chain).stored == 100
-    cluster.wait_written()
-    cluster.restart()
-    assert cluster.nvme()["blocks"] == 100
-    assert cluster.load(chain) == 100
-    assert cluster.load(chain) == 100
-    stats = cluster.nvme()
-    assert stats["promoted_blocks"] == 100
-    assert stats["written_blocks"] == 0, "a block on nvme is clean: reading it writes nothing"
-
-
-def test_what_dram_has_evicted_is_read_back(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, arena="4MiB")
-    chains = [chain_of(str(number), 40) for number in range(10)]
-    for chain in chains:
-        cluster.store(chain)
-        cluster.wait_written()
-    for chain in chains:
-        assert cluster.load(chain) == 40
-    cluster.stop()
-
-
-def test_a_load_larger_than_dram_is_short_not_wrong(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, arena="4MiB")
-    chain = chain_of("long", 150)
-    for first in range(0, 150, 50):
-        cluster.store(chain[: 16 * (first + 50)], first=first)
-        cluster.wait_written()
-    assert 0 < cluster.load(chain) <= 64
-    cluster.stop()
-
-
-def test_a_flipped_bit_is_a_miss(cluster: Cluster) -> None:
-    chain = chain_of("a", 20)
-    cluster.store(chain)
-    cluster.wait_written()
-    cluster.kill()
-    segment = next((cluster.directories[0] / "segments").glob("*.seg"))
-    data = bytearray(segment.read_bytes())
-    data[7 * BLOCK_BYTES + 123] ^= 4
-    segment.write_bytes(data)
-    cluster.start()
-    cluster.wait_loaded()
-    good = cluster.load(chain)
-    assert good < 20
-    assert cluster.nvme()["bad_blocks"] == 1
-    wait_until(lambda: cluster.nvme()["blocks"] == good, "the bad block and what follows are forgotten")
-    assert cluster.store(chain).stored == 20 - good
-    assert cluster.load(chain) == 20
-
-
-def test_flushed_blocks_stay_away(cluster: Cluster) -> None:
-    kept, gone, part = chain_of("kept", 10), chain_of("gone", 10), chain_of("part", 10)
+def test_blocks_come_back_after_a_kill_and_flushed_ones_stay_away(cluster: Cluster) -> None:
+    kept, gone, part = chain_of("kept", 100), chain_of("gone", 10), chain_of("part", 10)
     for chain in (kept, gone, part):
         cluster.store(chain)
     cluster.wait_written()
     assert cluster.connector.flush(key=key_of(gone, 0)) == 20
     assert cluster.connector.flush(key=key_of(part, 4)) == 12
-    assert (cluster.load(kept), cluster.load(gone), cluster.load(part)) == (10, 0, 4)
     cluster.restart()
-    assert (cluster.load(kept), cluster.load(gone), cluster.load(part)) == (10, 0, 4)
+    assert (cluster.load(kept), cluster.load(gone), cluster.load(part)) == (100, 0, 4)
+    stats = cluster.nvme()
+    assert stats["promoted_blocks"] == 104
+    assert stats["written_blocks"] == 0, "a block on nvme is clean: reading it writes nothing"
     assert cluster.store(part).stored == 6
-    cluster.wait_written()
-    cluster.restart()
-    assert cluster.load(part) == 10
-    cluster.connector.flush()
-    cluster.restart()
-    assert (cluster.load(kept), cluster.load(part)) == (0, 0)
-    assert cluster.nvme()["blocks"] == 0
-
-
-def test_what_a_flush_left_behind_does_not_hang_itself_below_new_blocks(cluster: Cluster) -> None:
-    """A crash may undo deletions: a flushed block's row comes back, and its parent has been stored again."""
-    chain = chain_of("a", 6)
-    cluster.store(chain)
-    cluster.wait_written()
-    cluster.daemon.close()
-    old = dict(check_rows(cluster.directories[0]))
-    cluster.start()
-    cluster.wait_loaded()
-    cluster.connector.flush(key=key_of(chain, 0))
-    cluster.store(chain[: 3 * 16])
-    cluster.wait_written()
-    cluster.daemon.close()
-    new = dict(check_rows(cluster.directories[0]))
-    assert len(new) == 3
-    with sqlite3.connect(cluster.directories[0] / "index.db") as database:
-        stale = [(place, pack_row(place, row)) for place, row in old.items() if row and place not in new]
-        stale = stale[:3] or [pytest.fail("every old place was taken again")]
-        database.executemany("INSERT INTO blocks VALUES(?, ?)", stale)
-    database.close()
-    cluster.start()
-    cluster.wait_loaded()
-    assert cluster.load(chain) == 3
-    assert cluster.nvme()["blocks"] == 3
-
-
-def test_a_stop_with_grace_leaves_nothing_behind(cluster: Cluster) -> None:
-    chain = chain_of("a", 200)
-    cluster.store(chain)
     cluster.stop()
     assert "blocks of DRAM were not on nvme" not in cluster.daemon.log.read_text()
     cluster.start()
     cluster.wait_loaded()
-    assert cluster.load(chain) == 200
-
-
-def test_the_cap_holds_and_the_coldest_go(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, nvme_size="40MiB", nvme_segment="8MiB")
-    chains = [chain_of(str(number), 50) for number in range(30)]
-    for chain in chains:
-        cluster.store(chain)
-        cluster.wait_written()
-    used = sum(path.stat().st_blocks * 512 for path in cluster.directories[0].rglob("*") if path.is_file())
-    assert used <= 40 << 20
-    cluster.restart()
-    assert cluster.load(chains[-1]) == 50
-    assert cluster.load(chains[0]) == 0
-    cluster.stop()
-
-
-def test_a_lost_directory_costs_its_share(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, directories=2)
-    chains = [chain_of(str(number), 10) for number in range(20)]
-    for chain in chains:
-        cluster.store(chain)
-    cluster.wait_written()
-    cluster.kill()
-    shutil.rmtree(cluster.directories[1])
-    cluster.start()
-    cluster.wait_loaded()
-    found = [cluster.load(chain) for chain in chains]
-    assert set(found) == {0, 10}, "a chain is on one disk, whole"
-    cluster.stop()
-
-
-def test_kills_at_random_moments(tmp_path: Path) -> None:
-    _kill_rounds(tmp_path, rounds=8, seed=1)
+    assert (cluster.load(kept), cluster.load(part)) == (100, 10)
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(10))
-def test_many_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
-    _kill_rounds(tmp_path, rounds=40, seed=100 + seed)
-
-
-def _kill_rounds(tmp_path: Path, rounds: int, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Store, load and flush at random over a small cap; kill -9; what comes back is right or nothing."""
     rng = random.Random(seed)
     cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")
     chains = [chain_of(str(number), rng.randrange(5, 60)) for number in range(16)]
     back = 0
-    for _ in range(rounds):
+    for _ in range(15):
         for _ in range(rng.randrange(5, 25)):
             chain = rng.choice(chains)
             action = rng.random()
@@ -196,4 +78,168 @@ def _kill_rounds(tmp_path: Path, rounds: int, seed: int) -> None:
     back += sum(map(cluster.load, chains))
     assert back > 0, "no block ever came back: the test has checked nothing"
     assert cluster.connector.client.stats()["counters"]["invariant_failures"] == 0
+    cluster.stop()
+
+
+# --- damage between two lives -----------------------------------------------------------------------
+
+
+def _truncate(directory: Path) -> None:
+    os.truncate(next((directory / "segments").glob("*.seg")), 1 << 20)
+
+
+def _garble(directory: Path) -> None:
+    (directory / "index.db").write_bytes(random.Random(1).randbytes(100_000))
+
+
+def _garble_log(directory: Path) -> None:
+    with (directory / "index.db-wal").open("ab") as file:
+        file.write(random.Random(2).randbytes(50_000))
+
+
+def _forget(directory: Path) -> None:
+    for path in directory.glob("index.db*"):
+        path.unlink()
+
+
+def _damage_superblock(directory: Path) -> None:
+    data = bytearray((directory / "superblock").read_bytes())
+    data[20] ^= 1
+    (directory / "superblock").write_bytes(data)
+
+
+def _put_foreign_files(directory: Path) -> None:
+    (directory / "notes.txt").write_text("mine")
+    (directory / "segments" / "00000009.seg.old").write_bytes(b"x" * 5000)
+    (directory / "segments" / "99999999.seg").write_bytes(b"x" * 5000)
+
+
+DAMAGE: dict[Callable[[Path], None], set[int]] = {
+    _put_foreign_files: {5},
+    _garble_log: {0, 1, 2, 3, 4, 5},
+    _truncate: {0},
+    lambda directory: next((directory / "segments").glob("*.seg")).unlink(): {0},
+    _forget: {0},
+    _garble: {0},
+    _damage_superblock: {0},
+}
+"""What is done to a directory, and how much of a chain of five blocks may be there afterwards."""
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("carrier")
+def test_damaged_directories_lose_their_blocks_and_work_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, directories=len(DAMAGE), nvme_size="448MiB")
+    chains = [chain_of(str(number), 5) for number in range(60)]
+    for chain in chains:
+        cluster.store(chain)
+    cluster.wait_written()
+    cluster.kill()
+    homes = {row.key: path for path in cluster.directories for _, row in check_rows(path) if row is not None}
+    assert set(homes.values()) == set(cluster.directories)
+    for damage, directory in zip(DAMAGE, cluster.directories, strict=True):
+        damage(directory)
+    cluster.start()
+    cluster.wait_loaded()
+    for chain in chains:
+        number = cluster.directories.index(homes[key_of(chain, 0)])
+        assert cluster.load(chain) in list(DAMAGE.values())[number], f"directory {number}"
+    for chain in chains:
+        cluster.store(chain)
+    cluster.wait_written()
+    cluster.restart()
+    assert [cluster.load(chain) for chain in chains] == [5] * len(chains)
+    cluster.stop()
+    assert (cluster.directories[0] / "notes.txt").read_text() == "mine"
+
+
+# --- kills under load -------------------------------------------------------------------------------
+
+
+def kill_now(cluster: Cluster) -> None:
+    """SIGKILL at once, whatever is under way."""
+    os.kill(cluster.daemon.pid, signal.SIGKILL)
+    cluster.connector.close()
+    cluster.daemon.close()
+    cluster.check_directories()
+
+
+class Customer(threading.Thread):
+    """Stores and loads without end. Whatever happens to the daemon, each call is a right hit or a miss."""
+
+    def __init__(self, cluster: Cluster, number: int, chains: list[bytes]) -> None:
+        super().__init__(daemon=True)
+        self.rng = random.Random(number)
+        self.chains = chains
+        self.stopping = threading.Event()
+        self.hits = 0
+        self.failure: BaseException | None = None
+        self.pool = np.zeros((64, BLOCK_BYTES), np.uint8)
+        self.connector = tiercache.connect(
+            cluster.daemon.address,
+            namespace=cluster.spec,
+            pool=tiercache.Pool.from_blocks(self.pool),
+            request_timeout_s=2.0,  # rule: the daemon is killed meanwhile
+            load_timeout_s=5.0,  # rule: the daemon is killed meanwhile
+        )
+
+    def run(self) -> None:
+        try:
+            while not self.stopping.is_set():
+                self._call(self.rng.choice(self.chains))
+        except BaseException as failure:
+            self.failure = failure
+            raise
+        finally:
+            self.connector.close()
+
+    def _call(self, chain: bytes) -> None:
+        count = len(chain) // 16
+        if self.rng.random() < 0.4:
+            for number in range(count):
+                self.pool[number] = content(key_of(chain, number))
+            self.connector.store(chain, range(count))
+            return
+        match = self.connector.match(chain)
+        self.pool[:] = 0
+        good = self.connector.load(match, range(match.blocks)) if match.blocks else 0
+        for number in range(good):
+            assert np.array_equal(self.pool[number], content(key_of(chain, number))), f"block {number} is wrong"
+        self.hits += good
+
+
+def moved_blocks(cluster: Cluster) -> int:
+    stats = cluster.nvme()
+    return int(stats["written_blocks"] + stats["promoted_blocks"])
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("carrier")
+def test_kills_under_load_of_several_clients(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, arena="6MiB", directories=2, nvme_size="20MiB", nvme_segment="4MiB")
+    rng = random.Random(1)
+    chains = [chain_of(str(number), rng.randrange(5, 60)) for number in range(12)]
+    customers = [Customer(cluster, number, chains) for number in range(3)]
+    for customer in customers:
+        customer.start()
+    try:
+        for _ in range(6):
+            hits = [customer.hits for customer in customers]
+            wait_until(
+                lambda: all(one.hits > before for one, before in zip(customers, hits, strict=True)),  # noqa: B023
+                "all customers have hits again",
+            )
+            enough = rng.randrange(50, 400)
+            wait_until(lambda: moved_blocks(cluster) > enough, "there is work for the disks")  # noqa: B023
+            kill_now(cluster)
+            cluster.start()
+    finally:
+        for customer in customers:
+            customer.stopping.set()
+        for customer in customers:
+            customer.join(DEADLINE_S)
+    assert [customer.failure for customer in customers] == [None] * 3
+    assert not any(customer.is_alive() for customer in customers), "no call hangs"
+    cluster.wait_loaded()
     cluster.stop()

@@ -6,23 +6,28 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cache_at_once import CacheAtOnce
 from chains import key_of
 from disk_rig import ObedientDisk
+from memory_disks import MemoryDisk, MemoryRunner
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import NvmeDirectory
 from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.events import Events, Named
+from tiercache.daemon.index.allocator import Allocator
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
+from tiercache.daemon.tiers.nvme.runners import InDaemon, Runner, runner_for
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
+from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -43,44 +48,64 @@ def right(namespace: Namespace, key: bytes) -> bytes:
     return content(key + whose.encode(), namespace.spec.block_bytes)
 
 
+def held(allocator: Allocator) -> dict[int, int]:
+    """Frames or slots that the kernel may be moving."""
+    return allocator._holders  # rule: books that nobody else has
+
+
 class TierRig:
     """`await rig.open()`, then store, load, flush; `rig.check()` after each step. Never two at a time.
 
-    disks: one for each directory. Everything else as the daemon's settings.
+    disks: how many directories there are, with real files and disks that the test controls; or disks in memory, which
+    are of this clock. Everything else as the daemon's settings.
     """
 
     def __init__(
         self,
         root: Path,
-        disks: int = 1,
+        disks: int | Sequence[MemoryDisk] = 1,
         arena_regions: int = 8,
         nvme_bytes: int = 64 << 20,
         segment_bytes: int = 2 << 20,
         dirs: list[Path] | None = None,
         events: Events | None = None,
+        region_bytes: int = REGION_BYTES,
+        limits: CacheLimits | None = None,
         **settings: Any,
     ) -> None:
-        self.dirs = dirs or [root / f"nvme{number}" for number in range(disks)]
+        self.memory = [] if isinstance(disks, int) else list(disks)
+        count = disks if isinstance(disks, int) else len(disks)
+        self.dirs = dirs or [root / f"nvme{number}" for number in range(count)]
         self.disks = {path: ObedientDisk() for path in self.dirs}
+        self.at = dict(zip(self.dirs, self.memory, strict=False))
+        """The disks in memory by their paths: the test may put others there."""
         config = DaemonConfig(
             run_dir=root / "run",
             nvme_dirs=tuple(map(NvmeDirectory, self.dirs)),
             nvme_bytes=nvme_bytes,
             nvme_segment_bytes=segment_bytes,
-            nvme_io="aio" if ObedientDisk.offers_aio else "threads",
+            nvme_io="threads" if self.memory or not ObedientDisk.offers_aio else "aio",
             **settings,
         )
         self.regions: dict[int, Region] = {}
-        self.tier = NvmeTier(config, self.regions, lambda: None, lambda path: self.disks[path])
-        self.cache = CacheAtOnce(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
+        self.tier = NvmeTier(config, self.regions, lambda: None, runner_of=self._runner_of)
+        self.clock_s = self.memory[0].clock_s if self.memory else time.monotonic
+        self.cache = CacheAtOnce(self.clock_s, limits or CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
         self.tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, events)
         for region_id in range(arena_regions):
-            fd = create_region(REGION_BYTES, "test")
-            self.regions[region_id] = Region(region_id, fd, REGION_BYTES)
+            fd = create_region(region_bytes, "test")
+            self.regions[region_id] = Region(region_id, fd, region_bytes)
             self.tier.add_region(self.regions[region_id], fd)
             os.close(fd)
-            self.cache.space.allocator.add_region(region_id, REGION_BYTES)
+            self.cache.space.allocator.add_region(region_id, region_bytes)
         self.owner = Owner(b"a" * 16)
+
+    def _runner_of(self, config: DaemonConfig, arena: ArenaFiles | None) -> Runner:
+        if self.memory:
+            return MemoryRunner(self.at)
+        if arena is not None:
+            return runner_for(config, arena)
+        return InDaemon(lambda path: self.disks[path], why_threads(config.nvme_io, config.nvme_codec, True))
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -95,19 +120,32 @@ class TierRig:
 
     async def close(self, grace_s: float = 0.0) -> int:
         """As at SIGTERM; returns the blocks that were left."""
+        going_on = asyncio.ensure_future(self._keep_moving())
         left = await self.tier.close(grace_s)
+        going_on.cancel()
         self._unmap()
         return left
 
-    async def crash(self) -> None:
-        """As much like kill -9 as one process allows: nothing that waits is written any more."""
+    async def _keep_moving(self) -> None:
+        while True:
+            self.step_disks()
+            await asyncio.sleep(0.001)
+
+    async def crash(self, landed: int = 0) -> None:
+        """As much like kill -9 as one process allows: nothing that waits is written any more.
+
+        Bits of `landed`: writes in the kernel that reach a disk in memory.
+        """
         self.tier._keeping.stop()
-        for shelf in self.shelves:
+        await asyncio.sleep(0)
+        for shelf in self.shelves if not self.memory else ():
             self.disks[shelf.directory.path].gate.set()
             shelf.queue.stop(time.monotonic() + DEADLINE_S)
-            shelf.catalog._writer.give_up()  # what waits for a commit is lost
+            shelf.catalog._writer.give_up()  # rule: nothing less ends a catalog as a kill does
             shelf.catalog.close(DEADLINE_S)
             shelf.directory.close()
+        for disk in self.memory:
+            disk.crash(landed)
         self.tier._shelves.clear()
         self._unmap()
 
@@ -119,13 +157,26 @@ class TierRig:
     def shelves(self) -> list[Shelf]:
         return self.tier._shelves
 
+    def step_disks(self) -> None:
+        """Disks in memory do all that they were asked for."""
+        for disk in self.memory:
+            disk.step()
+
+    async def work(self, rounds: int = 1) -> None:
+        """The daemon's work, by the slice, without the disks'."""
+        for _ in range(rounds):
+            self.cache.work()
+            self.cache.expire()
+            await asyncio.sleep(0)
+
     async def until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         """Do the daemon's work until the condition holds."""
         end_s = time.monotonic() + deadline_s
         while not condition():
-            assert time.monotonic() < end_s, f"not in time: {self.tier.stats()}"
+            assert time.monotonic() < end_s, f"not in time: {self.tier.stats()}"  # rule: the deadline of all waiting
             self.cache.work()
             self.cache.expire()
+            self.step_disks()
             await asyncio.sleep(0.001)
 
     async def settled(self) -> None:
@@ -140,33 +191,35 @@ class TierRig:
     def check(self) -> None:
         assert self.cache.check_integrity() == []
         assert self.tier.check_integrity() == []
-        if self.tier._writes.in_flight_bytes == 0:
-            assert not self.cache.space.allocator._holders, "a frame is held for ever"
+        writes = self.tier._writes
+        if writes.in_flight_bytes == 0:
+            assert not held(self.cache.space.allocator), "a frame is held for ever"
         for shelf in self.shelves:
-            if shelf.queue.in_flight == 0 and not self.tier.promotion._ended:
-                assert not shelf.allocator._holders, "a slot is held for ever"
+            if shelf.queue.in_flight == 0 and not self.tier.promotion._ended:  # rule: what has come and waits
+                assert not held(shelf.allocator), "a slot is held for ever"
                 own = {*shelf.index.unlinking_entries(), *(table.root for table in shelf.index.tables.values())}
                 pinned = {entry for entry, pins in enumerate(shelf.index.pins) if pins and shelf.index.state[entry]}
                 own |= set(shelf.slots.tails)
-                writes = self.tier._writes  # those complete and not visible yet hold their parents
-                own |= {entry for name, entry in writes._held.items() if writes._flying[name].shelf is shelf}
+                flying = writes._flying  # rule: those complete and not visible yet hold their parents
+                own |= {entry for name, entry in writes._held.items() if flying[name].shelf is shelf}
                 assert pinned <= own, "an entry is pinned for ever"
 
     # --- blocks ----------------------------------------------------------------------------------
 
-    def namespace(self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0) -> Namespace:
-        return self.cache.space.open_namespace(
-            NamespaceSpec(
-                engine="t",
-                layout="l",
-                dtype="uint8",
-                block_size=1,
-                block_bytes=block_bytes,
-                tp_rank=rank,
-                tp_size=8,
-                window_blocks=window_blocks,
-            )
+    def namespace(
+        self, block_bytes: int = BLOCK_BYTES, rank: int = 0, window_blocks: int = 0, tenant: str = ""
+    ) -> Namespace:
+        spec = NamespaceSpec(
+            engine="t",
+            layout="l",
+            dtype="uint8",
+            block_size=1,
+            block_bytes=block_bytes,
+            tp_rank=rank,
+            tp_size=8,
+            window_blocks=window_blocks,
         )
+        return self.cache.space.open_namespace(spec.of_tenant(tenant) if tenant else spec)
 
     def view(self, frame: int, length: int) -> memoryview:
         return self.regions[frame >> REGION_SHIFT].view(frame & OFFSET_MASK, length)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
-
 from chains import key_of
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 
 WINDOW = 3
-
-
-def broken(name: str, size: int) -> int | None:
-    """A disk's hook: nothing can be read."""
-    if name == "preadv":
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    return None
 
 
 def spaces_of(rig: TierRig) -> list[Namespace]:
@@ -34,13 +23,6 @@ def homes(rig: TierRig, namespace: Namespace, chain: bytes) -> list[int | None]:
         assert len(holders) < 2
         found.append(holders[0] if holders else None)
     return found
-
-
-def check_closed(rig: TierRig) -> None:
-    """The directories are as their indexes say, to the last byte."""
-    for path in rig.dirs:
-        report = check_directory(path, sample=ALL, rate=0)
-        assert report.findings == [], report
 
 
 async def spread(rig: TierRig, window: Namespace, chain: bytes) -> None:

@@ -1,43 +1,150 @@
-"""NVMe to DRAM: long runs, in slices of the loop."""
+"""NVMe to DRAM: shared reads, long runs in slices of the loop, and what a lease waits for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from chains import chain_of
-from played import play
+import pytest
+from chains import chain_of, key_of
+from memory_disks import MemoryDisk
+from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers import promotion
+from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
 
-SMALL_BYTES = 4096
+PAGE = 4096
 
 
-def test_a_run_longer_than_the_disks_queue_comes_up_whole(tmp_path: Path) -> None:
-    """With and without a client that waits for it, and never many blocks in one turn of the event loop."""
-
-    async def scenario() -> None:
-        blocks = QUEUE_LIMITS[DiskPriority.PREFETCH] + 1000
-        rig = await TierRig(tmp_path).open()
-        space, chain = rig.namespace(SMALL_BYTES), chain_of("a", blocks)
-        for first in range(0, blocks, 512):
+async def below(clock: Clock, *chains: bytes) -> tuple[TierRig, MemoryDisk, Namespace]:
+    """Chains that are on the disk, and not in DRAM."""
+    disk = MemoryDisk(0, clock, segments=400)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    space = rig.namespace(PAGE)
+    for chain in chains:
+        for first in range(0, len(chain) // 16, 512):
             rig.store(space, chain[: 16 * (first + 512)], first)
         await rig.settled()
-        queue = rig.shelves[0].queue
-        for holds in (True, False):
-            rig.forget_dram()
-            if holds:
-                assert rig.match([space], chain) is not None
-            else:
-                rig.cache.prefetch(rig.owner, [space], chain)
-            assert 0 < queue.in_flight <= promotion.BATCHES_AT_ONCE * promotion.BATCH
-            await rig.until(lambda: not rig.cache.reads.growing.leases)
-            assert rig.cache.match(rig.owner, [space], chain, 0.0).dram == blocks
-            for lease in list(rig.cache.reads.leases.values()):
-                assert rig.read(lease, space) == blocks
-            rig.check()
-        assert queue.refused == 0
-        await rig.close()
+    rig.forget_dram()
+    disk.read.clear()
+    return rig, disk, space
 
-    play(scenario)
+
+@on_clock
+async def test_leases_of_one_prefix_share_its_reads_and_go_on_without_the_first(clock: Clock) -> None:
+    chain = chain_of("a", 40)
+    rig, disk, space = await below(clock, chain)
+    leases = [rig.match([space], chain[: 16 * blocks]) for blocks in (40, 25, 40)]
+    assert leases[0] is not None
+    rig.cache.reads.release(rig.owner, leases[0].lease_id)
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    assert [rig.read(lease, space) for lease in leases[1:] if lease] == [25, 40]
+    assert len(disk.read) == len(set(disk.read)) == rig.tier.stats()["promoted_blocks"] == 40
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_run_longer_than_the_disks_queue_comes_up_whole(clock: Clock) -> None:
+    """With and without a client that waits for it, and never many blocks in one turn of the event loop."""
+    blocks = QUEUE_LIMITS[DiskPriority.PREFETCH] + 1000
+    chain = chain_of("a", blocks)
+    rig, disk, space = await below(clock, chain)
+    for holds in (True, False):
+        rig.forget_dram()
+        if holds:
+            assert rig.match([space], chain) is not None
+        else:
+            rig.cache.prefetch(rig.owner, [space], chain)
+        assert disk.queue is not None
+        assert 0 < disk.queue.in_flight <= promotion.BATCHES_AT_ONCE * promotion.BATCH
+        await rig.until(lambda: not rig.cache.reads.growing.leases)
+        assert rig.cache.match(rig.owner, [space], chain, 0.0).dram == blocks
+        for lease in list(rig.cache.reads.leases.values()):
+            assert rig.read(lease, space) == blocks
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_jobs_that_wait_end_when_what_they_wait_for_does(clock: Clock) -> None:
+    chain = chain_of("a", 10)
+    rig, _, space = await below(clock, chain)
+    writer = rig.cache.reserve(rig.owner, space, b"", chain[: 16 * 4], 3600)  # a client that then stops
+    lease = rig.match([space], chain)
+    assert lease is not None
+    for _ in range(20):
+        rig.step_disks()
+        await rig.work()
+    assert lease.lease_id in rig.cache.reads.growing.leases
+    rig.cache.writes.abort(rig.owner, writer.lease_id, finished=True)
+    clock.now_s += promotion.LOOK_AGAIN_S
+    await rig.work(3)
+    assert lease.lease_id not in rig.cache.reads.growing.leases
+    assert rig.read(lease, space) == 0
+    assert await rig.load(space, chain) == 10
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_lease_that_has_lost_a_block_does_not_grow_on(clock: Clock) -> None:
+    """Else the pins of what arrives after a flush would make it look whole, with blocks from before among them."""
+    chain = chain_of("a", 4)
+    rig, _disk, space = await below(clock, chain)
+    rig.store(space, chain[:32])
+    lease = rig.match([space], chain)
+    assert lease is not None
+    rig.cache.space.index.drop(space.table.get(key_of(chain, 0)))
+    rig.cache.space.index.unlink_slice(8)
+    rig.store(space, chain)
+    assert not lease.over
+    rig.cache.reads.growing.grow(lease)
+    assert lease.over
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_read_holds_its_slot_until_it_ends(clock: Clock) -> None:
+    """A slot that is flushed while it is read is not written to before."""
+    chain = chain_of("a", 4)
+    rig, disk, space = await below(clock, chain)
+    [shelf] = rig.shelves
+    lease = rig.match([space], chain)
+    assert lease is not None
+    read = [stored.slot for number in range(4) if (stored := shelf.find(space, key_of(chain, number)))]
+    rig.cache.flush_dram([space.number], b"")
+    rig.tier.flush([space], b"", lambda blocks, durable: None)
+    for _ in range(20):
+        disk.step(0)
+        await rig.work()
+    others = shelf.take_slots(space, b"", 8)
+    assert others
+    assert not set(others) & set(read)
+    for slot in others:
+        shelf.allocator.give_back(slot)
+    await rig.until(lambda: shelf.allocator.used_bytes == 0)
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_so_many_prefetches_are_under_way_at_a_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease beyond the limit gets the blocks that are in DRAM, and promotes nothing."""
+    monkeypatch.setattr(reads, "MAX_PREFETCHES", 2)
+    chains = [chain_of(name, 4) for name in "abc"]
+    rig, _, space = await below(clock, *chains)
+    found = [rig.cache.prefetch(rig.owner, [space], chain).below for chain in chains]
+    assert found == [4, 4, 4]
+    assert [lease.keys for lease in rig.cache.reads.growing.leases.values()] == chains[:2]
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    assert [rig.cache.match(rig.owner, [space], chain, 0).dram for chain in chains] == [4, 4, 0]
+    rig.cache.prefetch(rig.owner, [space], chains[2])
+    await rig.until(lambda: not rig.cache.reads.growing.leases)
+    assert rig.cache.match(rig.owner, [space], chains[2], 0).dram == 4
+    rig.check()
+    await rig.close()

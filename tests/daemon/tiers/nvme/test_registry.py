@@ -14,7 +14,6 @@ from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
-from tiercache.protocol.namespaces import NamespaceSpec
 
 RANKS = 4
 
@@ -33,18 +32,6 @@ RANKS = 4
 )
 def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:
     assert Cache(lambda: 0.0).space.open_saved(saved) is None
-
-
-def test_a_saved_spec_that_cannot_be_served_any_more_is_no_namespace() -> None:
-    """A release may have allowed a spec that a later one refuses."""
-    space = Cache(lambda: 0.0).space
-    spec = NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=4096)
-    known = space.open_namespace(spec)
-    assert space.open_saved(space.save(known)) is known
-    refused = msgspec.structs.replace(spec, block_bytes=0)
-    assert refused.problem()
-    assert space.open_saved(msgspec.msgpack.encode(refused)) is None
-    assert len(space.namespaces) == 1
 
 
 async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:
@@ -131,25 +118,5 @@ def test_a_flush_notes_nothing_of_namespaces_that_a_disk_knows_nothing_of(tmp_pa
         await rig.close()
         state = read_state(rig.dirs[0])
         assert len(state.namespaces) == len(namespaces) + 1
-
-    play(scenario)
-
-
-def test_writes_that_take_long_to_begin_begin_one_at_a_time(tmp_path: Path) -> None:
-    """Placing a block of a window looks at all namespaces, and there may be thousands."""
-
-    async def scenario() -> None:
-        rig = await TierRig(tmp_path).open()
-        window = rig.namespace(window_blocks=4)
-        rig.store(window, chain_of("first", 1))
-        await rig.settled()  # there are slots now
-        rig.tier.limit_work(0)
-        rig.store(window, chain_of("a", 5))
-        begun = [(rig.tier._writes.pump(), 5 - rig.tier._writes.queued) for _ in range(6)]
-        assert begun == [(True, 1), (True, 2), (True, 3), (True, 4), (True, 5), (False, 5)]
-        await rig.settled()
-        assert sum(table.blocks for shelf in rig.shelves for table in shelf.index.tables.values()) == 6
-        rig.check()
-        await rig.close()
 
     play(scenario)

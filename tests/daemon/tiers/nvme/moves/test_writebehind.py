@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +70,6 @@ async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> 
 
 
 @played
-async def test_chains_that_part_begin_in_their_own_runs(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    space, chain = rig.namespace(), chain_of("a", 4)
-    others = [chain[:32] + chain_of(name, 3) for name in ("b", "c")]
-    for one in (chain, *others):
-        rig.store(space, one)
-    await rig.settled()
-    rig.forget_dram()
-    for one in (chain, *others):
-        assert await rig.load(space, one) == len(one) // 16
-    rig.check()
-    await rig.close()
-
-
-@played
 async def test_a_run_ends_where_the_queue_of_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flights, "MAX_IN_FLIGHT", 7)
     rig = await TierRig(tmp_path).open()
@@ -128,7 +112,7 @@ async def test_a_run_ends_where_a_block_would_take_the_place_of_a_better_one(
     [shelf] = rig.shelves
     taken = shelf.take_slots(space, b"", 50 - ahead + 5) if few else []
     policy, before = shelf.slots.policy(shelf.slot_bytes(space)), shelf.table(space).blocks
-    monkeypatch.setattr(shelf.slots, "_make_room", lambda size_class: None)
+    monkeypatch.setattr(shelf.slots, "_make_room", lambda size_class, ahead=False: None)
     monkeypatch.setattr(space.table.policy, "worth", lambda entry: 1.0)
     monkeypatch.setattr(policy, "worth", lambda entry: 2.0)
     rig.store(space, chain_of("b", 30))
@@ -166,27 +150,6 @@ async def test_a_run_ends_where_the_quota_does(tmp_path: Path) -> None:
 
 
 @played
-async def test_what_is_flushed_while_a_run_is_written_stays_away(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
-    gate = rig.disks[rig.dirs[0]].gate
-    rig.store(space, chain[: 16 * 10])
-    await rig.settled()
-    gate.clear()
-    rig.store(space, chain)
-    await rig.until(lambda: shelf.queue.in_flight == 20)
-    assert await rig.flush(key_of(chain, 5))
-    gate.set()
-    await rig.settled()
-    assert shelf.table(space).blocks == 5
-    await rig.until(lambda: shelf.allocator.used_bytes == 5 * BLOCK_BYTES)
-    rig.check()
-    rig.forget_dram()
-    assert await rig.load(space, chain) == 5
-    await rig.close()
-
-
-@played
 async def test_room_is_made_ahead_and_not_while_slots_are_taken(tmp_path: Path) -> None:
     rig, space, ahead = await filled(tmp_path, 50)
     [shelf] = rig.shelves
@@ -207,16 +170,28 @@ async def test_room_is_made_ahead_and_not_while_slots_are_taken(tmp_path: Path) 
 
 
 @played
-async def test_a_run_gets_the_slots_there_are(tmp_path: Path) -> None:
-    """The others of the run wait for those that are being freed, and follow it."""
-    rig, space, _ = await filled(tmp_path, 50)
-    [shelf], chain = rig.shelves, chain_of("b", 200)
-    sizes = submissions(shelf)
-    rig.store(space, chain)
+async def test_what_the_budget_skips_orphans_nothing(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path, nvme_write_budget_bytes=100 << 30).open()
+    space, chain = rig.namespace(), chain_of("a", 20)
+    budget = rig.tier._budget  # rule: a part of the tier
+    rig.store(space, chain[: 16 * 8])
     await rig.settled()
-    assert 50 in itertools.accumulate(sizes), "all that were free began first"
-    rig.forget_dram()
-    assert await rig.load(space, chain) == 200
-    assert shelf.slots.evicted_blocks >= 150
+    budget._level = budget._rate = 0.0
+    rig.store(space, chain[: 16 * 12], first=8)
+    await rig.settled()
+    budget._level = budget._depth
+    rig.store(space, chain, first=12)
+    await rig.settled()
+    stats = rig.tier.stats()
+    assert stats["blocks"] == 8
+    assert stats["skipped_by_budget"] >= 1
+    assert stats["skipped_without_parent"] >= 8
+    assert await rig.load(space, chain) == 20  # asked for again: now all of it is written
+    await rig.settled()
+    assert rig.tier.stats()["blocks"] == 20
     rig.check()
-    await rig.close()
+    await rig.crash()
+    again = await TierRig(tmp_path).open()
+    assert again.shelves[0].stats()["orphan_rows"] == 0
+    assert await again.load(again.namespace(), chain) == 20
+    await again.close()

@@ -11,13 +11,13 @@ from pathlib import Path
 import msgpack
 import pytest
 from chains import chain_of, key_of
-from played import play
+from memory_disks import MemoryDisk
+from played import Clock, on_clock, play
 from tier_rig import TierRig
 
 from tiercache.daemon.events.events import Events, Named, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme import keeper
 from tiercache.protocol.messages import KEY_BYTES, ReceivedRun, pack_indices
 
@@ -44,7 +44,7 @@ class Follower:
 
     def catch_up(self) -> None:
         self.events.flush()
-        batches = list(self.events.publisher._buffer)
+        batches = list(self.events.publisher._buffer)  # rule: what a subscriber would receive
         for batch in batches[self._read :]:
             for event in msgpack.unpackb(batch)[1]:
                 self.seen[f"{event['type']} {event.get('medium', '')}".strip()] += 1
@@ -206,50 +206,49 @@ def test_of_an_earlier_life_nothing_is_said(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_a_name_stays_until_its_last_block_has_left(tmp_path: Path) -> None:
-    """After a reset an engine's hashes are the same, and its keys are others."""
-
-    async def scenario() -> None:
-        with follower() as follows:
-            rig = await TierRig(tmp_path, events=follows.events).open()
-            namespaces: list[Namespace] = [rig.namespace(rank=rank) for rank in range(2)]
-            old, new = chain_of("epoch 1", 2), chain_of("epoch 2", 2)
-            for namespace, chain in zip(namespaces, (old, new), strict=True):
-                rig.store(namespace, chain, named=names_of(old))
-            await rig.settled()
-            assert both(rig, follows) == ([0, 1], [0, 1])
-            assert follows.events.stats()["known_blocks"] == 4
-            await rig.flush(key_of(old, 0))
-            assert both(rig, follows) == ([0, 1], [0, 1])
-            await rig.flush(key_of(new, 1))
-            assert both(rig, follows) == ([0], [0])
-            await rig.flush(key_of(new, 0))
-            assert both(rig, follows) == ([], [])
-            assert follows.events.stats()["known_blocks"] == 0
-            await rig.close()
-
-    play(scenario)
+# --- rows and slots ---------------------------------------------------------------------------------
 
 
-def test_what_a_client_writes_past_dram_is_in_storage_alone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with follower() as follows:
-            rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace, chain, grants = rig.namespace(), chain_of("past", 4), rig.tier.grants
-            assert grants is not None
-            leases = []
-            # The second run begins with a block that is there.
-            for first, keys in ((0, chain[: 2 * KEY_BYTES]), (1, chain[KEY_BYTES:])):
-                parent, named = chain[(first - 1) * KEY_BYTES : first * KEY_BYTES], names_of(chain, first)
+@on_clock
+async def test_nothing_more_is_unlinked_while_the_index_is_behind(clock: Clock) -> None:
+    """Each evicted block is a row to delete. These wait where they cost nothing, not in an unbounded queue."""
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    [shelf], space = rig.shelves, rig.namespace(4096)
+    rig.store(space, chain_of("a", 20))
+    await rig.settled()
+    assert disk.catalog is not None
+    disk.catalog.full = True
+    shelf.drop(space, key_of(chain_of("a", 20), 0))
+    for _ in range(3):
+        assert not shelf.work()
+    assert (len(shelf.slots.left), shelf.catalog.pending) == (0, 0)
+    disk.catalog.full = False
+    shelf.work()
+    assert len(shelf.slots.left) == 20
+    await rig.committed()
+    assert shelf.allocator.used_bytes == 0
+    rig.check()
+    await rig.close()
 
-                def granted() -> bool:
-                    leases.append(grants.reserve(rig.owner, namespace, parent, keys, 60.0, named))  # noqa: B023
-                    return bool(leases[-1].extents)
 
-                await rig.until(granted)
-                grants.commit(rig.owner, leases[-1].lease_id, [0] * len(leases[-1].extents))
-            assert leases[-1].present == 1
-            assert both(rig, follows) == ([], [0, 1, 2, 3])
-            await rig.close()
-
-    play(scenario)
+@on_clock
+async def test_a_row_that_was_refused_is_asked_for_again(clock: Clock) -> None:
+    """The block is found at once; without its row the next life would not know of it."""
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    space, chain = rig.namespace(4096), chain_of("a", 20)
+    rig.store(space, chain_of("first", 1))
+    await rig.settled()
+    rig.store(space, chain[: 16 * 8])  # begun before the database fails
+    await rig.work(2)
+    disk.failing.add("commit")
+    await rig.until(lambda: bool(rig.shelves[0]._unrecorded))
+    disk.failing.clear()
+    await rig.until(lambda: not rig.shelves[0]._unrecorded and not rig.shelves[0].catalog.error)
+    await rig.settled()
+    await rig.crash()
+    again = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    assert await again.load(again.namespace(4096), chain) == 8
+    again.check()
+    await again.close()

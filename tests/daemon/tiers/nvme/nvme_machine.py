@@ -1,0 +1,457 @@
+"""A state machine of the NVMe tier below a DRAM cache, on disks in memory: one loop, one clock, no threads.
+
+Each store writes bytes that tell namespace, key and how often that block was flushed before. So a load can be held to
+three promises:
+
+    good or a miss          the bytes are those of this block
+    flushed means gone      they are of no time before a flush: in this life, and after the next start if the flush was
+                            durable
+    nothing is lost         what was on the disks when all was quiet is found, unless a disk has lost it
+
+Between the steps the books are checked, and whether a daemon that starts now would find the disks in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from chains import KEY_BYTES, chain_of, key_of
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from memory_disks import MemoryDisk
+from played import Clock, ClockLoop
+from tier_rig import TierRig
+
+from tiercache.daemon.cache import CacheLimits
+from tiercache.daemon.tiers import promotion
+from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.nvme import flushes, recovery
+from tiercache.daemon.tiers.nvme.moves import flights, offers, shelf_source
+from tiercache.protocol.messages import BlockState
+
+T = TypeVar("T")
+Name = tuple[str, bytes]
+"""A block: the fingerprint of its namespace, and its key."""
+
+PAGE = 4096
+SEGMENT_BYTES = 8 * PAGE
+REGION_BYTES = 16 * PAGE
+WINDOW = 3
+CHAINS = [chain_of("a", 6), chain_of("b", 4, after=chain_of("a", 2)), chain_of("c", 7), chain_of("d", 1)]
+KEYS = sorted({key_of(chain, number) for chain in CHAINS for number in range(len(chain) // KEY_BYTES)})
+SPACES = [(PAGE, 0, 0), (PAGE, 1, 0), (PAGE, 0, WINDOW), (2 * PAGE, 0, 0)]
+"""Block bytes, rank and window of the namespaces."""
+MANY_ROUNDS = 3000
+FOR_EVER_NS = 1 << 60
+SLICES: list[tuple[Any, str]] = [
+    (growing_run, "PINS"),
+    (growing_leases, "PINS"),
+    (read_leases, "PINS"),
+    (runs, "PINS"),
+    (shelf_source, "PINS"),
+    (offers, "LOOKED_AT_ONCE"),
+    (flushes, "TOLD_AT_ONCE"),
+    (recovery, "RELEASED_AT_ONCE"),
+]
+
+chains = st.sampled_from(CHAINS)
+lengths = st.integers(1, 7)
+keys = st.sampled_from(KEYS)
+spaces = st.integers(0, len(SPACES) - 1)
+groups = st.sampled_from([(0,), (1,), (2,), (3,), (0, 2), (0, 1), (1, 3)])
+disks = st.integers(0, 1)
+then = st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans())
+"""What follows a step: so much of the daemon's work, blocks that move on each disk, and perhaps commits."""
+
+
+@lru_cache(maxsize=4096)
+def content(name: Name, generation: int, length: int) -> bytes:
+    """What is stored of a block after so many flushes of it."""
+    seed = hashlib.blake2b(name[0].encode() + name[1] + bytes([generation % 256]), digest_size=64).digest()
+    return b"".join(seed + bytes([page]) * 64 for page in range(length // 128))
+
+
+def behind(space: Namespace, key: bytes) -> set[bytes]:
+    """The keys that a flush of this one concerns."""
+    if space.table.windowed:
+        return {key}
+    found = set[bytes]()
+    for chain in CHAINS:
+        its = [key_of(chain, number) for number in range(len(chain) // KEY_BYTES)]
+        found.update(its[its.index(key) :] if key in its else ())
+    return found
+
+
+@dataclass
+class Model:
+    """What may be found, and what must be."""
+
+    generation: dict[Name, int] = field(default_factory=dict)
+    """How often each block was flushed: what is stored now."""
+    floor: dict[Name, int] = field(default_factory=dict)
+    """The oldest that may be found in this life."""
+    durable_floor: dict[Name, int] = field(default_factory=dict)
+    """And after the next start."""
+    in_dram: set[Name] = field(default_factory=set)
+    """Stored in this life, where DRAM has room for everything."""
+    promised: set[Name] = field(default_factory=set)
+    """On the disks when all was quiet."""
+
+    def flushed(self, names: set[Name]) -> dict[Name, int]:
+        """A flush begins; returns the generations that it lets live."""
+        for name in names:
+            self.generation[name] = self.floor[name] = self.generation.get(name, 0) + 1
+        self.in_dram -= names
+        self.promised -= names
+        return {name: self.floor[name] for name in names}
+
+    def restarted(self) -> None:
+        self.floor = dict(self.durable_floor)
+        self.in_dram = set()
+
+
+@dataclass
+class Held:
+    """A lease of the client, and the oldest generations that were allowed when it was given."""
+
+    lease: ReadLease
+    spaces: Sequence[Namespace]
+    floor: dict[Name, int]
+
+
+class NvmeMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    @initialize(directories=st.integers(1, 2), roomy=st.booleans(), small_slices=st.booleans(), quota=st.booleans())
+    def begin(self, directories: int, roomy: bool, small_slices: bool, quota: bool) -> None:
+        self.clock = Clock()
+        self.loop = ClockLoop(self.clock)
+        self.errors: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self.patch = pytest.MonkeyPatch()
+        for module, name in SLICES if small_slices else ():
+            self.patch.setattr(module, name, 1)
+        for module, name in ((promotion, "GROW_NS"), (flights, "SETTLE_NS")):
+            self.patch.setattr(module, name, 0 if small_slices else FOR_EVER_NS)
+        self.roomy = roomy
+        segments = 64 if roomy else 2
+        self.disks = [MemoryDisk(number, self.clock, segments, SEGMENT_BYTES) for number in range(directories)]
+        self.quota = {"tenant": 5 * PAGE} if quota and not roomy else {}
+        self.model = Model()
+        self.suspect = False
+        """A disk may have other bytes than it was given."""
+        self.start()
+        for space in self.spaces:  # there are segments now
+            self.store(self.spaces.index(space), CHAINS[-1], 1, 0, (2, 3, True))
+        self.come_to_rest()
+
+    def start(self) -> None:
+        self.held: list[Held] = []
+        self.answers: list[list[bool]] = []
+        """Of the flushes of this life."""
+        self.calm = not any(disk.hung or disk.failing or disk.away for disk in self.disks)
+        """There was no trouble in this life."""
+        self.rig = TierRig(
+            Path("/nowhere"),
+            disks=self.disks,
+            arena_regions=8 if self.roomy else 2,
+            region_bytes=REGION_BYTES,
+            limits=CacheLimits(quarantine_bytes=1 << 30, quota_below=self.quota, pin_share=1.0),
+        )
+        self.run(self.rig.tier.open(0.001))
+        self.spaces = [self.rig.namespace(size, rank, window, tenant="tenant") for size, rank, window in SPACES]
+
+    def run(self, what: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(what)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        try:
+            self.recheck()
+            self.run(self.rig.crash())
+        finally:
+            self.patch.undo()
+            self.loop.end()
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        if hasattr(self, "rig"):
+            assert not self.errors, self.errors
+            self.rig.check()
+            for disk in self.disks:
+                assert disk.check() == []
+
+    # --- what clients do -----------------------------------------------------------------------------
+
+    def name(self, space: Namespace, chain: bytes, number: int) -> Name:
+        return space.fingerprint, key_of(chain, number)
+
+    @rule(space=spaces, chain=chains, length=lengths, first=st.integers(0, 4), then=then)
+    def store(self, space: int, chain: bytes, length: int, first: int, then: tuple[int, int, bool]) -> None:
+        """A chain from its first block on; of a window any part."""
+        its, rig = self.spaces[space], self.rig
+        chain = chain[: KEY_BYTES * length]
+        first = min(first, len(chain) // KEY_BYTES - 1) if its.table.windowed else 0
+        parent = key_of(chain, first - 1) if first else b""
+        got = rig.cache.reserve(rig.owner, its, parent, chain[KEY_BYTES * first :], 10, None)
+        numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
+        for number, frame in zip(numbers, got.frames, strict=True):
+            name = self.name(its, chain, first + number)
+            rig.view(frame, its.spec.block_bytes)[:] = self.bytes_of(its, name, self.model.generation.get(name, 0))
+        rig.cache.writes.commit(rig.owner, got.lease_id, numbers)
+        if self.roomy:
+            assert BlockState.NONE not in got.states, "there is room for everything"
+            self.model.in_dram |= {self.name(its, chain, first + number) for number in range(len(got.states))}
+        self.go(then)
+
+    @staticmethod
+    def bytes_of(space: Namespace, name: Name, generation: int) -> bytes:
+        return content(name, generation, space.spec.block_bytes)
+
+    @rule(group=groups, chain=chains, length=lengths, then=then)
+    def match(self, group: Sequence[int], chain: bytes, length: int, then: tuple[int, int, bool]) -> None:
+        if len(self.held) < 4:
+            its = [self.spaces[number] for number in group]
+            lease = self.rig.match(its, chain[: KEY_BYTES * length])
+            if lease is not None:
+                self.held.append(Held(lease, its, dict(self.model.floor)))
+        self.go(then)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 3), looks=st.booleans(), then=then)
+    def release(self, which: int, looks: bool, then: tuple[int, int, bool]) -> None:
+        self.read(self.held.pop(which % len(self.held)), looks)
+        self.go(then)
+
+    def read(self, held: Held, looks: bool = True) -> int:
+        """Compare what there is under a lease, then release it; returns how many blocks, 0 for a revoked lease."""
+        lease, reads, wrong = held.lease, self.rig.cache.reads, list[str]()
+        blocks = lease.blocks
+        for space in held.spaces if looks and not lease.over else ():
+            first, length = first_of_window(space, blocks), space.spec.block_bytes
+            frames = reads.frames(lease, space, first, blocks - first)
+            assert len(frames) == blocks - first or lease.over
+            for number, frame in enumerate(frames, first):
+                name, got = self.name(space, lease.keys, number), bytes(self.rig.view(frame, length))
+                allowed = range(held.floor.get(name, 0), self.model.generation.get(name, 0) + 1)
+                if not any(got == self.bytes_of(space, name, generation) for generation in allowed):
+                    wrong.append(f"block {number} of namespace {space.number}")
+        if not reads.release(self.rig.owner, lease.lease_id):
+            return 0
+        assert not wrong, wrong
+        return blocks
+
+    @rule(group=groups, chain=chains, then=then)
+    def prefetch(self, group: Sequence[int], chain: bytes, then: tuple[int, int, bool]) -> None:
+        self.rig.cache.prefetch(self.rig.owner, [self.spaces[number] for number in group], chain)
+        self.go(then)
+
+    @rule(
+        key=st.one_of(st.just(b""), keys),
+        tier=st.sampled_from(["all", "all", "nvme"]),
+        before=st.integers(0, 5),
+        then=then,
+    )
+    def flush(self, key: bytes, tier: str, before: int, then: tuple[int, int, bool]) -> None:
+        """All of it or from a key on, perhaps while its chain moves: asked for now, answered some time later, once."""
+        chain = next((one for one in CHAINS if key in one), CHAINS[0])
+        if before < 3:
+            self.store(before, chain, 7, 0, (2, 0, False))
+        elif before == 3:
+            self.match((0,), chain, 7, (1, 0, False))
+        concerned = {(space.fingerprint, one) for space in self.spaces for one in (behind(space, key) if key else KEYS)}
+        every = self.rig.cache.space.all_namespaces()
+        if tier == "all":
+            self.rig.cache.flush_dram([space.number for space in every], key)
+            kept = self.model.flushed(concerned)
+        else:
+            kept = {}
+            self.model.promised -= concerned
+        answers, model = list[bool](), self.model
+        self.answers.append(answers)
+
+        def answered(blocks: int, durable: bool) -> None:
+            answers.append(durable)
+            assert len(answers) == 1
+            for name, generation in kept.items() if durable else ():
+                model.durable_floor[name] = max(model.durable_floor.get(name, 0), generation)
+
+        self.rig.tier.flush(every, key, answered)
+        self.go(then)
+
+    # --- what the daemon and its disks do ------------------------------------------------------------
+
+    def go(self, then: tuple[int, int, bool]) -> None:
+        """What follows a step."""
+        rounds, moves, commits = then
+        self.run(self.rig.work(rounds))
+        for disk in self.disks:
+            disk.step(moves, rounds, commits)
+
+    @rule(rounds=st.integers(1, 5))
+    def work(self, rounds: int) -> None:
+        self.run(self.rig.work(rounds))
+
+    @rule(disk=disks, moves=st.integers(0, 4), at=st.integers(0, 3), commits=st.booleans())
+    def move(self, disk: int, moves: int, at: int, commits: bool) -> None:
+        self.disks[disk % len(self.disks)].step(moves, at, commits)
+
+    @rule(rounds=st.integers(3, 20))
+    def go_on(self, rounds: int) -> None:
+        """Daemon and disks, all of it."""
+        for _ in range(rounds):
+            self.rig.step_disks()
+            self.run(self.rig.work())
+
+    @rule(seconds=st.sampled_from([0.2, 1.1, 3.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.run(self.rig.work())
+
+    @rule(then=then)
+    def forget_dram(self, then: tuple[int, int, bool]) -> None:
+        self.rig.forget_dram()
+        self.model.in_dram.clear()
+        self.go(then)
+
+    @rule(space=spaces, key=keys, then=then)
+    def forget_block(self, space: int, key: bytes, then: tuple[int, int, bool]) -> None:
+        its = self.spaces[space]
+        self.rig.forget_blocks(its, key)
+        self.model.in_dram -= {(its.fingerprint, one) for one in behind(its, key)}
+        self.go(then)
+
+    # --- what goes wrong -----------------------------------------------------------------------------
+
+    @rule(disk=disks, call=st.sampled_from(["write", "segment", "commit", "read"]))
+    def fail(self, disk: int, call: str) -> None:
+        its = self.disks[disk % len(self.disks)]
+        its.failing ^= {call}
+        self.calm = False
+        if call == "read":
+            self.model.promised.clear()  # a block that fails twice is dropped
+
+    @rule(disk=disks)
+    def hang(self, disk: int) -> None:
+        its = self.disks[disk % len(self.disks)]
+        its.hung, self.calm = not its.hung, False
+
+    @rule(disk=disks)
+    def take_away(self, disk: int) -> None:
+        its = self.disks[disk % len(self.disks)]
+        its.away, self.calm = "" if its.away else "the test took it", False
+
+    @rule(disk=disks, which=st.integers(0, 99))
+    def damage(self, disk: int, which: int) -> None:
+        if self.disks[disk % len(self.disks)].damage(which):
+            self.calm, self.suspect = False, True
+            self.model.promised.clear()
+
+    # --- lives ---------------------------------------------------------------------------------------
+
+    @rule(landed=st.integers(0, 15), commits=st.sampled_from([0, 0, 1, 9]), pages=st.sampled_from([0, 0, 0, 0x8421]))
+    def kill(self, landed: int, commits: int, pages: int) -> None:
+        """With a loss of power if commits or pages are lost."""
+        self.run(self.rig.crash(landed))
+        for disk in self.disks if commits or pages else ():
+            self.suspect = True
+            disk.lose_power(commits, pages)
+            self.model.promised.clear()
+        self.model.restarted()
+        self.start()
+
+    @rule(grace_s=st.sampled_from([0.0, 30.0]))
+    def stop(self, grace_s: float) -> None:
+        well, self.held = self.calm and self.roomy and self.all_are_open(), []
+        left = self.run(self.rig.close(grace_s))
+        if well and grace_s:
+            assert left == 0
+            self.model.promised |= self.model.in_dram
+        for disk in self.disks:
+            disk.crash()
+        self.model.restarted()
+        self.start()
+
+    def all_are_open(self) -> bool:
+        shelves = self.rig.shelves
+        return len(shelves) == len(self.disks) and not any(shelf.loading for shelf in shelves)
+
+    def is_quiet(self) -> bool:
+        tier, shelves = self.rig.tier, self.rig.shelves
+        return (
+            self.all_are_open()
+            and all(shelf.works and not shelf.catalog.pending and not shelf.queue.in_flight for shelf in shelves)
+            and tier.settled
+            and not tier.unlinking
+            and not any(shelf.slots.left for shelf in shelves)
+            and not self.rig.cache.reads.growing.leases
+            and all(self.answers)
+        )
+
+    def come_to_rest(self) -> None:
+        """All disks are well again, and everything that was begun ends."""
+        for rounds in range(MANY_ROUNDS):
+            self.rig.step_disks()
+            self.run(self.rig.work())
+            if self.is_quiet():
+                return
+            self.clock.now_s += 0.01 if rounds < 300 else 1.0
+        raise AssertionError(f"something never ends: {self.rig.tier.stats()}")
+
+    @rule()
+    def recheck(self) -> None:
+        """Once all is well again everything comes to an end, and nothing is lost that DRAM or the disks have."""
+        while self.held:
+            self.read(self.held.pop())
+        for disk in self.disks:
+            disk.failing, disk.hung, disk.away = set(), False, ""
+        self.come_to_rest()
+        self.nothing_is_wrong()
+        assert all(self.answers), "a flush was never answered"
+        for disk in self.disks if self.calm else ():
+            assert all(key == b"" for _, key in disk.database.tombstones), "a note of a flush stays for ever"
+        if not self.roomy:
+            self.found()
+            return
+        if self.suspect:  # what is damaged is noticed when it is read, and dropped
+            self.rig.forget_dram()
+            self.found()
+            self.come_to_rest()
+            self.suspect = False
+        here = self.found()
+        self.come_to_rest()
+        self.rig.forget_dram()
+        self.come_to_rest()
+        self.model.in_dram.clear()
+        missing = {name for name in self.model.promised | here if name not in self.found()}
+        assert not missing, f"lost: {missing}"
+        self.model.promised |= here
+
+    def found(self) -> set[Name]:
+        """What can be loaded now; what DRAM alone has is offered to the disks once more."""
+        found = set[Name]()
+        for space in self.spaces:
+            for chain in CHAINS:
+                ends = range(1, len(chain) // KEY_BYTES + 1) if space.table.windowed else [len(chain) // KEY_BYTES]
+                for end in ends:
+                    blocks = self.load(space, chain[: KEY_BYTES * end])
+                    found.update(self.name(space, chain, number) for number in range(blocks))
+                    if space.table.windowed:
+                        found -= {self.name(space, chain, number) for number in range(blocks - WINDOW)}
+        return found
+
+    def load(self, space: Namespace, keys: bytes) -> int:
+        lease = self.rig.match([space], keys)
+        if lease is None:
+            return 0
+        self.run(self.rig.until(lambda: lease.over or lease.lease_id not in self.rig.cache.reads.growing.leases))
+        return self.read(Held(lease, [space], dict(self.model.floor)))

@@ -1,0 +1,281 @@
+"""Slots of a directory that is full: what makes room for what, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import KEY_BYTES, chain_of, key_of
+from memory_disks import MemoryDisk
+from played import Clock, on_clock
+from tier_rig import TierRig
+
+from tiercache.daemon.index.chain_ends import TAIL_S
+from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tier import Granted
+from tiercache.daemon.tiers.nvme import slots as slots_module
+from tiercache.protocol.messages import CommitState
+
+PAGE = 4096
+SLOTS = 32
+"""In all segments of a directory: 4 of 8."""
+AHEAD = SLOTS // 8
+NOWHERE = Path("/nowhere")
+
+
+async def rig_on(clock: Clock, segments: int = 4, **settings: Any) -> TierRig:
+    return await TierRig(NOWHERE, disks=[MemoryDisk(0, clock, segments)], **settings).open()
+
+
+async def full(clock: Clock, **settings: Any) -> tuple[TierRig, Namespace]:
+    """All slots are taken, or kept free for what comes next."""
+    rig = await rig_on(clock, **settings)
+    space = rig.namespace(PAGE)
+    for number in range(10):
+        rig.store(space, chain_of(number, 5))
+        await rig.settled()
+    return rig, space
+
+
+def blocks(rig: TierRig) -> int:
+    found = rig.tier.stats()["blocks"]
+    assert isinstance(found, int)
+    return found
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+@on_clock
+async def test_nothing_is_evicted_for_a_database_that_does_not_write(clock: Clock, trouble: str) -> None:
+    """Each slot would be free only once its row is deleted."""
+    rig, space = await full(clock)
+    before, [disk], [shelf] = blocks(rig), rig.memory, rig.shelves
+    if trouble == "fails":
+        disk.failing.add("commit")
+    for number in range(8):
+        rig.store(space, chain_of(f"more {number}", 5))
+        for _ in range(20):
+            disk.step(commits=trouble == "fails")
+            await rig.work()
+    assert blocks(rig) >= before - 2 * AHEAD - 5
+    if trouble == "fails":
+        assert any("Input/output error" in reason for reason in rig.tier.reasons())
+        assert shelf.slots.left.lost > 0, "slots whose old row is still there are not used"
+    disk.failing.clear()
+    await rig.until(lambda: not shelf.catalog.error and not shelf.slots.left)
+    await rig.settled()
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_without_room_for_a_segment_blocks_are_replaced_until_there_is(clock: Clock) -> None:
+    rig = await rig_on(clock)
+    [disk], [shelf], space = rig.memory, rig.shelves, rig.namespace(PAGE)
+    disk.failing.add("segment")
+    rig.store(space, chain_of("a", 5))
+    await rig.until(lambda: bool(shelf.health.reason))
+    disk.failing.clear()
+    await rig.settled()
+    assert blocks(rig) == 5, "waiting blocks are written when there is room"
+    disk.failing.add("segment")
+    for number in range(4):
+        rig.store(space, chain_of(number, 5))
+        await rig.settled()
+    assert 0 < blocks(rig) <= 8, "one segment's worth"
+    assert any("no further segment" in reason for reason in rig.tier.reasons())
+    assert shelf.health.reason == "", "and the daemon still writes"
+    disk.failing.clear()
+    clock.now_s += 60
+    for number in range(4):
+        rig.store(space, chain_of(f"later {number}", 5))
+        await rig.settled()
+    assert blocks(rig) > 8
+    assert rig.tier.reasons() == []
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_another_size_gets_one_segment_of_a_full_disk(clock: Clock) -> None:
+    rig, small = await full(clock)
+    large = rig.namespace(4 * PAGE, rank=1)
+    rig.store(large, chain_of("large", 2))
+    await rig.settled()
+    [shelf] = rig.shelves
+    assert shelf.table(large).blocks == 2
+    assert shelf.table(small).blocks >= 8, "one segment was emptied, not all"
+    rig.check()
+    await rig.crash()
+    again = await TierRig(NOWHERE, disks=rig.memory).open()
+    assert await again.load(again.namespace(4 * PAGE, rank=1), chain_of("large", 2)) == 2
+    again.check()
+    await again.close()
+
+
+@on_clock
+async def test_a_block_too_large_for_any_segment_stops_no_other(clock: Clock) -> None:
+    rig = await rig_on(clock)
+    large, small = rig.namespace(16 * PAGE, rank=1), rig.namespace(PAGE)
+    rig.store(large, chain_of("large", 2))
+    rig.store(small, chain_of("small", 5))
+    await rig.settled()
+    assert (blocks(rig), rig.tier.stats()["skipped_too_large"] > 0) == (5, True)
+    await rig.close()
+
+
+@on_clock
+async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(clock: Clock) -> None:
+    rig = await rig_on(clock, segments=1)
+    [disk], [shelf], space = rig.memory, rig.shelves, rig.namespace(PAGE)
+    rig.store(space, chain_of("a", 1))
+    await rig.settled()
+    disk.failing.add("write")
+    rig.store(space, chain_of("b", 1))
+    await rig.settled()
+    disk.failing.clear()
+    size_class = shelf.allocator.size_class(PAGE)
+    assert (size_class.free, rig.tier.stats()["write_failed_blocks"]) == (6, 1)
+    clock.now_s += slots_module.ASIDE_S - 1
+    await rig.work()
+    assert size_class.free == 6
+    clock.now_s += 2
+    await rig.work()
+    assert size_class.free == 7
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_block_is_let_in_only_for_one_that_is_worth_no_more(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, space = await full(clock)
+    [shelf] = rig.shelves
+    monkeypatch.setattr(shelf.slots.policy(PAGE), "worth", lambda entry: 2.0)
+    taken = shelf.take_slots(space, b"", AHEAD)
+    assert not shelf.admits(space, 1.0)
+    assert shelf.admits(space, 2.0)
+    for slot in taken:
+        shelf.allocator.give_back(slot)
+    await rig.crash()
+
+
+@on_clock
+async def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(clock: Clock) -> None:
+    """Room for a child is not made by evicting its ancestors, unless there is nothing else: then the last one goes."""
+    rig = await rig_on(clock)
+    space, chain = rig.namespace(PAGE), chain_of("long", 3 * SLOTS)
+    rig.store(space, chain)
+    await rig.settled()
+    assert SLOTS - AHEAD <= blocks(rig) <= SLOTS
+    rig.forget_dram()
+    assert await rig.load(space, chain) == blocks(rig)
+    rig.check()
+    await rig.close()
+
+
+# --- ends of chains that a client stores past DRAM ------------------------------------------------
+
+
+class Writers:
+    """Clients that store past DRAM; the blocks that they claim to have written are never read."""
+
+    def __init__(self, rig: TierRig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig = rig
+        monkeypatch.setattr(type(rig.shelves[0].directory), "direct", True)
+        self.namespace = rig.namespace(PAGE)
+        self.one, self.other = Owner(b"b" * 16), Owner(b"c" * 16)
+        self.slots = rig.shelves[0].slots
+
+    async def store(self, owner: Owner, keys: bytes, parent: bytes = b"") -> int:
+        """Store a run in as many grants as it takes; returns how many of its blocks became visible."""
+        grants, got, stored = self.rig.tier.grants, Granted(), 0
+        assert grants is not None
+
+        def granted() -> bool:
+            nonlocal got
+            got = grants.reserve(owner, self.namespace, parent, keys[stored * KEY_BYTES :], 60.0)
+            return not got.soon
+
+        while stored * KEY_BYTES < len(keys):
+            await self.rig.until(granted)
+            if not got.lease_id:
+                break
+            states = grants.commit(owner, got.lease_id, [1] * len(got.extents))
+            assert states == [CommitState.VISIBLE] * len(states)
+            stored += len(states)
+            parent = key_of(keys, stored - 1)
+        return stored
+
+    def length(self, keys: bytes) -> int:
+        return self.rig.tier.length(self.namespace, keys, len(keys) // KEY_BYTES)
+
+
+def test_the_end_of_a_direct_store_waits_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_clock
+    async def scenario(clock: Clock) -> None:
+        rig = await rig_on(clock)
+        writers, (a, b) = Writers(rig, monkeypatch), (chain_of("a", 6), chain_of("b", 4))
+        slots = writers.slots
+        assert await writers.store(writers.one, a[: 3 * KEY_BYTES]) == 3
+        assert await writers.store(writers.other, b) == 4
+        rig.cache.session_lost(writers.other)
+        assert slots.evict_of("", 4 * PAGE) == 4 * PAGE
+        assert (writers.length(a), writers.length(b)) == (3, 0), "the end of the one chain is kept for its writer"
+        assert await writers.store(writers.one, a[3 * KEY_BYTES :], key_of(a, 2)) == 3
+        assert [rig.shelves[0].index.key[entry] for entry in slots.tails] == [key_of(a, 5)]
+        assert slots.evict_of("", PAGE) == PAGE, "it gives way where nothing else is left"
+        assert writers.length(a) == 5
+        assert await writers.store(writers.one, key_of(a, 5), key_of(a, 4)) == 1
+        clock.now_s += TAIL_S
+        slots.evict_of("", 1 << 40)
+        assert (writers.length(a), list(slots.tails)) == (0, [])
+        rig.check()
+        await rig.crash()
+
+    scenario()
+
+
+def test_a_direct_store_loses_nothing_to_room_that_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes nearly all slots: the end that its writer may continue stays, as no block waits for the room."""
+
+    @on_clock
+    async def scenario(clock: Clock) -> None:
+        rig = await rig_on(clock)
+        writers, chain = Writers(rig, monkeypatch), chain_of("a", SLOTS - 1)
+        assert await writers.store(writers.one, chain) == SLOTS - 1
+        await rig.until(lambda: not rig.cache.work())
+        assert writers.length(chain) == SLOTS - 1
+        more = chain_of("b", 2)
+        assert await writers.store(writers.other, more) == 2, "but a block that waits gets its slot"
+        assert writers.length(more) == 2
+        rig.check()
+        await rig.crash()
+
+    scenario()
+
+
+def test_ends_below_many_keys_that_are_flushed_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each key would walk all of them again: a flush of a key of many namespaces took quadratic time."""
+
+    @on_clock
+    async def scenario(clock: Clock) -> None:
+        rig = await rig_on(clock)
+        writers, chains, walks = Writers(rig, monkeypatch), [chain_of(name, 2) for name in "abc"], list[int]()
+        for keys in chains:
+            assert await writers.store(writers.one, keys) == 2
+        tails, let_go = writers.slots.tails, writers.slots.tails.let_go_detached
+        tails.let_go_detached = lambda: (walks.append(len(list(tails))), let_go())[1]  # type: ignore[func-returns-value, method-assign]
+        for keys in chains:
+            rig.tier.flush([writers.namespace], key_of(keys, 0), lambda blocks, durable: None)
+        rig.tier.work()
+        assert (walks, list(tails)) == ([3], [])
+        rig.tier.work()
+        assert walks == [3]
+        assert rig.shelves[0].table(writers.namespace).get(chains[0]) == NO_ENTRY
+        await rig.crash()
+
+    scenario()
