@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_offload.base import make_offload_key
 
+from tiercache.connectors.vllm.compat import kv_cache_interface
 from tiercache.connectors.vllm.fits import probe
 from tiercache.connectors.vllm.groups import GroupPart, check_groups, check_steps, leaves_last_token, parts_of
 from tiercache.connectors.vllm.orders import BlockRun
 from tiercache.connectors.vllm.pool import make_pools
 from tiercache.connectors.vllm.stores import runs_of
-from tiercache.connectors.vllm.tier_lookups import ChunkPlace, ChunkPlaces
 from tiercache.copies.pool import Pool
 from tiercache.errors import ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
-
-pytestmark = pytest.mark.vllm
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -164,6 +160,7 @@ def sparse_group(indexer: int = 132) -> tuple[Any, dict[str, torch.Tensor]]:
     return group, {name: memory_of(one) for name, one in specs.items()}
 
 
+@pytest.mark.vllm
 def test_the_keys_of_a_sparse_indexer_are_in_a_block_with_the_latents_that_they_index() -> None:
     """vLLM has no sparse attention on a CPU: this is all of it but the tokens."""
     group, kv_caches = sparse_group()
@@ -175,6 +172,7 @@ def test_the_keys_of_a_sparse_indexer_are_in_a_block_with_the_latents_that_they_
     assert other.fingerprint() != namespace.fingerprint()
 
 
+@pytest.mark.vllm
 def test_states_of_other_types_or_order_are_others() -> None:
     """`--mamba-cache-dtype` and VLLM_SSM_CONV_STATE_LAYOUT change neither the memory's form nor its length."""
     usual, turned = ((3, 8), (2, 4)), ((8, 3), (2, 4))
@@ -207,19 +205,3 @@ def test_only_states_of_their_place_are_stored(computed: int, hashed: dict[int, 
     parts = parts_of(config(state(4)))
     table = blocks(0, 3, 0, 0, 0, 0, 0, 0, 0, 7, 8, hashed=hashed)
     assert runs_of(parts, [table], 0, 10, 0, computed) == (run,)
-
-
-def test_chunks_of_vllm_have_their_place() -> None:
-    parts = parts_of(config(window(64, 100), full(32), state(64)), lambda spec: 2)
-    places = ChunkPlaces(parts, 64)
-
-    def place(group: int, end: int) -> ChunkPlace | None:
-        key = make_offload_key(b"h" * 32, group)
-        return places.of(key, SimpleNamespace(_offload_key_positions={key: end}))
-
-    assert [place(1, end) for end in (32, 64, 96)] == [ChunkPlace(1, 0), ChunkPlace(2, 0), ChunkPlace(1, 1)]
-    assert (place(0, 128), place(2, 128)) == (ChunkPlace(0, 1), ChunkPlace(3, 1))
-    assert place(1, 40) is None  # the end of a prompt within a block
-    small = ChunkPlaces(parts_of(config(full(64), window(32, 20)), lambda spec: 1), 64)
-    key = make_offload_key(b"h" * 32, 1)
-    assert small.of(key, SimpleNamespace(_offload_key_positions={key: 32})) is None  # no match needs it

@@ -1,207 +1,84 @@
-"""Lookups by themselves, and those of the tier below vLLM's own offloading, with a stand-in for the daemon."""
+"""How long requests wait for lookups, on a fake clock."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, make_offload_key
-from vllm_engines import PATIENCE_S, wait_until
+from tiny_vllm import SPEC, ByHand, TinyCache
 
-from tiercache.connectors.vllm import tier_lookups
+from tiercache.connectors.vllm import lookups
 from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S, MatchLookups
-from tiercache.connectors.vllm.tier_lookups import TierLookups
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.protocol.namespaces import NamespaceSpec
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-SIZE = 4
 CHAIN = bytes(KEY_BYTES), bytes(2 * KEY_BYTES)
-SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=SIZE, block_bytes=64)
-HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+PATIENCE_S = TinyCache.client.request_timeout_s
 
 
-class Cache:
-    """A connector that finds all blocks of everything while `answers` is set."""
-
-    available = True
-    client = SimpleNamespace(request_timeout_s=PATIENCE_S)
+class Rig:
+    """Lookups that are done by hand, each of which takes `takes_s`."""
 
     def __init__(self) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
-        self.answers.set()
-        self.found: list[Any] = []
-        self.released: list[Any] = []
+        self.now_s, self.takes_s = 100.0, 0.0
+        self.cache: Any = TinyCache()
+        self.lookups = MatchLookups(self.cache, [SPEC])
+        self.queue: Any = self.lookups._queue
+        match = self.cache.match
 
-    def match(self, keys: bytes, namespaces: Any) -> Any:
-        self.asked.set()
-        assert self.answers.wait(PATIENCE_S)
-        self.found.append(SimpleNamespace(blocks=len(keys) // KEY_BYTES, ticket=lambda: b"ticket"))
-        return self.found[-1]
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self.now_s += self.takes_s
+            return match(*arguments, **options)
 
-    def release(self, match: Any) -> None:
-        self.released.append(match)
-
-    def close(self) -> None:
-        """Nothing is open."""
+        self.cache.match = timed
 
 
 @pytest.fixture
-def cache() -> Iterator[Any]:
-    cache = Cache()
-    yield cache
-    cache.answers.set()
+def rig() -> Iterator[Rig]:
+    with mock.patch.object(lookups, "JobQueue", ByHand):
+        rig = Rig()
+    with mock.patch.object(lookups, "time", SimpleNamespace(monotonic=lambda: rig.now_s)):
+        yield rig
 
 
-@pytest.fixture
-def lookups(cache: Any) -> Iterator[MatchLookups]:
-    lookups = MatchLookups(cache, [SPEC])
-    yield lookups
-    cache.answers.set()
-    lookups.close()
+def test_a_request_waits_past_the_deadline_while_the_lookups_before_it_are_quick(rig: Rig) -> None:
+    for _ in range(3):
+        rig.lookups.ask(lambda: CHAIN)
+    last = rig.lookups.ask(lambda: CHAIN)
+    rig.now_s += PATIENCE_S + 1
+    assert not rig.lookups.overdue(last), "vLLM has only now begun its first step"
+    for _ in range(3):
+        rig.now_s += SLOW_LOOKUP_S / 2
+        rig.queue.work()
+        rig.now_s += SLOW_LOOKUP_S / 2
+        assert not rig.lookups.overdue(last)
+        assert rig.lookups.overdue(last, slow=True), "this one's are known to be slow"
+    rig.now_s += SLOW_LOOKUP_S
+    assert rig.lookups.overdue(last), "nothing moves any more"
+    rig.queue.work()
+    assert (last.done, last.root) == (True, CHAIN[0])
 
 
-def test_requests_wait_past_the_deadline_only_while_lookups_are_quick(cache: Any, lookups: MatchLookups) -> None:
-    first = lookups.ask(lambda: CHAIN)
-    assert lookups.finish(PATIENCE_S)
-    assert first.done
-    cache.answers.clear()
-    cache.asked.clear()
-    hanging = lookups.ask(lambda: CHAIN)
-    lookups.begin()
-    assert cache.asked.wait(PATIENCE_S)
-    wait_until(lambda: time.monotonic() - lookups._moved_s > SLOW_LOOKUP_S)
-    assert not lookups.overdue(hanging), "its deadline is far away"
-    hanging.until_s = 0.0
-    assert lookups.overdue(hanging)
-    lookups._slow, lookups._moved_s = False, time.monotonic() + PATIENCE_S
-    assert not lookups.overdue(hanging), "the lookups before it are quick"
-    assert lookups.overdue(hanging, slow=True)
+@pytest.mark.parametrize("takes_s", [SLOW_LOOKUP_S * 0.9, SLOW_LOOKUP_S * 1.1])
+def test_a_request_behind_slow_lookups_waits_for_one_answer(rig: Rig, takes_s: float) -> None:
+    rig.takes_s = takes_s
+    rig.lookups.ask(lambda: CHAIN)
+    last = rig.lookups.ask(lambda: CHAIN)
+    rig.lookups.begin()
+    rig.queue.work()
+    assert not rig.lookups.overdue(last), "its deadline is far away"
+    last.until_s = rig.now_s - 0.01
+    assert rig.lookups.overdue(last) == (takes_s > SLOW_LOOKUP_S)
 
 
-def test_without_a_thread_requests_wait_until_the_deadline(
-    cache: Any, lookups: MatchLookups, no_threads: pytest.MonkeyPatch
-) -> None:
-    lookup = lookups.ask(lambda: CHAIN)
-    assert not lookups.overdue(lookup)
-    lookup.until_s = 0.0
-    wait_until(lambda: lookups.overdue(lookup))
-    lookups.drop(lookup)
-    no_threads.undo()
-    assert lookups.finish(PATIENCE_S)
-    assert (lookup.done, cache.found) == (True, []), "a dropped request is not looked up"
-
-
-def test_what_waits_at_the_end_is_not_looked_up(cache: Any, lookups: MatchLookups) -> None:
-    cache.answers.clear()
-    first, second = lookups.ask(lambda: CHAIN), lookups.ask(lambda: CHAIN)
-    lookups.begin()
-    assert cache.asked.wait(PATIENCE_S)
-    lookups._closed = True  # as `close`, which waits
-    cache.answers.set()
-    lookups.close()
-    assert (first.done, second.done, len(cache.found)) == (True, True, 1)
-
-
-class Tier:
-    """Lookups of a tier, with requests of two chunks."""
-
-    def __init__(self, cache: Any) -> None:
-        names: Any = SimpleNamespace(root=lambda: CHAIN[0], new_epoch=lambda: None)
-        self.lookups = TierLookups(cache, [SPEC], names, PATIENCE_S)
-        self.contexts: dict[str, Any] = {}
-
-    def add(self, name: str) -> None:
-        keys = [make_offload_key(f"{name} {chunk}".encode().ljust(32), 0) for chunk in range(2)]
-        known = {key: (chunk + 1) * SIZE for chunk, key in enumerate(keys)}
-        self.contexts[name] = SimpleNamespace(req_id=name, _offload_key_positions=known)
-        self.lookups.add(name)
-
-    def answers(self, name: str) -> list[LookupResult]:
-        context = self.contexts[name]
-        return [self.lookups.lookup(key, context) for key in context._offload_key_positions]
-
-    def end_step(self) -> None:
-        """All lookups of the step have been made, and the daemon has answered them."""
-        assert self.lookups._lookups.finish(PATIENCE_S)
-        self.lookups.end_step(())
-        self.lookups.check_integrity()
-
-
-@pytest.fixture
-def tier(cache: Any) -> Iterator[Tier]:
-    tier = Tier(cache)
-    yield tier
-    cache.answers.set()
-    tier.lookups.close()
-
-
-def test_an_answer_does_not_change_within_a_step_and_is_given_once(cache: Any, tier: Tier) -> None:
-    tier.add("a")
-    assert tier.answers("a") == [RETRY, RETRY]
-    assert tier.lookups._lookups.finish(PATIENCE_S)
-    assert tier.answers("a") == [RETRY, RETRY], "in the same step"
-    tier.end_step()
-    assert tier.answers("a") == tier.answers("a") == [HIT, HIT]
-    lookup = tier.lookups.take("a")
-    assert lookup is not None
-    assert (lookup.match, lookup.ticket, tier.lookups.take("a")) == (cache.found[0], b"ticket", None)
-    tier.end_step()
-    assert (tier.answers("a"), cache.released) == ([MISS, MISS], [])
-    tier.lookups.drop(lookup)
-    tier.end_step()
-    assert cache.released == cache.found
-
-
-def test_a_match_that_is_not_loaded_is_released(cache: Any, tier: Tier) -> None:
-    for name in ("not loaded", "gone", "forgotten"):
-        tier.add(name)
-        assert tier.answers(name) == [RETRY, RETRY]
-    tier.end_step()
-    assert tier.answers("not loaded") == [HIT, HIT]
-    tier.end_step()
-    tier.lookups.remove("gone")
-    tier.lookups.forget()
-    tier.end_step()
-    assert cache.released == cache.found
-    assert len(cache.found) == 3
-
-
-def test_requests_beyond_the_limit_are_looked_up_in_later_steps(
-    cache: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_lookups, "MAX_LOOKUPS", 3)
-    names = [f"{number}" for number in range(7)]
-    for name in names:
-        tier.add(name)
-    found: set[str] = set()
-    for answered in (0, 3, 6, 7):
-        answers = {name: tier.answers(name) for name in names if name not in found}
-        found.update(name for name, answer in answers.items() if answer == [HIT, HIT])
-        assert len(found) == answered
-        assert all(answer == [RETRY, RETRY] for name, answer in answers.items() if name not in found)
-        tier.end_step()
-    tier.end_step()
-    assert cache.released == cache.found
-    assert len(cache.found) == 7
-
-
-def test_a_daemon_that_hangs_from_the_first_lookup_on_is_waited_for_until_the_deadline(cache: Any, tier: Tier) -> None:
-    cache.answers.clear()
-    tier.add("a")
-    assert tier.answers("a") == [RETRY, RETRY]
-    assert cache.asked.wait(PATIENCE_S)
-    wait_until(lambda: time.monotonic() - tier.lookups._lookups._moved_s > SLOW_LOOKUP_S)
-    assert tier.answers("a") == [RETRY, RETRY], "the deadline is far away"
-    lookup = tier.lookups._requests["a"].lookup
-    assert lookup is not None
-    lookup.until_s = 0.0
-    assert tier.answers("a") == [MISS, MISS]
-    cache.answers.set()
-    tier.end_step()
-    assert cache.released == cache.found
-    assert tier.answers("a") == [MISS, MISS]
+def test_what_is_dropped_or_waits_at_the_end_is_not_looked_up(rig: Rig) -> None:
+    dropped, waiting = rig.lookups.ask(lambda: CHAIN), rig.lookups.ask(lambda: CHAIN)
+    rig.lookups.drop(dropped)
+    rig.queue.work()
+    rig.lookups.begin()
+    rig.queue.work()
+    rig.lookups.close()
+    rig.queue.finish()
+    assert (dropped.done, waiting.done, rig.cache.matches) == (True, True, [])

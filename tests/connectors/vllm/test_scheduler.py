@@ -321,7 +321,7 @@ def test_the_slowest_rank_is_what_a_load_has_taken(vllm: TinyVllm) -> None:
         ({"tiercache": {"return_in_s": 40}, "other": 1}, tiercache.Hint(return_in_s=40.0), 4),
         (
             {"tiercache": {"priority": "low", "ttl_s": 3.5, "stored": 2}},
-            tiercache.Hint(None, None, 3.5, Priority.LOW),
+            LOW,
             4,
         ),
         ({"tiercache": {}}, None, 4),

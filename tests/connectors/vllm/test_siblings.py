@@ -2,81 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm_engines import BLOCK, PATIENCE_S, Engine, prompt, stored_blocks, transfer_config, wait_until
-from vllm_sibling import FOREIGN
 
-import tiercache
-from tiercache.connectors import vllm_v1
-from tiercache.connectors.vllm.compat import register
 from tiercache.connectors.vllm.orders import RankForm, WorkerReport
 from tiercache.connectors.vllm.siblings import WAIT_S, Roll, check_parent, come_first
-from tiercache.connectors.vllm.stats import ConnectorStats
-from tiercache.connectors.vllm_v1 import TierCacheConnector
 from tiercache.errors import ConfigError, ModelRefused
-from tiercache.protocol.namespaces import NamespaceSpec
-
-SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=BLOCK, block_bytes=64)
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-
-def multi_config(address: str, when: str, folder: Path, first: bool) -> dict[str, Any]:
-    """Ours and a sibling, `first` or last."""
-    ours = transfer_config(address, request_timeout_s=PATIENCE_S)
-    sibling = {
-        "kv_connector": "Sibling",
-        "kv_connector_module_path": "vllm_sibling",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"when": when, "folder": str(folder)},
-    }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [sibling, ours] if first else [ours, sibling]},
-    }
-
-
-def test_blocks_that_a_sibling_fills_are_not_stored_as_what_they_were(
-    start: Callable[..., Engine], tmp_path: Path
-) -> None:
-    """It fills blocks of a request that has ended while their store is still being copied; in both orders."""
-    ids, rest = prompt(500, "computed"), prompt(520, "foreign")
-    full = len(ids) // BLOCK * BLOCK
-    with tiercache.launch("64MiB", region="16MiB", timeout_s=PATIENCE_S) as daemon:
-        right = None
-        for when, first in (("hook", True), ("start", False)):
-            folder = tmp_path / when
-            folder.mkdir()
-            engine = start(
-                kv_transfer_config=multi_config(str(daemon.address), when, folder, first),
-                max_model_len=640,
-                kv_cache_memory_bytes=24 * 64 << 10,
-            )
-            engine.offloads = False
-            if right is not None:
-                assert engine.generate([ids]) == (right, [full]), "the very first request finds what there is"
-                with tiercache.Client.connect(daemon.address, map_arena=False) as client:
-                    client.flush()
-                engine.forget()
-            engine.ask("hold", way="out", folder=str(folder))
-            right, _ = engine.generate([ids])
-            engine.generate([[FOREIGN, *rest]])
-            assert list(folder.glob("held*"))
-            assert (folder / "copied").exists()
-            assert engine.regenerate([ids])[0] == right
-            wait_until(lambda engine=engine: engine.regenerate([ids])[1] == [full])  # type: ignore[misc]
-            assert engine.regenerate([ids])[0] == right
-            engine.close()
-        assert stored_blocks(daemon) >= full // BLOCK
 
 
 def parent(policy: str = "recompute", sibling: str = "NixlConnector") -> Any:
@@ -95,64 +28,6 @@ def test_what_the_top_has_to_say_is_said() -> None:
         check_parent(parent("fail"))
     with pytest.raises(ModelRefused, match="MoRIIOConnector"):
         check_parent(parent(sibling="MoRIIOConnector"))
-
-
-def test_a_multiconnector_reads_our_counters() -> None:
-    """In the process that serves HTTP, where it finds classes by their names."""
-    assert TierCacheConnector.__module__ == "tiercache.connectors.vllm_v1"
-    counts = {"stored_blocks": 1}
-    stats = MultiConnector.build_kv_connector_stats({"TierCacheConnector": counts})
-    assert stats.reduce() == {"TierCacheConnector": ConnectorStats(counts).reduce()}
-    register(TierCacheConnector)
-
-
-class Heard:
-    """The scheduler's half, which records what it is told."""
-
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-
-    def finished(self, request: Any) -> None:
-        self.said.append(request)
-
-    def reset(self, weights_stay: bool = False) -> None:
-        self.said.append("reset")
-
-
-def ours() -> tuple[Any, Heard]:
-    """A connector of which only the scheduler's half is there."""
-    connector = object.__new__(TierCacheConnector)
-    connector._roll, connector._parent, connector._reset_due, connector._scheduler = None, None, False, Heard()
-    return connector, connector._scheduler
-
-
-@pytest.mark.parametrize("all_know_groups", [True, False])
-def test_we_hear_that_requests_end_whatever_siblings_know_of_groups(all_know_groups: bool) -> None:
-    connector, heard = ours()
-    top = object.__new__(MultiConnector)
-    top._connectors, top._all_support_hma = [connector], all_know_groups
-    top._extra_async_saves, top._requests_to_connector = {}, {}
-    request = SimpleNamespace(request_id="a")
-    assert top.request_finished_all_groups(request, ([1, 2],)) == (False, None)
-    assert heard.said == [request]
-
-
-def test_a_reset_before_the_ranks_have_reported_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are named by what was in them at the start: names have to be new ones from then on."""
-    connector, heard = ours()
-    connector._scheduler = None
-    assert connector.reset_cache()
-    monkeypatch.setattr(vllm_v1, "RequestPlanner", lambda *args, **options: heard)
-    for name in ("Names", "Cards", "EngineCosts", "RequestLog", "resolve_kv_cache_block_sizes"):
-        monkeypatch.setattr(vllm_v1, name, lambda *args, **options: MagicMock(__iter__=lambda _: iter((1, 1))))
-    monkeypatch.setattr(vllm_v1, "absence", lambda connector: "")
-    connector._form, connector._settings = RankForm([]), MagicMock()
-    connector._vllm_config = connector._kv_cache_config = connector._kv_cache_manager = MagicMock()
-    connector._connect = MagicMock()
-    connector._start([RankForm([SPEC])])
-    assert heard.said == ["reset"]
-    assert connector.reset_cache()
-    assert heard.said == ["reset"] * 2
 
 
 def test_our_hook_is_called_before_those_of_siblings() -> None:

@@ -139,7 +139,7 @@ class TinyCopy:
     """A transfer whose pieces are done one at a time."""
 
     def __init__(self, pieces: Iterable[Callable[[], object]], end: Callable[[TinyCopy], Any], hurry: bool) -> None:
-        self._pieces, self._end, self._hurry = deque(pieces), end, hurry
+        self._pieces, self._end, self.hurry = deque(pieces), end, hurry
         self._result: Any = None
         self.cancelled = self.over = False
         self.began_s = self.ended_s = 0.0
@@ -155,7 +155,7 @@ class TinyCopy:
         return self.over
 
     def wait(self, timeout_s: float) -> bool:
-        while self._hurry and not self.over:
+        while self.hurry and not self.over:
             self.work()
         return self.over
 
