@@ -12,7 +12,6 @@ import pytest
 import torch
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -142,13 +141,6 @@ def test_pages_are_found_and_loaded_from_the_middle_of_a_chain(backends: Backend
     assert [bytes_of(host, page) for page in (10, 11, 12)] == wanted
 
 
-def test_a_page_whose_prefix_is_gone_is_not_stored(backends: Backends) -> None:
-    backend = backends.make(mha_host())
-    after = HiCacheStorageExtraInfo(prefix_keys=hashes(0, 3))
-    assert backend.batch_set_v1(hashes(3, 2), places(3, 4), after) == [False] * 2
-    assert backend.batch_exists(hashes(3, 2)) == 0
-
-
 def test_a_wrong_prefix_costs_hits_and_no_bytes(backends: Backends) -> None:
     host = mha_host()
     backend = backends.make(host)
@@ -179,34 +171,6 @@ def test_pages_of_mla_are_stored_by_one_rank_and_found_by_all(backends: Backends
     assert ranks[0].batch_set_v1(hashes(0, 2), places(0, 1), AFTER_NOTHING) == [True] * 2
     assert ranks[1].batch_get_v1(hashes(0, 2), places(5, 6)) == [True] * 2
     assert [bytes_of(hosts[1], page) for page in (5, 6)] == [bytes_of(hosts[0], page) for page in (0, 1)]
-
-
-def test_all_ranks_store_their_drafts_of_mla_models(backends: Backends) -> None:
-    """SGLang has the first rank alone store pages of MLA. Without the heads of the others no rank would find any."""
-    hosts, drafts = [mla_host(), mla_host()], [mha_host(), mha_host()]
-    kept = [bytes_of(host, page) for host in drafts for page in (0, 1)]
-    draft = PoolTransfer(name=PoolName.DRAFT, keys=hashes(0, 2), host_indices=places(0, 1))
-    ranks = []
-    for rank in (0, 1):
-        backend = backends.make(hosts[rank], {PoolName.DRAFT: drafts[rank]}, tp_rank=rank, tp_size=2, is_mla_model=True)
-        controller = object.__new__(HybridCacheController)
-        controller.storage_config, controller.storage_backend_type = backend._config, "dynamic"
-        controller.storage_backend = backend
-        controller.mem_pool_host = SimpleNamespace(entry_map={PoolName.DRAFT: SimpleNamespace(host_pool=drafts[rank])})
-        for name, wanted in ((PoolName.DRAFT, True), (PoolName.INDEXER, rank == 0), (PoolName.DRAFT_SWA, rank == 0)):
-            assert controller.should_backup(PoolTransfer(name=name)) is wanted
-        controller.mem_pool_host.entry_map[PoolName.DRAFT].host_pool = hosts[rank]
-        assert controller.should_backup(draft) is (rank == 0), "drafts that are MLA too are equal on all ranks"
-        controller.storage_backend = None
-        assert controller.should_backup(draft) is (rank == 0), "another backend"
-        assert backend.batch_set_v2([draft], AFTER_NOTHING) == {"draft": [True] * 2}
-        assert backend.batch_set_v1(hashes(0, 2), places(0, 1), AFTER_NOTHING) == [True] * 2
-        ranks.append(backend)
-    for rank, backend in enumerate(ranks):
-        assert backend.batch_exists_v2(hashes(0, 2), [draft]).kv_hit_pages == 2
-        there = PoolTransfer(name=PoolName.DRAFT, keys=hashes(0, 2), host_indices=places(5, 6))
-        assert backend.batch_get_v2([there]) == {"draft": [True] * 2}
-        assert [bytes_of(drafts[rank], page) for page in (5, 6)] == kept[2 * rank : 2 * rank + 2]
 
 
 def test_an_indexer_shares_the_fate_of_its_pages(backends: Backends) -> None:
@@ -255,17 +219,6 @@ def test_a_pool_without_even_pages_is_refused() -> None:
     host.get_page_buffer_meta = lambda indices: None
     with pytest.raises(ModelRefused, match="set --hicache-mem-layout to page_first"):
         pool_of("kv", host)
-
-
-def test_all_ranks_of_an_engine_share_the_name_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broadcast(digits: list[str], src: int, group: object) -> None:
-        assert (src, group) == (4, "gloo")
-        digits[0] = "from the first rank"
-
-    group = SimpleNamespace(ranks=[4, 5], cpu_group="gloo")
-    monkeypatch.setattr(engine, "get_parallel", lambda: SimpleNamespace(tp_size=2, tp_group=group))
-    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
-    assert engine.random_of_engine() == "from the first rank"
 
 
 def test_pages_that_are_stored_after_the_start_are_of_unknown_weights(

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tiny_models import Open, greedy, prompt, tiny_model
 
 import tiercache
-from tiercache.connectors.transformers import model as transformers_model
 from tiercache.connectors.transformers_cache import PrefixCache
-from tiercache.errors import ConfigError, DaemonUnavailable, ModelRefused
+from tiercache.errors import DaemonUnavailable, ModelRefused
 
 pytestmark = pytest.mark.engine
 MLA = {
@@ -80,18 +78,6 @@ def test_what_is_loaded_is_used(open_cache: Open) -> None:
     assert greedy(cache, ids) != expected
 
 
-def test_a_small_staging_buffer_is_used_again_and_again(open_cache: Open) -> None:
-    model = tiny_model("LlamaConfig")
-    ids = prompt(150)
-    expected = greedy(model, ids)
-    spec = open_cache(model).connector.namespace
-    cache = open_cache(model, staging=2 * spec.block_bytes)
-    assert [greedy(cache, ids) for _ in range(2)] == [expected] * 2
-    assert cache.connector.counters["loaded_blocks"] == 9
-    with pytest.raises(ConfigError, match="staging is 100: must hold a block"):
-        open_cache(model, staging=100)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 @pytest.mark.parametrize("off", [slice(80, 100), slice(20, 40)], ids=["at the end", "in between"])
 def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype: torch.dtype, off: slice) -> None:
@@ -117,18 +103,6 @@ def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype
     assert cache.restore(ids, torch.full_like(ids, 2)).get_seq_length() == 0
 
 
-def test_positions_that_count_padding_are_noticed(open_cache: Open) -> None:
-    model = tiny_model("TrOCRConfig")
-    ids = prompt(60)
-    padded, mask = torch.cat([torch.zeros_like(ids[:, :9]), ids], 1), torch.ones(1, 69, dtype=torch.long)
-    mask[:, :9] = 0
-    cache = open_cache(model)
-    assert greedy(cache, padded, attention_mask=mask) == greedy(model, padded, attention_mask=mask)
-    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
-    assert [greedy(cache, ids) for _ in range(2)] == [greedy(model, ids)] * 2
-    assert cache.connector.counters["loaded_blocks"] == 3
-
-
 def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(90).repeat(3, 1)
@@ -143,24 +117,6 @@ def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     restored = cache.restore(ids, mask)
     assert restored.get_seq_length() == min(0 + 80, 7 + 80, 40 + 48)
     assert greedy(cache, ids, attention_mask=mask) == expected
-
-
-def test_what_was_evicted_since_it_was_restored_is_stored_again(
-    open_cache: Open, daemon: tiercache.LaunchedDaemon
-) -> None:
-    model = tiny_model("LlamaConfig")
-    cache = open_cache(model)
-    ids = prompt(100)
-    greedy(cache, ids)
-    kept = cache.restore(ids)
-    with tiercache.Client.connect(daemon.address, map_arena=False) as client:
-        client.flush()
-    with torch.no_grad():
-        model(input_ids=ids[:, kept.known_tokens :], past_key_values=kept, use_cache=True)
-        longer = torch.cat([ids, prompt(32, seed=1)], dim=1)
-        model(input_ids=longer[:, 100:], past_key_values=kept, use_cache=True)
-    assert cache.store(kept, longer) == 8
-    assert cache.restore(longer).get_seq_length() == 128
 
 
 def test_other_weights_are_another_model(open_cache: Open) -> None:
@@ -280,24 +236,6 @@ def test_models_with_other_state_are_refused(
 ) -> None:
     with pytest.raises(ModelRefused, match=words):
         open_cache(tiny_model(config_class, **options))
-
-
-def test_other_refusals_say_what_to_do(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("LlamaConfig")
-    with pytest.raises(ModelRefused, match=r"call model.eval\(\) first"):
-        open_cache(model.train())
-    model.eval()
-    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**small)).eval()
-    with pytest.raises(ModelRefused, match="encoder-decoder"):
-        open_cache(t5)
-    for version in ("4.57.1", "6.0.0"):
-        with pytest.raises(ModelRefused, match=rf"transformers {version} is not served: install transformers>=5,<6"):
-            transformers_model.check_version(version)
-    monkeypatch.setattr(model, "peft_config", {"default": object()}, raising=False)
-    with pytest.raises(ModelRefused, match="merge them, or pass model_id="):
-        open_cache(model)
-    open_cache(model, model_id="revision 7 with adapter 3")
 
 
 def test_a_model_whose_cache_is_not_all_its_state_is_refused(open_cache: Open) -> None:

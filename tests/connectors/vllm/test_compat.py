@@ -12,7 +12,6 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tiercache.connectors import vllm_v1
-from tiercache.connectors.vllm.compat import come_before_writes
 from tiercache.connectors.vllm.orders import Orders, RankForm
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 
@@ -78,14 +77,3 @@ def test_stores_of_blocks_that_vllm_empties_or_copies_to_end_before_that(
     runner.update_requests(output(metadata, zeroing))
     (connector._parent or connector).handle_preemptions(metadata)
     assert called == [orders, [7] if zeroing else [(3, 7)]], "once for each step"
-
-
-def test_what_runs_without_a_connectors_orders_or_calls_the_hook_first_is_left_alone() -> None:
-    called: list[Any] = []
-    runner = Runner(called)
-    come_before_writes(runner, called.append)
-    runner.update_requests(output(None))
-    assert called == [[7]]
-    first: Any = SimpleNamespace()
-    come_before_writes(first, called.append)
-    assert vars(first) == {}

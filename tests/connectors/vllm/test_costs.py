@@ -84,15 +84,6 @@ def test_the_network_has_a_price_of_its_own(costs: EngineCosts) -> None:
     assert [choose(costs, 8, 4), choose(costs, 0, 4), choose(costs, 0, 0, 4)] == [12, 4, 0]
 
 
-def test_a_fast_store_behind_a_slow_disk_is_loaded_if_both_together_save_time(costs: EngineCosts) -> None:
-    load(costs, 0, 4, 6 * BLOCK_S)
-    load(costs, 0, 0, 1 * BLOCK_S, shared=4)
-    assert choose(costs, 8, 4) == 8
-    assert choose(costs, 8, 4, 4) == 16
-    load(costs, 0, 4, 30 * BLOCK_S, LAST_LOADS)
-    assert choose(costs, 8, 4, 4) == 8
-
-
 def test_a_slow_tier_is_asked_again_without_those_behind_it(costs: EngineCosts) -> None:
     """The time of a load is a sample of its farthest tier."""
     load(costs, 0, 4, 30 * BLOCK_S)

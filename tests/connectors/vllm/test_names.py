@@ -162,16 +162,6 @@ def test_what_is_of_its_own_in_each_process_is_refused(options: dict[str, Any], 
         check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields), attention_config=hisparse))
 
 
-def test_what_means_something_in_one_engine_only_is_not_found_by_others(folder: Path) -> None:
-    roots = []
-    for names in (names_of(folder), names_of(folder)):
-        names.read_model()
-        roots += [names.root(own=True), names.root()]
-        assert names.root(own=True) == roots[-2]
-    assert roots[1] == roots[3]
-    assert len(set(roots)) == 3
-
-
 def test_an_epoch_renames_everything(folder: Path) -> None:
     names = names_of(folder)
     names.read_model()

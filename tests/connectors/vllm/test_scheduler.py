@@ -199,6 +199,20 @@ def test_a_request_waits_for_the_load_of_another_with_its_beginning(vllm: TinyVl
     assert vllm.loaded_blocks - before == 2, "each block once"
 
 
+def test_a_preempted_request_is_looked_up_again(vllm: TinyVllm) -> None:
+    store(vllm, 2)
+    one = request("a", 2)
+    assert ask(vllm, one) == 2 * SIZE
+    give_blocks(vllm, one, 2 * SIZE)
+    orders_of(vllm)
+    vllm.planner.loads_ended({"a"}, False)
+    assert vllm.planner.matched_tokens(one, 0) == 0, "its match has been loaded"
+    one.num_preemptions += 1
+    assert vllm.planner.matched_tokens(one, 0) is None
+    vllm.lookups.finish()
+    assert vllm.planner.matched_tokens(one, 0) == 2 * SIZE
+
+
 @pytest.mark.parametrize("broken", ["media", "name", "answer"])
 def test_a_lookup_that_fails_in_whatever_way_is_a_miss(vllm: TinyVllm, broken: str) -> None:
     store(vllm, 2)

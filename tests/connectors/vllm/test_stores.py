@@ -196,16 +196,6 @@ def test_what_a_sibling_still_fills_when_its_request_ends_is_not_stored() -> Non
         assert [store.runs for store in engine.step({}).ready] == ([(BlockRun(0, [1, 2]),)] if again else [])
 
 
-def test_what_a_sibling_loads_in_a_step_is_not_stored_if_the_request_is_aborted() -> None:
-    """Whether it has come may not be known yet."""
-    engine = Engine()
-    request = engine.add("a", [1, 2, 3])
-    engine.stores.allocated("a", blocks([1, 2, 3]), 0)
-    engine.step({"a": 4}, starts={"a": (8, [1, 2, 3])})
-    engine.stores.end(request, request.num_computed_tokens, aborted=True)
-    assert engine.step({}).ready == []
-
-
 def test_what_is_stored_at_its_end_only_stays_so() -> None:
     """Though an earlier store must be repeated, or another load has failed."""
     engine = Engine()

@@ -51,12 +51,6 @@ def test_what_is_written_changes_a_sample(dtype: torch.dtype, keep_views: bool) 
     assert not sample.unread
 
 
-def test_a_tensor_without_bytes_is_named() -> None:
-    sample = WeightSample()
-    sample.take([("here", torch.ones(4)), ("nowhere", torch.ones(4, device="meta"))])
-    assert sample.unread == ["nowhere"]
-
-
 class Quantised(torch.Tensor):
     """A tensor without storage of its own, as torchao's are."""
 

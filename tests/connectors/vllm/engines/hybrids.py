@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mamba_on_cpu
 from vllm_engines import Engine, launch, prompt, save_model, wait_until
 
 import tiercache
@@ -49,15 +48,6 @@ class Kind:
         return save_model(folder, self.config, **{"initializer_range": 0.1, **self.options})
 
 
-MAMBA_2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 32,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 64,
-}
 KINDS = {
     "lfm2": Kind(
         "Lfm2Config",
@@ -100,52 +90,6 @@ KINDS = {
             "tie_word_embeddings": False,
         },
         state=False,
-    ),
-    "granite4": Kind(
-        "GraniteMoeHybridConfig",
-        64,
-        {
-            "layer_types": ["mamba", "attention"] * 2,
-            **MAMBA_2,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 64,
-            "position_embedding_type": "rope",
-        },
-        patch=mamba_on_cpu.PATCH,
-    ),
-    "jamba": Kind(
-        "JambaConfig",
-        64,
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_dt_rank": 16,
-        },
-        patch=mamba_on_cpu.PATCH,
-    ),
-    "falcon_h1": Kind("FalconH1Config", 64, {"mamba_d_ssm": 256, **MAMBA_2}, patch=mamba_on_cpu.PATCH),
-    "nemotron_h": Kind(
-        "NemotronHConfig",
-        64,
-        {
-            "layers_block_type": ["mamba", "attention"] * 2,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 32,
-            "n_groups": 1,
-            "ssm_state_size": 16,
-            "conv_kernel": 4,
-            "expand": 2,
-            "chunk_size": 64,
-        },
-        patch=mamba_on_cpu.PATCH,
     ),
 }
 LONG = prompt(700, "hybrid")

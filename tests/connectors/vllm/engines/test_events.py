@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import msgspec
 import pytest
-import zmq
 from vllm import SamplingParams
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
-from vllm_engines import BLOCK, PATIENCE_S, Engine, launch, prompt, wait_until
+from vllm_engines import prompt
 
-import tiercache
 from tiercache.connectors.vllm.events import CacheGroup, name_blocks, of_group
 from tiercache.protocol.messages import unpack_indices
 
@@ -27,30 +21,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 decode = msgspec.msgpack.Decoder(KVEventBatch).decode
-
-
-@contextmanager
-def replays(endpoint: str) -> Iterator[Callable[[], list[Event]]]:
-    """All events so far, of any publisher that speaks vLLM's protocol."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(endpoint)
-
-    def events() -> list[Event]:
-        dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-        found: list[Event] = []
-        while True:
-            assert dealer.poll(PATIENCE_S * 1000), "events do not stop coming"
-            _, _, number, payload = dealer.recv_multipart()
-            if number == ZmqEventPublisher.END_SEQ:
-                return found
-            found += decode(payload).events
-
-    try:
-        yield events
-    finally:
-        dealer.close(0)
-        context.term()
 
 
 def stored(events: list[Event], medium: str) -> dict[int, tuple[object, ...]]:
@@ -66,52 +36,6 @@ def stored(events: list[Event], medium: str) -> dict[int, tuple[object, ...]]:
                 said[name] = parent, tokens, size, event.lora_id, event.lora_name, extra[place], *form
                 parent = name
     return said
-
-
-def removed(events: list[Event], medium: str) -> set[object]:
-    found = [event for event in events if isinstance(event, BlockRemoved) and event.medium == medium]
-    return {name for event in found for name in event.block_hashes}
-
-
-def test_what_is_below_the_gpu_has_vllms_names(start: Callable[..., Engine], tmp_path: Path) -> None:
-    """What the daemon says of a block is what vLLM has said of it, but for the medium."""
-    ours, theirs = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/theirs"
-    (tmp_path / "disk").mkdir()
-    with (
-        launch(
-            "64MiB",
-            region="16MiB",
-            kv_events=f"{ours}-pub",
-            kv_events_replay=ours,
-            nvme=str(tmp_path / "disk"),
-            nvme_size="256MiB",
-            nvme_segment="16MiB",
-        ) as daemon,
-        replays(ours) as below,
-        replays(theirs) as above,
-    ):
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"{theirs}-pub"}
-        engine = start(daemon.address, kv_events_config={**events, "replay_endpoint": theirs})
-        long = prompt(1000, "events")
-        engine.generate([long, long[:500] + prompt(100, "other")], 40)
-        blocks = 1039 // BLOCK + 639 // BLOCK - 500 // BLOCK
-        wait_until(lambda: len(stored(below(), "STORAGE")) == blocks)
-        said = below()
-        assert isinstance(said[0], AllBlocksCleared)
-        assert len(stored(above(), "GPU")) == blocks
-        assert stored(said, "CPU") == stored(above(), "GPU")
-        assert stored(said, "STORAGE") == stored(above(), "GPU")
-        with tiercache.Client.connect(daemon.address) as client:
-            client.flush(tier="dram")
-        wait_until(lambda: removed(below(), "CPU") == set(stored(said, "CPU")))
-        assert removed(below(), "STORAGE") == set()
-        stores = sum(isinstance(event, BlockStored) for event in below())
-        assert engine.regenerate([long], 1)[1] == [992]  # from NVMe, by way of DRAM
-        wait_until(lambda: sum(isinstance(event, BlockStored) for event in below()) > stores)
-        assert stored(below()[len(said) :], "CPU").items() <= stored(said, "CPU").items()
-        with tiercache.Client.connect(daemon.address) as client:
-            client.flush()
-        wait_until(lambda: isinstance(below()[-1], AllBlocksCleared))
 
 
 @pytest.mark.parametrize("per_block", [1, 2])

@@ -142,28 +142,6 @@ def test_hangs_dies_and_comes_back(engine: Engine, run_dir: Path, expected: list
         assert engine.ask("check")["idle"]
 
 
-def test_a_request_that_the_next_daemon_reads(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    """vLLM does not see the daemon die, asks it, and what it has asked comes to its successor."""
-    daemon = launch_patched(run_dir, LEFT_BEHIND, *FLAGS)
-    engine.await_hits(PROMPTS[0])
-    os.kill(daemon.pid, signal.SIGUSR1)
-    left = run_dir / "left"
-    wait_until(lambda: left.exists() and left.read_text())
-    engine.forget()
-    kill(daemon)
-    try:
-        assert engine.generate(PROMPTS, 48)[0] == expected
-        assert not engine.ask("check")["available"]
-        with launch(run_dir=run_dir, **SMALL) as daemon:
-            wait_until(lambda: statistics(daemon)["counters"]["requests_refused"])
-            engine.await_hits(PROMPTS[0])
-            assert engine.regenerate(PROMPTS, 48)[0] == expected
-    finally:
-        os.kill(int(left.read_text()), signal.SIGKILL)
-        left.unlink()
-    assert engine.ask("check")["idle"]
-
-
 def test_a_slow_daemon_is_not_waited_for_in_turn(engine: Engine, plain: Engine, run_dir: Path) -> None:
     """Each answer comes in time, and 40 requests do not wait for 40 answers in turn."""
     prompts = [prompt(70, f"slow {number}") for number in range(40)]
@@ -211,29 +189,3 @@ def test_restarts_of_both_and_damage_on_the_disk(
         wait_until(lambda: engine.ask("check")["available"])
         assert engine.regenerate(PROMPTS[:1], 48) == (expected[:1], [0])
         assert engine.ask("check")["idle"]
-
-
-def test_a_daemon_that_cannot_be_used_is_said_in_a_line(start: Start, plain: Engine, tmp_path: Path) -> None:
-    """Another protocol, newer or older, and an arena in which no block fits; then the right one comes."""
-    long, run_dir = prompt(1400, "useless"), tmp_path / "run"
-    expected = plain.generate([long])[0]
-    daemon = launch_patched(run_dir, OTHER_PROTOCOL.format(2), *FLAGS)
-    engine = start(str(run_dir), block_size=1280)  # of 2.5 MiB each
-    assert engine.generate([long]) == (expected, [0])
-    said = "speaks protocol 2 and its client 1: use the same release of tiercache on both sides"
-    assert len(engine.lines(said)) == len(engine.lines("vLLM is served without the cache until that changes")) == 1
-    daemon.close()
-    with launch_patched(run_dir, OTHER_PROTOCOL.format(0), *FLAGS):
-        said = "speaks protocol 0 and its client 1: use the same release of tiercache on both sides"
-        wait_until(lambda: engine.lines(said))
-        assert engine.regenerate([long]) == (expected, [0])
-        assert len(engine.lines(said)) == 1
-    with launch("2MiB", region="2MiB", run_dir=run_dir):
-        said = "start the daemon with a larger --region, and an --arena that is no smaller; going on without it"
-        wait_until(lambda: engine.lines(said))
-        for _ in range(2):
-            assert engine.regenerate([long]) == (expected, [0])
-        assert len(engine.lines(said)) == 1
-    assert not engine.lines("failed, and counts as a miss")
-    with launch(run_dir=run_dir, **SMALL):
-        wait_until(lambda: engine.regenerate([long]) == (expected, [1280]))

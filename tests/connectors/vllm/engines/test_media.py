@@ -118,16 +118,3 @@ def test_by_default_only_the_engine_itself_finds_its_images(engines: Engines, da
     flush(daemon)
     await_images(engines.own, 2, engines.right[2])
     assert engines.cold.regenerate(PROMPTS, images=[[2]] * len(PROMPTS)) == (engines.right[2], nothing)
-
-
-def test_the_id_that_a_user_gives_to_an_image_names_its_content_only_where_that_is_promised(
-    engines: Engines, daemon: tiercache.LaunchedDaemon
-) -> None:
-    nothing, cat = [0] * len(PROMPTS), [["cat"]] * len(PROMPTS)
-    await_images(engines.content, 1, engines.right[1], "cat")
-    # Here a user calls another image by the same id. vLLM has the same hashes for both.
-    assert engines.own.regenerate(PROMPTS, images=[[2]] * len(PROMPTS), media_ids=cat) == (engines.right[2], nothing)
-    await_images(engines.own, 2, engines.right[2], "cat")
-    assert engines.cold.regenerate(PROMPTS, images=[[1]] * len(PROMPTS), media_ids=cat) == (engines.right[1], FULL)
-    dog = [["dog"]] * len(PROMPTS)
-    assert engines.cold.regenerate(PROMPTS, images=[[2]] * len(PROMPTS), media_ids=dog) == (engines.right[2], BEFORE)

@@ -41,7 +41,7 @@ def adapting(
     model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """One engine for all requests that are more than tokens."""
-    options = {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
+    options = {"enable_lora": True, "max_lora_rank": 8}
     engine = Engine(model, tmp_path_factory.mktemp("adapting") / "log", daemon.address, **options)
     yield engine
     engine.close()
@@ -102,13 +102,3 @@ def test_drafts_are_never_stored(start: Start, plain: Engine, model: str, method
         assert checked["idle"]
         assert checked["drafts"] > 100
         engine.close()
-
-
-def test_what_a_request_says_of_its_blocks_is_passed_on(engine: Engine, daemon: tiercache.LaunchedDaemon) -> None:
-    engine.generate([LONG])
-    wait_until(lambda: stored_blocks(daemon) == 10)
-    said = engine.counts()["hints"]
-    engine.generate([prompt(320, "for a moment")], hint={"ttl_s": 0.5})
-    wait_until(lambda: engine.generate([[5, 6, 7]]) and engine.counts()["hints"] > said)
-    wait_until(lambda: stored_blocks(daemon) == 10)  # what was for a moment is gone, and the rest is not
-    assert engine.regenerate([LONG])[1] == [320]

@@ -74,17 +74,3 @@ def test_a_sliding_window(start: Start, tmp_path_factory: pytest.TempPathFactory
         assert engine.regenerate([long[:500]], 16) == (expected[0], [480])
         assert engine.ask("check")["idle"]
         engine.close()
-
-
-def test_what_cannot_be_served_is_said_in_a_line(start: Start, plain: Engine) -> None:
-    said = {
-        "has no 'adress': did you mean 'address'?": {"adress": "/tmp"},
-        "kv_connector_extra_config: Expected `float`": {"load_timeout_s": "soon"},
-        "gds is for TierCacheConnector": {"gds": "auto"},
-        "set it to sha256": {"address": "/nowhere"},
-    }
-    engine = start(kv_transfer_config=offloading_config(*said.values()), prefix_caching_hash_algo="xxhash")
-    assert engine.generate(PROMPTS[:1]) == (plain.generate(PROMPTS[:1])[0], [0])
-    lines = [line for line in engine.log.read_text().splitlines() if "served without the cache: " in line]
-    assert [sum(words in line for line in lines) for words in said] == [1, 1, 1, 1]
-    assert len(lines) == 4

@@ -6,8 +6,7 @@ listens there. The first line of each connection has the engine's options: a for
 makes that engine, and answers the lines that follow.
 
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
-    "lora": [name, number, folder], "salt": "...", "hint": {...}; "transfer": {...}, its kv_transfer_params
-    "embeds": seed, for noise instead of the prompts
+    "lora": [name, number, folder]
     "images": [[seed]], those of each prompt; "media_ids": [["id"]], as a user gives them
     with "pending" it does not wait for loads of requests that have gone
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
@@ -114,20 +113,6 @@ def spoil(worker: Any, until: str) -> None:
             copier.copy_in = spoilt
 
 
-def slow(worker: Any, seconds: float) -> None:
-    """In the process of a rank: every copy from the cache takes so long from here on."""
-    import time
-
-    copier = worker_groups(worker)[0]._own_mover().copier
-    copy = type(copier).copy_in.__get__(copier)
-
-    def slowed(*arguments: Any) -> int:
-        time.sleep(seconds)
-        return int(copy(*arguments))
-
-    copier.copy_in = slowed
-
-
 def scale(worker: Any, factor: float = 1.3) -> bool:
     """In the process of a rank: update its weights in place, as a trainer does, through `.data`.
 
@@ -154,7 +139,6 @@ class Child:
         self.offloading = getattr(connector, "connector_scheduler", None)
         self.tier = self.offloading.manager.secondary_tiers[0] if self.offloading is not None else None
         self.happened = {"preemptions": 0, "flushes": 0, "drafts": 0}
-        self.drafted: list[int] = []
         self._count_what_happens()
 
     @property
@@ -174,7 +158,6 @@ class Child:
             orders = step(output)
             self.happened["flushes"] += len(orders.flush)
             self.happened["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
-            self.drafted += [token for ids in output.scheduled_spec_decode_tokens.values() for token in ids]
             return orders
 
         self.core.scheduler._preempt_request = count_preemption
@@ -187,25 +170,14 @@ class Child:
             self.llm.llm_engine.step()
 
     def generate(self, order: dict[str, Any]) -> dict[str, Any]:
-        import torch
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm_media import with_images
 
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
-        if "hint" in order:
-            sampling.extra_args = {"kv_transfer_params": {"tiercache": order["hint"]}}
-        if "transfer" in order:
-            sampling.extra_args = {"kv_transfer_params": order["transfer"]}
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
-        if "embeds" in order:
-            noise = torch.Generator().manual_seed(order["embeds"])
-            size = self.llm.llm_engine.vllm_config.model_config.get_hidden_size()
-            prompts = [{"prompt_embeds": torch.randn(len(ids), size, generator=noise)} for ids in order["prompts"]]
         if "images" in order:
             prompts = with_images(prompts, order["images"], order.get("media_ids"))
-        if "salt" in order:
-            prompts = [{**one, "cache_salt": order["salt"]} for one in prompts]
         adapter = LoRARequest(*order["lora"]) if "lora" in order else None
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         if not order.get("pending"):
@@ -214,7 +186,6 @@ class Child:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "reasons": [output.outputs[0].finish_reason for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
-            "transfer": [output.kv_transfer_params for output in outputs],
         }
 
     def forget(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -233,11 +204,6 @@ class Child:
         if order.get("scale"):
             self.llm.collective_rpc(scale)
         self.llm.wake_up()
-        return {"done": True}
-
-    def negate(self, order: dict[str, Any]) -> dict[str, Any]:
-        for cache in self.core.model_executor.driver_worker.worker.model_runner.kv_caches:
-            cache.neg_()
         return {"done": True}
 
     def spoil(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -270,10 +236,6 @@ class Child:
         self.llm.collective_rpc(hold, args=(order["way"], order["folder"], order.get("damage", False)))
         return {"done": True}
 
-    def slow(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.llm.collective_rpc(slow, args=(order["seconds"],))
-        return {"done": True}
-
     def scale(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"done": all(self.llm.collective_rpc(scale))}
 
@@ -289,11 +251,6 @@ class Child:
         """The process of each rank, and what it has moved."""
         pids, counters = zip(*self.llm.collective_rpc(count), strict=True)
         return {"pids": pids, "counters": counters}
-
-    def drafts(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The draft tokens since it was asked before."""
-        tokens, self.drafted = self.drafted, []
-        return {"tokens": tokens}
 
     def check(self, order: dict[str, Any]) -> dict[str, Any]:
         tier, scheduler = self.tier, self.scheduler
@@ -319,15 +276,12 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "offloaded": Child.offloaded,  # vLLM forgets what it has offloaded itself
     "reset": Child.reset,  # as after an update of the weights: the connector's cache too
     "sleep": Child.sleep,  # and wakes up; with "scale" its weights are updated in between
-    "negate": Child.negate,  # all KV in the pool, as damage that changes what is computed from it
     "spoil": Child.spoil,  # what is loaded into windows, or as states, until there is a file
     "abort": Child.abort,
     "hold": Child.hold,
-    "slow": Child.slow,  # every copy from the cache takes so many `seconds`
     "scale": Child.scale,  # its weights are updated in place
     "fork": Child.fork,
     "count": Child.count,
-    "drafts": Child.drafts,  # the tokens of all drafts since then
     "check": Child.check,  # the scheduler's books, and its counts
 }
 
