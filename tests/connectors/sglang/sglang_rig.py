@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from array import array
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,14 +84,14 @@ class Rig:
         self.address = address
         self._stack = ExitStack()
         self._requests = 0
-        self._kit = _Kit()
+        self.kit = _Kit()
 
     def __enter__(self) -> Rig:
         self._stack.enter_context(get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kit.doCleanups()
+        self.kit.doCleanups()
         self._stack.close()
 
     def engine(
@@ -120,7 +118,7 @@ class Rig:
             "address": self.address,
             **settings,
         }
-        self._kit.cfg = cfg
+        self.kit.cfg = cfg
         engine = Engine(*build_fixture(cfg))
         server_args = ServerArgs(
             model_path=str(model or self.model),
@@ -139,22 +137,15 @@ class Rig:
         set_global_server_args_for_scheduler(server_args)
         tree = engine.tree
         tree.init_hicache(server_args, tree.cache_init_params)
-        self._kit.addCleanup(tree.shutdown)
-        self._kit.addCleanup(drop_hicache_atexit_pin, tree)
+        self.kit.addCleanup(tree.shutdown)
+        self.kit.addCleanup(drop_hicache_atexit_pin, tree)
         tree.write_through_threshold = 1 << 30  # the tests say what is backed up
         tree.load_back_threshold = 0
         controller = engine.controller
         controller.prefetch_capacity_limit = max(controller.prefetch_capacity_limit, controller.mem_pool_host.size)
-        if named and engine.backend._names is not None:
-            assert engine.backend._names.wait(WAIT_S)
+        if named and engine.backend.names is not None:
+            assert engine.backend.names.wait(WAIT_S)
         return engine
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        """Until a condition holds."""
-        until_s = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
 
     # --- what an engine does ---------------------------------------------------------------------
 
@@ -163,7 +154,7 @@ class Rig:
 
     def compute(self, engine: Engine, tokens: list[int], seed: int = 1) -> None:
         """Put tokens into the tree, with random KV in every layer of every pool."""
-        self._kit._insert(engine.tree, engine.allocator, engine.requests, tokens)
+        self.kit._insert(engine.tree, engine.allocator, engine.requests, tokens)  # rule: of SGLang's kit
         generator = torch.Generator().manual_seed(seed)
         for buffer, at in _places(engine, tokens):
             buffer[at] = torch.rand(buffer[at].shape, generator=generator).to(buffer.dtype)
@@ -176,11 +167,11 @@ class Rig:
         """Have SGLang back up what it has of tokens: to its host memory, and from there to storage."""
         node = match_prefix(engine.tree, tokens).last_device_node
         if engine.tree.buffer_pipeline is not None:
-            self._kit._buffer_backup_and_wait(engine.tree, node)
+            self.kit._buffer_backup_and_wait(engine.tree, node)
             return
-        self._kit._backup_node(engine.tree, node)
-        self._kit._write_path_to_l3(engine.tree, node)
-        self._kit._flush_l3_backups(engine.tree, WAIT_S)
+        self.kit._backup_node(engine.tree, node)
+        self.kit._write_path_to_l3(engine.tree, node)
+        self.kit._flush_l3_backups(engine.tree, WAIT_S)
 
     def prefetch(self, engine: Engine, tokens: list[int]) -> int:
         """Ask for tokens as SGLang's scheduler does for a request; returns how many the device then has."""
@@ -200,11 +191,11 @@ class Rig:
             prefix,
             matched_prefix_tokens=tokens[:known],
         )
-        self._kit._run_prefetch_to_completion(tree, request, WAIT_S)
+        self.kit._run_prefetch_to_completion(tree, request, WAIT_S)
         match = match_prefix(tree, tokens)
         if tree.buffer_pipeline is None and match.host_hit_length:
-            self._kit._load_back_through_admission(tree, engine.requests, tokens)
-            self._kit._finish_pending_loads(tree)
+            self.kit._load_back_through_admission(tree, engine.requests, tokens)
+            self.kit._finish_pending_loads(tree)
             match = match_prefix(tree, tokens)
         return int(match.device_prefix_len)
 

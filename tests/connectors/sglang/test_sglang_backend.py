@@ -93,8 +93,8 @@ class Backends:
         for name, other in {PoolName.KV: host, **(others or {})}.items():
             backend.register_mem_host_pool_v2(other, name)
         backend.on_host_pools_registered()
-        assert backend._names is not None
-        backend._names.wait(60)
+        assert backend.names is not None
+        backend.names.wait(60)
         return backend
 
 
@@ -227,11 +227,12 @@ def test_pages_that_are_stored_after_the_start_are_of_unknown_weights(
     """A backend that an operator attaches later: the weights may have been updated meanwhile."""
     backends.make(mha_host()).batch_set_v1(hashes(0, 2), places(0, 1), AFTER_NOTHING)
     monkeypatch.setattr(engine.BackendMaker, "starting", False)
-    later = backends.make(mha_host())
+    host = mha_host()
+    later = backends.make(host)
     assert later.batch_exists(hashes(0, 2)) == 0
     assert later.batch_set_v1(hashes(0, 2), places(0, 1), AFTER_NOTHING) == [True] * 2
     assert later.batch_exists(hashes(0, 2)) == 2
-    later._host.clear()  # a flush: pages from before the attachment may have been of other weights
+    host.clear()  # a flush: pages from before the attachment may have been of other weights
     assert later.batch_exists(hashes(0, 2)) == 0
 
 
@@ -270,7 +271,7 @@ def test_a_load_takes_no_longer_than_sglang_waits(
 ) -> None:
     backend = backends.make(mha_host())
     tree = SimpleNamespace(prefetch_stop_policy=policy, prefetch_timeout_base=1.0, prefetch_timeout_per_page=0.25)
-    backend._maker = engine.BackendMaker(tree, True)
+    backend.maker = engine.BackendMaker(tree, True)
     limits: list[float] = []
 
     def load(*arguments: Any, timeout_s: float, **options: Any) -> int:

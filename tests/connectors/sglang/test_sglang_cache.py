@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 from sglang_rig import FULL, MAMBA, SWA, CacheConfig, Rig
+from waiting import wait_until
 
 import tiercache
 
@@ -64,7 +65,12 @@ def test_a_window_that_is_not_whole_shortens_the_prefix(rig: Rig) -> None:
     rig.compute(first, tokens)
     rig.store(first, tokens)
     hashes = first.tree.tree_core.get_hash_values(match_prefix(first.tree, tokens).last_device_node)
-    assert first.backend._pools["swa"].connector.flush(key=first.backend._packed(hashes[-1:])) == 1
+    assert (
+        first.backend.pools["swa"].connector.flush(
+            key=first.backend.names.keys(first.backend.names.root(), hashes[-1:])
+        )
+        == 1
+    )
     left = tokens[: -SWA.page_size]
     assert rig.prefetch(second, tokens) == len(left)
     for wanted, got in zip(rig.contents(first, left), rig.contents(second, left), strict=True):
@@ -88,7 +94,7 @@ def test_pages_come_from_nvme(model: Path, tmp_path: Path, cfg: CacheConfig) -> 
             tiers = client.stats()["tiers"]
             return 0 < tiers["dram"]["blocks"] == tiers["nvme"]["blocks"]
 
-        rig.wait(on_nvme)
+        wait_until(on_nvme)
         for end in (len(tokens) // 2, len(tokens)) if cfg is FULL else (len(tokens),):
             client.flush(tier="dram")
             assert rig.prefetch(second, tokens[:end]) == end, "the second time from the middle of the chain"

@@ -22,6 +22,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.utils.weight_checker import WeightChecker
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 from sglang_rig import FULL, Engine, Rig, save_model
+from waiting import wait_until
 
 import tiercache
 from tiercache.connector.connector import Connector
@@ -174,9 +175,9 @@ def test_longrope_beyond_its_original_length_is_not_served(
     rope = {"rope_type": "longrope", "short_factor": half, "long_factor": half, "rope_theta": 10000.0}
     rope["original_max_position_embeddings"] = 1024
     model = save_model(tmp_path / "longrope", rope_scaling=rope, original_max_position_embeddings=1024)
-    rig.engine(model=model, named=False).backend._names.wait(60)
+    rig.engine(model=model, named=False).backend.names.wait(60)
     assert "set --context-length to 1024 or less" in caplog.text
-    assert rig.engine(model=model, arguments={"context_length": 1024}, named=False).backend._names.wait(60)
+    assert rig.engine(model=model, arguments={"context_length": 1024}, named=False).backend.names.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_weights_from_elsewhere_need_a_model_id(
     rig: Rig, caplog: pytest.LogCaptureFixture, argument: dict[str, Any], settings: dict[str, Any], named: bool
 ) -> None:
     engine = rig.engine(arguments=argument, named=False, **settings)
-    assert engine.backend._names.wait(60) == named
+    assert engine.backend.names.wait(60) == named
     line = f"with {next(iter(argument))} rdma the weights may be others than in its files: set model_id"
     assert (line in caplog.text) != named
 
@@ -223,7 +224,7 @@ def test_a_daemon_that_dies_within_a_load_is_a_miss_and_its_successor_serves(
         assert rig.prefetch(second, tokens) == 0, "there is none"
         with mortal():
             for engine in (first, second):
-                rig.wait(lambda engine=engine: engine.backend._main.available)
+                wait_until(lambda engine=engine: engine.backend.connector.available)
             later = rig.tokens(4, start=2000)
             rig.compute(first, later, seed=2)
             rig.store(first, later)
@@ -245,8 +246,8 @@ def test_a_flush_waits_for_one_batch_of_a_slow_daemon_only(rig: Rig, monkeypatch
 
     monkeypatch.setattr(Connector, "store", slow)
     node = match_prefix(engine.tree, tokens).last_device_node
-    rig._kit._backup_node(engine.tree, node)
-    rig._kit._write_path_to_l3(engine.tree, node)
+    rig.kit._backup_node(engine.tree, node)
+    rig.kit._write_path_to_l3(engine.tree, node)
     assert begun.wait(60)
     forget(engine)
     assert batches == [True]
@@ -261,7 +262,7 @@ def test_a_daemon_that_hangs_costs_a_deadline(model: Path, mortal: Callable[[], 
             assert rig.prefetch(second, tokens) == 0
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        rig.wait(lambda: bool(second.backend._main.available))
+        wait_until(lambda: bool(second.backend.connector.available))
         assert rig.prefetch(second, tokens) == len(tokens)
         assert same(rig, first, second, tokens)
 

@@ -27,7 +27,7 @@ def open_cache(daemon: tiercache.LaunchedDaemon) -> Iterator[Callable[..., Prefi
 
         def make(model: Any, **options: Any) -> PrefixCache:
             options.setdefault("required", True)
-            options.setdefault("request_timeout_s", 20.0)  # long enough for a busy machine
+            options.setdefault("request_timeout_s", 60.0)
             return stack.enter_context(PrefixCache(model, options.pop("address", daemon.address), **options))
 
         yield make

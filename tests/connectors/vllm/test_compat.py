@@ -64,16 +64,17 @@ def test_stores_of_blocks_that_vllm_empties_or_copies_to_end_before_that(
     monkeypatch.setattr(vllm_v1, "runner_of_caller", lambda: runner)
     monkeypatch.setattr(vllm_v1, "make_pools", lambda *args: [])
     connector: Any = object.__new__(TierCacheConnector)
-    connector._parent = Parent(connector) if beside else None
-    connector._form, connector._begun, connector._settings = RankForm([]), None, MagicMock()
+    connector._parent = Parent(connector) if beside else None  # rule: half a connector
+    connector._form, connector._begun = RankForm([]), None  # rule: half a connector
+    connector._settings = MagicMock()  # rule: half a connector
     connector._vllm_config = MagicMock()
     connector._vllm_config.parallel_config.rank = 0
     connector._vllm_config.parallel_config.tensor_parallel_size = 1
     connector._kv_cache_config = SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_groups=[])
     connector.register_kv_caches({})
-    monkeypatch.setattr(connector._worker, "begin", called.append)
+    monkeypatch.setattr(connector.worker, "begin", called.append)
     orders = Orders(flush=[1])
     metadata = SimpleNamespace(metadata=("a sibling's", orders)) if beside else orders
     runner.update_requests(output(metadata, zeroing))
-    (connector._parent or connector).handle_preemptions(metadata)
+    (connector._parent or connector).handle_preemptions(metadata)  # rule: half a connector
     assert called == [orders, [7] if zeroing else [(3, 7)]], "once for each step"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tiercache.connectors.vllm import names as vllm_names
 from tiercache.connectors.vllm.names import Names, check_hashes
 from tiercache.connectors.weights import files
 from tiercache.errors import ModelRefused
@@ -55,47 +54,17 @@ def adapter(folder: Path, number: int, **options: Any) -> Any:
     return SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=str(folder), **options)
 
 
-def slow_reads(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
-    """Files are read only once `go_on` is set."""
-    read: Callable[..., str] = files.fingerprint_files
-
-    def read_late(files: list[Path]) -> str:
-        assert go_on.wait(30)
-        return read(files)
-
-    monkeypatch.setattr(files, "fingerprint_files", read_late)
-
-
-def test_the_first_request_waits_while_the_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, roots = threading.Event(), list[bytes]()
-    slow_reads(monkeypatch, go_on)
-    names = names_of(folder)
-    reader = threading.Thread(target=names.read_model)
-    first = threading.Thread(target=lambda: roots.append(names.root()))
-    reader.start()
-    first.start()
-    first.join(0.05)
-    assert first.is_alive()
-    assert roots == []
-    go_on.set()
-    first.join(30)
-    reader.join(30)
-    assert roots == [names.root()]
-    assert len(roots[0]) == 16
-
-
-def test_no_request_waits_longer_than_it_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later requests are misses at once, until the weights have been read."""
-    go_on = threading.Event()
-    slow_reads(monkeypatch, go_on)
-    started_s = time.monotonic()
-    names = names_of(folder, wait_s=0.05)
-    reader = threading.Thread(target=names.read_model)
-    reader.start()
-    assert [names.root(), names.root()] == [b"", b""]
-    assert 0.05 <= time.monotonic() - started_s < 30
-    go_on.set()
-    reader.join(30)
+def test_requests_wait_for_the_model_but_no_longer_than_they_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, waits = 100.0, []
+    monkeypatch.setattr(vllm_names, "time", SimpleNamespace(monotonic=lambda: now_s))
+    names = names_of(folder, wait_s=60.0)
+    named = threading.Event()
+    event = SimpleNamespace(set=named.set, wait=lambda seconds: waits.append(seconds) or named.is_set())
+    monkeypatch.setattr(names, "_named", event)
+    for now_s in (100.0, 130.0, 161.0):  # noqa: B007
+        assert names.root() == b""
+    assert waits == [60.0, 30.0, 0.0]
+    names.read_model()
     assert len(names.root()) == 16
 
 

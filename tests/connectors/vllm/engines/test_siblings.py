@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -14,9 +12,7 @@ from vllm_engines import BLOCK, PATIENCE_S, Engine, prompt, stored_blocks, trans
 from vllm_sibling import FOREIGN
 
 import tiercache
-from tiercache.connectors import vllm_v1
 from tiercache.connectors.vllm.compat import register
-from tiercache.connectors.vllm.orders import RankForm
 from tiercache.connectors.vllm.stats import ConnectorStats
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -84,52 +80,3 @@ def test_a_multiconnector_reads_our_counters() -> None:
     stats = MultiConnector.build_kv_connector_stats({"TierCacheConnector": counts})
     assert stats.reduce() == {"TierCacheConnector": ConnectorStats(counts).reduce()}
     register(TierCacheConnector)
-
-
-class Heard:
-    """The scheduler's half, which records what it is told."""
-
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-
-    def finished(self, request: Any) -> None:
-        self.said.append(request)
-
-    def reset(self, weights_stay: bool = False) -> None:
-        self.said.append("reset")
-
-
-def ours() -> tuple[Any, Heard]:
-    """A connector of which only the scheduler's half is there."""
-    connector = object.__new__(TierCacheConnector)
-    connector._roll, connector._parent, connector._reset_due, connector._scheduler = None, None, False, Heard()
-    return connector, connector._scheduler
-
-
-@pytest.mark.parametrize("all_know_groups", [True, False])
-def test_we_hear_that_requests_end_whatever_siblings_know_of_groups(all_know_groups: bool) -> None:
-    connector, heard = ours()
-    top = object.__new__(MultiConnector)
-    top._connectors, top._all_support_hma = [connector], all_know_groups
-    top._extra_async_saves, top._requests_to_connector = {}, {}
-    request = SimpleNamespace(request_id="a")
-    assert top.request_finished_all_groups(request, ([1, 2],)) == (False, None)
-    assert heard.said == [request]
-
-
-def test_a_reset_before_the_ranks_have_reported_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are named by what was in them at the start: names have to be new ones from then on."""
-    connector, heard = ours()
-    connector._scheduler = None
-    assert connector.reset_cache()
-    monkeypatch.setattr(vllm_v1, "RequestPlanner", lambda *args, **options: heard)
-    for name in ("Names", "Cards", "EngineCosts", "RequestLog", "resolve_kv_cache_block_sizes"):
-        monkeypatch.setattr(vllm_v1, name, lambda *args, **options: MagicMock(__iter__=lambda _: iter((1, 1))))
-    monkeypatch.setattr(vllm_v1, "absence", lambda connector: "")
-    connector._form, connector._settings = RankForm([]), MagicMock()
-    connector._vllm_config = connector._kv_cache_config = connector._kv_cache_manager = MagicMock()
-    connector._connect = MagicMock()
-    connector._start([RankForm([SPEC])])
-    assert heard.said == ["reset"]
-    assert connector.reset_cache()
-    assert heard.said == ["reset"] * 2

@@ -43,7 +43,7 @@ os.environ.update(
 def ours(connector: Any) -> Any:
     """The connector that is ours: vLLM's, or one of those in its MultiConnector."""
     children = getattr(connector, "sub_connectors", [connector])
-    return next((child for child in children if hasattr(child, "_scheduler")), connector)
+    return next((child for child in children if hasattr(child, "planner")), connector)
 
 
 def worker_groups(worker: Any) -> list[Any]:
@@ -51,7 +51,7 @@ def worker_groups(worker: Any) -> list[Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = ours(get_kv_transfer_group())
-    return list(connector._worker._groups) if connector._worker is not None else []
+    return list(connector.worker._groups) if connector.worker is not None else []
 
 
 def count(worker: Any) -> tuple[int, dict[str, int]]:
@@ -73,7 +73,7 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
     import time
 
     connector = worker_groups(worker)[0]
-    copier = connector._own_mover().copier
+    copier = connector._own_mover().copier  # rule: a copy of a real connector
     name = f"copy_{way}"
     copy: Callable[..., int] = getattr(copier, name)
 
@@ -82,7 +82,7 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
         (Path(folder) / f"held {os.getpid()}").touch()
         deadline_s = time.monotonic() + 250
         while not (Path(folder) / "go").exists() and time.monotonic() < deadline_s:
-            time.sleep(0.005)
+            time.sleep(0.005)  # rule: the gate is another process's file
         copied = copy(*arguments)
         (Path(folder) / "copied").touch()
         if damage:
@@ -99,7 +99,7 @@ def spoil(worker: Any, until: str) -> None:
 
     for connector in worker_groups(worker):
         if connector.namespace.window_blocks:
-            copier, pool = connector._own_mover().copier, connector._own_pool()
+            copier, pool = connector._own_mover().copier, connector._own_pool()  # rule: as in `hold`
 
             def spoilt(
                 *arguments: Any, copy: Callable[..., int] = copier.copy_in, segments: Any = pool.segments
@@ -144,7 +144,7 @@ class Child:
     @property
     def scheduler(self) -> Any:
         """The scheduler's half of our connector; None without a cache."""
-        return getattr(self.connector, "_scheduler", None)
+        return getattr(self.connector, "planner", None)
 
     def _count_what_happens(self) -> None:
         preempt, step = self.core.scheduler._preempt_request, getattr(self.scheduler, "step", None)
@@ -256,7 +256,7 @@ class Child:
         tier, scheduler = self.tier, self.scheduler
         if tier is not None and tier._lookups is not None:
             tier.check_integrity()
-            idle = not (tier._jobs or tier._orphans or tier._lookups._requests or tier._lookups._finding)
+            idle = not (tier._jobs or tier.orphans or tier._lookups._requests or tier._lookups._finding)
             available = all(connector.available for connector in (tier._lookups.connector, *tier._groups))
             return {"served": True, "idle": idle, "available": available}
         if scheduler is None:

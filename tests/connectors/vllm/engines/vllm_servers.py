@@ -52,7 +52,7 @@ def server(model: str, address: str, log: Path, settings: Mapping[str, Any] | No
     def answers() -> bool:
         assert process.poll() is None, log.read_text()[-4000:]
         try:
-            return bool(urllib.request.urlopen(f"{url}/health", timeout=5).status == 200)
+            return bool(urllib.request.urlopen(f"{url}/health", timeout=60).status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 

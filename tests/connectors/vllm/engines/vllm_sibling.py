@@ -86,7 +86,7 @@ class Sibling(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
             while any(self.folder.glob("held*")) and not (self.folder / "copied").exists():
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("the copy that was held has not ended")
-                time.sleep(0.005)
+                time.sleep(0.005)  # rule: the gate is another process's file
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         filled, self.filled = self.filled, set()
