@@ -136,6 +136,23 @@ def test_a_tenant_has_blocks_of_its_own_and_a_quota(
     assert tenant.ask("check")["idle"]
 
 
+NEWER = "import vllm; vllm.__version__ = '0.34.0'; "
+OTHER_HOOK = """
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+KVConnectorBase_V1.update_state_after_alloc = lambda self, request, blocks, tokens, more: None
+"""
+
+
+def test_a_version_that_was_not_tested_is_served(start: Start, plain: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    long = prompt(320, "newer")
+    engine = start(daemon.address, patch=NEWER)
+    expected = plain.generate([long])[0]
+    assert engine.generate([long]) == (expected, [0])
+    engine.await_hits(long)
+    assert engine.regenerate([long]) == (expected, [320])
+    assert len(engine.lines("vllm 0.34.0 is newer than 0.33, which tiercache was tested with: its")) == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "words"),
     [
@@ -144,6 +161,7 @@ def test_a_tenant_has_blocks_of_its_own_and_a_quota(
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "set it to sha256"),
         ({"address": "/nowhere/at/all"}, {}, "the cache at /nowhere/at/all is unavailable"),
         ({}, {"patch": "import vllm; vllm.__version__ = '0.31.0'"}, "serves vllm>=0.32, and this is 0.31.0"),
+        ({}, {"patch": NEWER + OTHER_HOOK}, "calls update_state_after_alloc with other arguments"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(

@@ -164,6 +164,16 @@ class Child:
         if self.scheduler is not None:
             self.scheduler.step = count_flush
 
+    def end(self) -> None:
+        """Close the connectors, and end the processes of other ranks."""
+        if self.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+            self.llm.llm_engine.engine_core.shutdown()
+            return
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.core.scheduler.shutdown()
+        ensure_kv_transfer_shutdown()
+
     def _run_dry(self) -> None:
         """As the loop of an engine process goes on after the last token."""
         while self.core.scheduler.has_requests():
@@ -299,6 +309,9 @@ def serve(connection: socket.socket) -> None:
     for line in lines:
         order = json.loads(line)
         print(json.dumps(ORDERS[order["op"]](child, order)), file=answers, flush=True)
+    child.end()
+    sys.stdout.flush()
+    os._exit(0)  # what Python would tear down takes seconds
 
 
 def main() -> None:
