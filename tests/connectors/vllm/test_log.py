@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,34 +10,9 @@ import pytest
 import tiercache
 from tiercache.connectors.vllm import log as vllm_log
 from tiercache.connectors.vllm.costs import TierBlocks
-from tiercache.connectors.vllm.log import LINE_EVERY_S, MOST_LINES, RequestLog, introduce, join_vllm
+from tiercache.connectors.vllm.log import LINE_EVERY_S, MOST_LINES, RequestLog, introduce
 
 LOGGER = "tiercache.connectors.vllm"
-
-
-@pytest.fixture
-def vllm() -> Iterator[logging.Logger]:
-    """vLLM's logger as vLLM sets it up, and ours as it is before any setup."""
-    ours, theirs = logging.getLogger("tiercache"), logging.getLogger("vllm")
-    before = [(one, one.level, one.propagate, list(one.handlers)) for one in (ours, theirs)]
-    theirs.handlers, theirs.propagate = [logging.NullHandler()], False
-    theirs.setLevel(logging.INFO)
-    ours.handlers = []
-    ours.setLevel(logging.NOTSET)
-    yield theirs
-    for one, level, propagate, handlers in before:
-        one.handlers, one.propagate = handlers, propagate
-        one.setLevel(level)
-
-
-def test_our_lines_go_where_those_of_vllm_go(vllm: logging.Logger) -> None:
-    join_vllm()
-    join_vllm()
-    ours = logging.getLogger("tiercache")
-    assert ours.handlers == vllm.handlers
-    assert not ours.propagate
-    assert logging.getLogger(LOGGER).isEnabledFor(logging.INFO)
-    assert not logging.getLogger(LOGGER).isEnabledFor(logging.DEBUG)
 
 
 def test_the_cache_is_introduced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,23 +14,6 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 __all__ = ["KINDS", "LONG", "Case", "Kind", "flush_kind"]
 
-LFM2_ATTENTION = """
-from vllm.model_executor.models import lfm2
-def forward(self, positions, hidden_states):
-    n, _ = hidden_states.shape
-    qkv, _ = self.qkv_proj(hidden_states)
-    q, k, v = (x.contiguous() for x in qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1))
-    def norm(m, x):
-        return x * (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).rsqrt() * m.weight
-    q = norm(self.q_layernorm, q.view(n, self.num_heads, self.head_dim)).reshape(n, -1).contiguous()
-    k = norm(self.k_layernorm, k.view(n, self.num_kv_heads, self.head_dim)).reshape(n, -1).contiguous()
-    q, k = self.rotary_emb(positions, q, k)
-    out, _ = self.out_proj(self.attn(q, k, v))
-    return out
-lfm2.Lfm2Attention.forward = forward
-"""
-"""vLLM 0.32 on a CPU computes a wrong K for this model, and another one for each number of tokens in a step."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -41,7 +24,6 @@ class Kind:
     options: dict[str, Any]
     dtype: str = "float32"
     state: bool = True
-    patch: str = ""
 
     def save(self, folder: Path) -> str:
         # Gates multiply what others amplify: with larger weights rounding decides the tokens.
@@ -49,17 +31,6 @@ class Kind:
 
 
 KINDS = {
-    "lfm2": Kind(
-        "Lfm2Config",
-        32,
-        {
-            "layer_types": ["conv", "full_attention"] * 2,
-            "conv_dim": 128,
-            "block_dim": 128,
-            "block_auto_adjust_ff_dim": False,
-        },
-        patch=LFM2_ATTENTION,
-    ),
     "qwen3_next": Kind(
         "Qwen3NextConfig",
         96,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
-from vllm_engines import BLOCK, Engine, prompt, save_model, stored_blocks, wait_until
 
-import tiercache
 from tiercache.connectors.vllm.built import describe_built
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -62,26 +59,3 @@ def test_tables_of_positions_are_told_apart(model: str) -> None:
     assert len(set(described)) == len(kinds)
     assert describe_built([rotary(LONGROPE, 1024, model)]) == described[-2], "the factors are the same"
     assert describe_built([rotary(default, 512, model)]) == described[0]
-
-
-def test_engines_with_other_factors_of_longrope_do_not_meet(
-    start: Callable[..., Engine], daemon: tiercache.LaunchedDaemon, tmp_path: Path
-) -> None:
-    """vLLM takes the long factors where requests may be longer than the model was trained for, for short ones too."""
-    folder = save_model(
-        tmp_path / "phi",
-        "Phi3Config",
-        rope_parameters=LONGROPE,
-        original_max_position_embeddings=512,
-        partial_rotary_factor=1.0,
-    )
-    ids, before = prompt(400, "phi"), stored_blocks(daemon)
-    full = len(ids) // BLOCK * BLOCK
-    long, short = (start(str(daemon.address), model=folder, max_model_len=length) for length in (2048, 512))
-    (first,) = long.generate([ids])[0]
-    long.await_hits(ids)
-    (other,) = short.generate([ids])[0]
-    assert other != first
-    assert short.counts()["loaded_blocks"] == 0
-    wait_until(lambda: stored_blocks(daemon) == before + 2 * full // BLOCK)
-    assert short.regenerate([ids]) == ([other], [full])

@@ -30,7 +30,7 @@ def saved(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> str:
 def case(kind: Kind, saved: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("case")
     settings = {"request_timeout_s": 2.0}
-    engine = Engine(saved, folder / "log", str(folder / "d"), settings, dtype=kind.dtype, patch=kind.patch)
+    engine = Engine(saved, folder / "log", str(folder / "d"), settings, dtype=kind.dtype)
     yield Case(kind, engine, folder / "d")
     engine.close()
 
@@ -96,7 +96,7 @@ def test_requests_that_are_preempted(case: Case, saved: str, start: Start) -> No
     turns = [ids + case.right(ids, tokens) for ids in prompts]
     case.compute(*turns)
     with case.launch() as daemon:
-        options = {"model": saved, "dtype": kind.dtype, "patch": kind.patch, "max_num_batched_tokens": 200}
+        options = {"model": saved, "dtype": kind.dtype, "max_num_batched_tokens": 200}
         engine = start(daemon.address, num_gpu_blocks_override=20, max_model_len=6 * unit, **options)
         for _ in range(2):
             answers, _ = engine.regenerate(prompts, tokens)
@@ -115,7 +115,7 @@ def test_below_the_offloading_of_vllm(case: Case, saved: str, start: Start) -> N
     with launch("64MiB", region="16MiB") as daemon:
         tier = {"address": str(daemon.address), "request_timeout_s": 5.0}
         config = offloading_config(tier, rows=64, row=512 << 10, answers=True)
-        engine = start(model=saved, dtype=kind.dtype, patch=kind.patch, kv_transfer_config=config)
+        engine = start(model=saved, dtype=kind.dtype, kv_transfer_config=config)
 
         def found(ids: list[int]) -> bool:
             """Whether a prompt comes back, but for a part of its last block: vLLM itself decides where a hit ends."""

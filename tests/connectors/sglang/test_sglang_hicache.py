@@ -19,9 +19,7 @@ from sglang_rig import Rig, save_model
 
 from tiercache.connector.connector import Connector
 from tiercache.connectors.sglang import engine
-from tiercache.connectors.sglang.pools import pool_of
 from tiercache.connectors.sglang_hicache import TierCacheHiCache
-from tiercache.errors import ModelRefused
 
 PAGE = 16
 AFTER_NOTHING = HiCacheStorageExtraInfo(prefix_keys=[])
@@ -204,21 +202,6 @@ def test_decode_context_parallelism_is_refused(backends: Backends, caplog: pytes
     backend.register_mem_pool_host(mla_host())
     assert backend.batch_exists(hashes(0, 1)) == 0
     backend.close()
-
-
-def test_a_pool_without_even_pages_is_refused() -> None:
-    host = SimpleNamespace(page_num=4, page_size=1, layout="page_head")
-    host.get_page_buffer_meta = lambda indices: ([int(at) ** 2 for at in indices], [8] * len(indices))
-    with pytest.raises(ModelRefused, match="not evenly spaced"):
-        pool_of("kv", host)
-    host.get_page_buffer_meta = lambda indices: ([], [])
-    with pytest.raises(ModelRefused, match="shows no places"):
-        pool_of("kv", host)
-    with pytest.raises(ModelRefused, match="no memory of its own"):
-        pool_of("kv", SimpleNamespace())
-    host.get_page_buffer_meta = lambda indices: None
-    with pytest.raises(ModelRefused, match="set --hicache-mem-layout to page_first"):
-        pool_of("kv", host)
 
 
 def test_pages_that_are_stored_after_the_start_are_of_unknown_weights(
