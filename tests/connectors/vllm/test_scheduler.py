@@ -459,15 +459,6 @@ def test_adapters_that_hang_are_no_more_than_so_many_threads(vllm: TinyVllm) -> 
     assert answer(vllm, names[0]) == 2 * SIZE
 
 
-def test_an_adapter_for_which_there_is_no_thread_is_read_when_there_is_one(
-    vllm: TinyVllm, no_threads: pytest.MonkeyPatch
-) -> None:
-    store(vllm, 2)
-    assert answer(vllm, add_adapted(vllm, "a", 1, "fine")) == 0
-    no_threads.undo()
-    assert answer(vllm, add_adapted(vllm, "b", 1, "fine")) == 2 * SIZE
-
-
 @pytest.mark.parametrize("wanted", [True, False])
 def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(vllm: TinyVllm, wanted: bool) -> None:
     """A store names them; the daemon has them, so that nothing is copied. Without events there is nothing to name."""

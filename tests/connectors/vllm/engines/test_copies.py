@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,15 +19,6 @@ from tiercache.protocol.messages import Check
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 Start = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def small(model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine with a pool of 17 blocks."""
-    sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 18 * 64 << 10}
-    engine = Engine(model, tmp_path_factory.mktemp("small") / "log", daemon.address, **sizes)
-    yield engine
-    engine.close()
 
 
 class Held:
@@ -50,26 +41,6 @@ def findings(daemon: tiercache.LaunchedDaemon) -> list[str]:
     """The findings of the daemon's own check."""
     with tiercache.Client.connect(daemon.address, map_arena=False) as client:
         return list(client.session().call(Check, tiercache.protocol.messages.CheckReply).findings)
-
-
-def test_blocks_of_an_aborted_load_belong_to_it(
-    small: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon, tmp_path: Path
-) -> None:
-    """Blocks that a load may still write to go to no other request, though their own has gone."""
-    long, others = prompt(320, "given up"), [prompt(180, f"others {number}") for number in range(6)]
-    expected = plain.generate(others)[0]
-    small.await_hits(long)
-    small.forget()
-    held = Held(small, tmp_path / "load", "in", damage=True)
-    assert small.ask("abort", prompt=long, held=str(held.folder))["loading"]
-    for ids, tokens in zip(others, expected, strict=True):  # one after another in the 7 blocks that are left
-        small.order_generate([ids], pending=True)
-        assert small.outputs()[0] == [tokens]
-    small.order_generate(others[:1], 30, pending=True)
-    held.let_go()
-    assert small.outputs()[0] == plain.generate(others[:1], 30)[0]
-    wait_until(lambda: small.generate([[5, 6, 7]]) and small.ask("check")["idle"])
-    assert small.regenerate([prompt(500, "all blocks")])[0] == plain.generate([prompt(500, "all blocks")])[0]
 
 
 def test_a_load_that_the_daemon_does_not_confirm_is_computed(

@@ -7,10 +7,7 @@ makes that engine, and answers the lines that follow.
 
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
     "lora": [name, number, folder]
-    "images": [[seed]], those of each prompt; "media_ids": [["id"]], as a user gives them
-    with "pending" it does not wait for loads of requests that have gone
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
-    with "held" its copy, which waits in that folder, has begun by then, and goes on
 {"op": "hold", "way": "in", "folder": "..."}
     the next copy from the cache (`out`: to it) says so with a file `held...` there, and goes on when there is a file
     `go`; with "damage" the blocks that it has filled are then spoilt
@@ -182,16 +179,12 @@ class Child:
     def generate(self, order: dict[str, Any]) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
-        from vllm_media import with_images
 
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
-        if "images" in order:
-            prompts = with_images(prompts, order["images"], order.get("media_ids"))
         adapter = LoRARequest(*order["lora"]) if "lora" in order else None
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
-        if not order.get("pending"):
-            self._run_dry()
+        self._run_dry()
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "reasons": [output.outputs[0].finish_reason for output in outputs],
@@ -233,13 +226,11 @@ class Child:
 
         sampling = SamplingParams(temperature=0, detokenize=False, max_tokens=4)
         self.llm.llm_engine.add_request("aborted", {"prompt_token_ids": order["prompt"]}, sampling)
-        held = Path(order["held"]) if "held" in order else None
-        while self.core.scheduler.has_requests() and not (self._loads() and (held is None or any(held.iterdir()))):
+        while self.core.scheduler.has_requests() and not self._loads():
             self.llm.llm_engine.step()
         loading = self._loads()
         self.llm.llm_engine.abort_request(["aborted"])
-        if held is None:
-            self._run_dry()
+        self._run_dry()
         return {"loading": loading}
 
     def hold(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +306,6 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    import vllm_media  # noqa: F401
     from vllm import LLM  # noqa: F401
     from vllm.lora.request import LoRARequest  # noqa: F401
 

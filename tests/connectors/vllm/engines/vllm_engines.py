@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import socket
@@ -208,10 +207,6 @@ class Engine:
         assert line, f"the engine has ended:\n{self.log.read_text()[-4000:]}"
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def answers_within(self, seconds: float) -> bool:
-        """Whether there is an answer to fetch after so long at most."""
-        return bool(select.select([self._connection], [], [], seconds)[0])
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
         """Send an order and wait for its answer."""
