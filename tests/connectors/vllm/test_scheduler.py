@@ -23,7 +23,8 @@ from tiercache.connectors.vllm.scheduler import DECLINED, STORED_WAIT_S
 from tiercache.protocol.messages import KEY_BYTES, Priority, unpack_indices
 
 LOW = tiercache.Hint(ttl_s=3.5, priority=Priority.LOW)
-PROMPTS = st.tuples(st.integers(0, 1), st.integers(1, 11), st.integers(0, 2))
+PROMPTS = st.tuples(st.integers(0, 1), st.sampled_from([1, 4, 6, 7, 9, 11]), st.integers(0, 2))
+MOSTLY = st.sampled_from([True, True, True, False])
 """Which beginning, how long it is, and what follows: many requests begin alike."""
 
 
@@ -37,6 +38,10 @@ class VllmMachine(RuleBasedStateMachine):
         super().__init__()
         self.vllm = TinyVllm(alone=True)
         self.count = 0
+        for base in (0, 1):  # the cache knows both beginnings, and vLLM has none
+            self.vllm.add(TinyRequest(f"first {base}", [base] * 11, 1))
+            self.vllm.run_dry()
+        self.vllm.reset_prefix_cache()
 
     def alive(self) -> list[TinyRequest]:
         return [*self.vllm.waiting, *self.vllm.running]
@@ -45,11 +50,13 @@ class VllmMachine(RuleBasedStateMachine):
         return [copy for copy in self.vllm.rank.copies if not copy.over]
 
     @precondition(lambda self: len(self.alive()) < 6)
-    @rule(prompt=PROMPTS, answer=st.integers(1, 6))
-    def add(self, prompt: tuple[int, int, int], answer: int) -> None:
+    @rule(prompt=PROMPTS, answer=st.integers(1, 6), quick=MOSTLY)
+    def add(self, prompt: tuple[int, int, int], answer: int, quick: bool) -> None:
         base, length, rest = prompt
         self.vllm.add(TinyRequest(f"r{self.count}", [base] * length + [rest] * (rest * 2), answer))
         self.count += 1
+        if quick:
+            self.step(quick, 1)
 
     @precondition(lambda self: self.alive())
     @rule(which=st.integers(0, 5))
@@ -57,9 +64,17 @@ class VllmMachine(RuleBasedStateMachine):
         alive = self.alive()
         self.vllm.abort(alive[which % len(alive)])
 
+    @rule(quick=MOSTLY, steps=st.integers(1, 3))
+    def step(self, quick: bool, steps: int) -> None:
+        for _ in range(steps):
+            if quick:
+                self.vllm.lookups.finish()
+            self.vllm.step()
+
     @rule()
-    def step(self) -> None:
-        self.vllm.step()
+    def evict(self) -> None:
+        """As if other requests had been given vLLM's free blocks."""
+        self.vllm.pool.evict()
 
     @precondition(lambda self: self.vllm.lookups)
     @rule(whole=st.booleans())
@@ -75,7 +90,7 @@ class VllmMachine(RuleBasedStateMachine):
         for _ in range(pieces):
             copying[which % len(copying)].work()
 
-    @rule(available=st.booleans(), full=st.booleans(), hurry=st.booleans(), seconds=st.sampled_from([0.0, 0.1, 100.0]))
+    @rule(available=MOSTLY, full=st.booleans(), hurry=st.booleans(), seconds=st.sampled_from([0.0, 0.1, 100.0]))
     def trouble(self, available: bool, full: bool, hurry: bool, seconds: float) -> None:
         cache = self.vllm.cache
         cache.available, cache.full, self.vllm.rank.hurry = available, full, hurry
@@ -91,9 +106,10 @@ class VllmMachine(RuleBasedStateMachine):
             for match in self.vllm.cache.matches:
                 match.contents = [[] if block is lost else block for block in match.contents]
 
-    @rule()
-    def update_weights(self) -> None:
-        self.vllm.update_weights()
+    @rule(chance=st.integers(0, 15))
+    def update_weights(self, chance: int) -> None:
+        if chance == 9:
+            self.vllm.update_weights()
 
     @rule(connector=st.booleans(), weights_stay=st.booleans())
     def reset(self, connector: bool, weights_stay: bool) -> None:
@@ -116,7 +132,6 @@ class VllmMachine(RuleBasedStateMachine):
         self.trouble(available=True, full=False, hurry=True, seconds=0.0)
         vllm.run_dry()
         vllm.check()
-        assert all(match.released == bool(match.blocks) for match in vllm.cache.matches), "each once"
         assert len(vllm.pool.free) == len(vllm.cells)
         planner = vllm.planner
         assert not any((planner._requests, planner._loads, planner._leased, planner._asked, planner.stores._jobs))
@@ -127,9 +142,10 @@ class VllmMachine(RuleBasedStateMachine):
             vllm.add(TinyRequest(f"last {len(vllm.cache.matches)}", [7, 8] * 3 + [9], 2))
             vllm.run_dry()
             assert vllm.loaded_blocks - before >= loaded
+        assert all(match.released == bool(match.blocks) for match in vllm.cache.matches), "each once"
 
 
-TestVllm = in_first_ring(VllmMachine, examples=120, steps=60)
+TestVllm = in_first_ring(VllmMachine, examples=200, steps=60)
 TestVllmForLong = in_stress(VllmMachine)
 
 

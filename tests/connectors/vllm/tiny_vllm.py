@@ -322,6 +322,12 @@ class TinyPool:
             found.append(block)
         return found
 
+    def evict(self) -> None:
+        """Forget what free blocks hold."""
+        for block in self.free.values():
+            self.cached_block_hash_to_block.pop(block.hash, None)
+            block.hash = b""
+
     def reset(self) -> None:
         for block in self.cached_block_hash_to_block.values():
             block.hash = b""
@@ -485,7 +491,7 @@ class TinyVllm:
         self.waiting.appendleft(request)
 
     def _schedule_waiting(self, new: list[Any], tokens: dict[str, int], left: int) -> None:
-        for request in list(self.waiting):
+        for request in sorted(self.waiting, key=lambda one: one.request_id not in self.tables):  # who has blocks first
             if len(self.running) == MOST_RUNNING or not left or (request.loads and not self._loaded(request)):
                 continue
             external = 0
@@ -498,7 +504,8 @@ class TinyVllm:
                 computed, external = len(found) * SIZE + matched, matched
                 count = 0 if external else min(left, request.num_tokens - computed)
                 self.pool.use(found)
-                more = self.pool.take(-(-(computed + count) // SIZE) - len(found))
+                fits = not external or self._left_for(request) + len(found) >= 0
+                more = self.pool.take(-(-(computed + count) // SIZE) - len(found)) if fits else None
                 if more is None:
                     self.pool.give_back(found)
                     return
@@ -524,6 +531,13 @@ class TinyVllm:
                     req_id=request.request_id, num_computed_tokens=request.num_computed_tokens, block_ids=ids
                 )
             )
+
+    def _left_for(self, request: TinyRequest) -> int:
+        """Free blocks that are left when all requests that load, with this one, have all that they will ever need."""
+        holding = [one for one in self.waiting if one is request or one.request_id in self.tables]
+        return len(self.pool.free) - sum(
+            -(-one.wanted // SIZE) - len(self.tables.get(one.request_id, ())) for one in holding
+        )
 
     def _loaded(self, request: TinyRequest) -> bool:
         """Whether a request's load has ended; it then goes on with what has come."""
