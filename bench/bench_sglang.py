@@ -28,7 +28,7 @@ from common import SEED, Report
 
 import tiercache
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/sglang"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/connectors/sglang"))
 
 median = statistics.median
 BATCH_PAGES = 128
@@ -106,8 +106,8 @@ class Bench:
         extra = {"interface_v1": 1, **settings}
         backend = TierCacheHiCache(dataclasses.replace(self._config, extra_config=extra), {})
         backend.register_mem_pool_host(host)
-        assert backend._names is not None
-        assert backend._names.wait(60)
+        assert backend.names is not None
+        assert backend.names.wait(60)
         return backend
 
     def places(self, first: int, count: int) -> Any:

@@ -55,29 +55,29 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self._config = storage_config
-        self._pools: dict[str, HostPool] = {}
+        self.pools: dict[str, HostPool] = {}
         self._refused = ""
         self._said: set[str] = set()
-        self._names: PageNames | None = None
-        self._main: Connector | None = None
+        self.names: PageNames | None = None
+        self.connector: Connector | None = None
         self._host: Any = None
         self._metrics = StorageMetrics()
         self._published: dict[str, int] = {}
-        self._maker = BackendMaker(None, starting=False)
+        self.maker = BackendMaker(None, starting=False)
         try:
             check_version()
         except TierCacheError as error:
             self._refuse(error)
             return
-        self._maker = find_maker()
+        self.maker = find_maker()
         engine = random_of_engine()  # before anything that may fail on one rank only
         try:
             self._settings = HiCacheSettings.read(storage_config.extra_config or {})
             if storage_config.dcp_size > 1:
                 raise ConfigError("pages of decode context parallelism are not served: start without it")
-            self._names = PageNames(get_server_args(), self._settings, engine, known=self._maker.starting)
-            watch_updates(self._names)
-            self._maker.mend_prefixes()
+            self.names = PageNames(get_server_args(), self._settings, engine, known=self.maker.starting)
+            watch_updates(self.names)
+            self.maker.mend_prefixes()
             hand_over_drafts(TierCacheHiCache)
         except TierCacheError as error:
             self._refuse(error)
@@ -95,8 +95,8 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def cleared() -> None:
             clear()
-            if self._names is not None:
-                self._names.emptied()
+            if self.names is not None:
+                self.names.emptied()
 
         mem_pool_host.clear = cleared
         self._add(KV, mem_pool_host)
@@ -107,24 +107,24 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
         self._add(str(host_pool_name), host_pool)
 
     def _add(self, name: str, host: Any) -> None:
-        if self._refused or name in self._pools:
+        if self._refused or name in self.pools:
             return
         try:
-            if name != KV and name.endswith("swa") and name not in self._maker.windows():
+            if name != KV and name.endswith("swa") and name not in self.maker.windows():
                 raise ModelRefused(f"this SGLang does not show how long the window of its {name} pool is")
             pool = pool_of(name, host)
-            window = self._maker.windows().get(name, 0)
+            window = self.maker.windows().get(name, 0)
             form = form_of(name, host, pool, self._config, self._host.page_size, window, VERSION)
             stores = bool(self._config.is_storage_writer) or not is_replicated(host, self._config)
-            self._pools[name] = HostPool(self._connected(form, pool), host.page_size, stores)
+            self.pools[name] = HostPool(self._connected(form, pool), host.page_size, stores)
         except TierCacheError as error:
             self._refuse(error)
 
     def _connected(self, form: NamespaceSpec, pool: Pool) -> Connector:
         settings = self._settings
-        if self._main is not None:
-            return self._main.sibling(form.of_tenant(settings.tenant) if settings.tenant else form, pool)
-        self._main = connect(
+        if self.connector is not None:
+            return self.connector.sibling(form.of_tenant(settings.tenant) if settings.tenant else form, pool)
+        self.connector = connect(
             settings.address or None,
             namespace=form,
             pool=pool,
@@ -133,7 +133,7 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
             load_timeout_s=settings.load_timeout_s,
             request_timeout_s=settings.request_timeout_s,
         )
-        return self._main
+        return self.connector
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -152,9 +152,9 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
     def _count(self, hashes: list[str], names: list[str], extra_info: Any = None) -> int:
         before = _prefix_of(extra_info)
         packed = self._packed([*before, *hashes][:MAX_KEYS])
-        if not packed or any(name not in self._pools for name in names):
+        if not packed or any(name not in self.pools for name in names):
             return 0
-        connectors = [self._pools[name].connector for name in names]
+        connectors = [self.pools[name].connector for name in names]
         specs = [one.namespace for one in connectors]
         total = len(packed) // KEY_BYTES
         found = total if self._all_in_dram(packed, specs) else connectors[0].prefetch(packed, namespaces=specs)
@@ -162,9 +162,9 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _all_in_dram(self, packed: bytes, specs: list[NamespaceSpec]) -> bool:
         """Whether there is nothing to promote, and nothing to look for in other stores; at a quarter of the cost."""
-        assert self._main is not None
+        assert self.connector is not None
         try:
-            session = self._main.client.session()
+            session = self.connector.client.session()
             numbers = [session.namespace_id(spec) for spec in specs]
             found = session.call(Peek, Peeked, namespaces=numbers, keys=packed).dram_blocks
         except TierCacheError:
@@ -173,16 +173,16 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _packed(self, hashes: list[str]) -> bytes:
         """The keys of pages; empty while there are no names."""
-        if self._names is None or self._refused or self._maker.stops or not (root := self._names.root()):
+        if self.names is None or self._refused or self.maker.stops or not (root := self.names.root()):
             return b""
-        if not self._maker.says_prefixes:
+        if not self.maker.says_prefixes:
             self._say(
                 "SGLang does not say what a page follows: set hicache_storage_pass_prefix_keys to true in "
                 "--hicache-storage-backend-extra-config"
             )
             return b""
         try:
-            return self._names.keys(root, hashes)
+            return self.names.keys(root, hashes)
         except ValueError as error:
             self._say(str(error))
             return b""
@@ -220,14 +220,14 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _get(self, name: str, hashes: list[str], indices: Any, extra_info: Any) -> list[bool]:
         before = _prefix_of(extra_info)
-        pool, keys = self._pools.get(name), self._packed([*before, *hashes])
+        pool, keys = self.pools.get(name), self._packed([*before, *hashes])
         if pool is None or not keys or not hashes:
             return [False] * len(hashes)
         begin_s, good = time.perf_counter(), 0
         try:
             pages = pool.pages(indices, len(hashes))  # first, as it may fail: a match has to be ended by a load
             match = pool.connector.match(keys)
-            timeout_s = min(self._settings.load_timeout_s, self._maker.patience_s(len(hashes)))
+            timeout_s = min(self._settings.load_timeout_s, self.maker.patience_s(len(hashes)))
             pages = pages[: max(0, match.blocks - len(before))]
             good = pool.connector.load(match, pages, first=len(before), timeout_s=timeout_s)
         except LayoutError as error:
@@ -238,7 +238,7 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
         return [True] * good + [False] * (len(hashes) - good)
 
     def _set(self, name: str, hashes: list[str], indices: Any, extra_info: Any) -> list[bool]:
-        pool, before = self._pools.get(name), _prefix_of(extra_info)
+        pool, before = self.pools.get(name), _prefix_of(extra_info)
         if pool is not None and not pool.stores:
             return [True] * len(hashes)  # another rank does
         parent = before[-1:]
@@ -284,13 +284,13 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Drop all pages of this form, those of other engines too. Raises DaemonUnavailable, RequestRefused."""
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             pool.connector.flush()
 
     def get_stats(self) -> Any:
         """Pages and speeds of transfers since the last call, for SGLang's metrics. Our counts go there too."""
         metrics, self._metrics = self._metrics, StorageMetrics()
-        totals = [pool.connector.counters for pool in self._pools.values()]
+        totals = [pool.connector.counters for pool in self.pools.values()]
         for name in COUNTERS:
             total = sum(counts[name] for counts in totals)
             counter(name).inc(total - self._published.get(name, 0))
@@ -302,10 +302,10 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
         if self._host is not None:
             del self._host.clear
             self._host = None
-        self._pools.clear()
-        if self._main is not None:
-            self._main.close()
-            self._main = None
+        self.pools.clear()
+        if self.connector is not None:
+            self.connector.close()
+            self.connector = None
 
 
 _counters: dict[str, Counter] = {}

@@ -129,11 +129,11 @@ class PrefixCache:
         if blocks < 1:
             raise ConfigError(f"staging is {staging}: must hold a block, {spec.block_bytes} bytes")
         self._staging = torch.empty(blocks, spec.block_bytes // dtype.itemsize, dtype=dtype, device=model.device)
-        self._watch = ModelWatch(model, model_id, salt)
+        self.watch = ModelWatch(model, model_id, salt)
         pool = Pool.from_blocks(self._staging)
         self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
         self._announce()
-        self._watch.on_change = self._announce
+        self.watch.on_change = self._announce
 
     def close(self) -> None:
         """Close the connection to the daemon. Blocks for seconds at most."""
@@ -154,7 +154,7 @@ class PrefixCache:
         Not needed for updates, merges and other weights: those are noticed. A change to some rows of one tensor through
         `.data`, as to those of a few tokens in an embedding, may not be.
         """
-        self._watch.weights_changed(model_id)
+        self.watch.weights_changed(model_id)
 
     def generate(
         self,
@@ -174,7 +174,7 @@ class PrefixCache:
         cache = RestoredCache()
         if not reason and input_ids is not None:
             try:
-                cache = self._restore(self._watch.root(), input_ids, attention_mask)
+                cache = self._restore(self.watch.root(), input_ids, attention_mask)
             except ModelRefused as error:
                 reason = str(error)
         if reason:
@@ -197,7 +197,7 @@ class PrefixCache:
         reason = self._unserved_mask(input_ids, attention_mask)
         try:
             if not reason:
-                return self._restore(self._watch.root(), input_ids, attention_mask)
+                return self._restore(self.watch.root(), input_ids, attention_mask)
         except ModelRefused as error:
             reason = str(error)
         self._bypass(reason)
@@ -208,7 +208,7 @@ class PrefixCache:
         cache = RestoredCache()
         cache.root = root
         length = input_ids.shape[1]
-        if length > self._watch.limit or not self.connector.available:
+        if length > self.watch.limit or not self.connector.available:
             return cache
         with self._lock:
             rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
@@ -247,13 +247,13 @@ class PrefixCache:
         Blocks until the copies have ended. A failure is 0.
         """
         length = min(int(cache.get_seq_length()), tokens.shape[1])
-        if length > self._watch.limit or not self.connector.available:
+        if length > self.watch.limit or not self.connector.available:
             return 0
         if reason := self._unserved_mask(tokens, attention_mask):
             self._say(reason)
             return 0
         try:
-            if cache.root != self._watch.root():
+            if cache.root != self.watch.root():
                 return 0  # computed, in part at least, by weights that are gone
         except ModelRefused as error:
             self._say(str(error))
@@ -394,7 +394,7 @@ class PrefixCache:
         path = str(self.model.config._name_or_path)
         names = list(dict.fromkeys(filter(None, [Path(path).name, path, type(self.model).__name__])))
         namespaces = [self.connector.namespace.fingerprint()]
-        self.connector.announce([ModelCard(names, self._watch.content, namespaces, self._block_size)])
+        self.connector.announce([ModelCard(names, self.watch.content, namespaces, self._block_size)])
 
 
 class _Row(NamedTuple):

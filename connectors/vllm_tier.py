@@ -78,7 +78,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups: TierLookups | None = None
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._results: list[JobResult] = []  # of jobs that never began
-        self._orphans: deque[Orphan] = deque(maxlen=MAX_ORPHANS)
+        self.orphans: deque[Orphan] = deque(maxlen=MAX_ORPHANS)
         self._background = JobQueue("tiercache-jobs")
         join_vllm()
         try:
@@ -202,7 +202,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
                 job.parts.append((orphan, self._store(run.part, chain, run.first, run.rows, request)))
             for place in [early for early in chain.early if early.position < len(chain.hashes)]:
                 chain.early.remove(place)
-                self._orphans.append(Orphan(place.part, chain, place.position + 1, place.position))
+                self.orphans.append(Orphan(place.part, chain, place.position + 1, place.position))
         finally:
             job.begun = True
 
@@ -240,7 +240,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             del self._jobs[job_id]
             results.append(job.result(job_id))
             if isinstance(job, StoreJob):
-                self._orphans.extend(job.orphans())
+                self.orphans.extend(job.orphans())
             elif self._lookups is not None:
                 self._lookups.ask_again(job.request_id, job.left_out)
                 self._lookups.drop(job.lookup)
@@ -253,8 +253,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         keeps it, and vLLM keeps the most used prefixes for ever. And store chunks that vLLM had before there was a key.
         """
         left = REPAIRED_PER_STEP
-        while left > 0 and self._orphans and self._groups[0].available:
-            left -= self._repair(parent, self._orphans.popleft(), left)
+        while left > 0 and self.orphans and self._groups[0].available:
+            left -= self._repair(parent, self.orphans.popleft(), left)
 
     def _repair(self, parent: Any, orphan: Orphan, most: int) -> int:
         """Store the first chunks of an orphan again, at most so many; how many were looked up."""
@@ -274,7 +274,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             self._later(partial(self._begin_repair, job, orphan, metadata.chunk_ids.tolist()))
         parent.on_request_finished(context)
         if first + len(held) == last < end:
-            self._orphans.appendleft(orphan._replace(first=last))
+            self.orphans.appendleft(orphan._replace(first=last))
         return max(1, len(held))
 
     def _begin_repair(self, job: StoreJob, orphan: Orphan, rows: list[int]) -> None:
@@ -294,7 +294,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         """
         self._end_transfers(DRAIN_TIMEOUT_S)
         self._results = list(self.get_finished_jobs())
-        self._orphans.clear()  # those of these jobs too: their keys are not those of what is computed from here on
+        self.orphans.clear()  # those of these jobs too: their keys are not those of what is computed from here on
         if self._lookups is not None:
             self._lookups.forget()
 

@@ -52,8 +52,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: RequestPlanner | None = None
-        self._worker: RankWorker | None = None
+        self.planner: RequestPlanner | None = None
+        self.worker: RankWorker | None = None
         self._form = RankForm([])
         self._begun: Any = None  # orders that have been begun
         self._known = False  # the scheduler's half has the forms of all ranks
@@ -125,14 +125,14 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if parallel.rank == 0:
             named = event_groups(self._kv_cache_config)
             names = [named[part.group] if part.last else None for part in parts]
-        self._worker = RankWorker(groups, writers, names, weights, parallel.rank)
+        self.worker = RankWorker(groups, writers, names, weights, parallel.rank)
         specs = [connector.namespace for connector in groups]
         self._form = RankForm(specs, absence=next(filter(None, map(absence, groups)), ""))
 
     def unregister_kv_caches(self) -> None:
         """vLLM is about to take its KV memory away, for a sleep. Afterwards the memory is at the same addresses."""
-        if self._worker is not None:
-            self._worker.end_copies()
+        if self.worker is not None:
+            self.worker.end_copies()
 
     def get_handshake_metadata(self) -> Any:
         """For the scheduler's half: the form of this rank's blocks. Beside other connectors the handshake is theirs."""
@@ -143,8 +143,8 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if kv_connector_metadata is self._begun:
             return
         self._begun, self._known = kv_connector_metadata, kv_connector_metadata.known
-        if self._worker is not None:
-            self._worker.begin(kv_connector_metadata)
+        if self.worker is not None:
+            self.worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads have begun before the step."""
@@ -160,19 +160,19 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that have ended."""
-        if self._worker is None:
+        if self.worker is None:
             return base.KVConnectorTransferResults()
         orders = self._connector_metadata
-        ended, failed = self._worker.ended_loads(isinstance(orders, Orders) and orders.idle)
+        ended, failed = self.worker.ended_loads(isinstance(orders, Orders) and orders.idle)
         return base.KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed."""
-        return self._worker.take_bad_blocks() if self._worker is not None else set()
+        return self.worker.take_bad_blocks() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> Any:
         """Stores and loads that have ended."""
-        report = self._worker.report() if self._worker is not None else None
+        report = self.worker.report() if self.worker is not None else None
         if self._parent is None or self._known:
             return report
         report = report or WorkerReport()
@@ -181,7 +181,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def get_kv_connector_stats(self) -> Any:
         """Blocks moved, and blocks not loaded because of their cost, since the last call."""
-        half = self._worker or self._scheduler
+        half = self.worker or self.planner
         counts = half.counters() if half is not None else {}
         return ConnectorStats(counts) if counts else None
 
@@ -221,9 +221,9 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             EngineCosts(block_size, engine.batches, partial=not engine.windowed) if settings.load == "auto" else None
         )
         log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
-        self._scheduler = RequestPlanner(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
+        self.planner = RequestPlanner(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
         if self._reset_due:
-            self._scheduler.reset()
+            self.planner.reset()
         if warning := untested():
             logger.warning(warning)
         for why in dict.fromkeys(filter(None, (absence(connector), *(form.absence for form in ranks)))):
@@ -233,34 +233,34 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         """A request has arrived."""
         if self._roll is not None:
             self._roll.add(request)
-        if self._scheduler is not None:
-            self._scheduler.add(request)
+        if self.planner is not None:
+            self.planner.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much of a request can be loaded, always asynchronously."""
         if self._roll is not None and self._roll.waits(request.request_id):
             return None, False
-        if self._scheduler is None:
+        if self.planner is None:
             return 0, False
-        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        tokens = self.planner.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request has its blocks."""
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks, num_external_tokens)
+        if self.planner is not None:
+            self.planner.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """DRAM or NVMe."""
-        if self._scheduler is None:
+        if self.planner is None:
             return {}
-        return self._scheduler.hit_sources(request, num_external_tokens)
+        return self.planner.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """A step has been scheduled."""
-        if self._scheduler is None:
+        if self.planner is None:
             return Orders(known=self._roll is None)
-        return self._scheduler.step(scheduler_output)
+        return self.planner.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Results of the workers."""
@@ -270,15 +270,15 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             self._start(ranks)
             for request in waiting:
                 self.on_new_request(request)
-        if self._scheduler is None:
+        if self.planner is None:
             return
         if report is not None:
-            self._scheduler.reported(report)
+            self.planner.reported(report)
         if connector_output.invalid_block_ids:
-            self._scheduler.lost(connector_output.invalid_block_ids)
+            self.planner.lost(connector_output.invalid_block_ids)
         if connector_output.finished_recving:
             bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
-            self._scheduler.loads_ended(connector_output.finished_recving, bad)
+            self.planner.loads_ended(connector_output.finished_recving, bad)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -286,7 +286,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         """A request has ended. Its blocks are never held back: see `vllm/stores.py`."""
         if self._roll is not None:
             self._roll.remove(request.request_id)
-        return False, self._scheduler.finished(request) if self._scheduler is not None else None
+        return False, self.planner.finished(request) if self.planner is not None else None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: MultiConnector calls this if a sibling does not know KV cache groups."""
@@ -294,15 +294,15 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
 
     def reset_cache(self) -> bool:
         """vLLM's caches are reset, as after an update of the weights, or because vLLM goes to sleep."""
-        if self._scheduler is not None:
-            self._scheduler.reset(weights_stay=weights_stay())
+        if self.planner is not None:
+            self.planner.reset(weights_stay=weights_stay())
         else:
             self._reset_due = True
         return True
 
     def shutdown(self) -> None:
         """End transfers and close the connection. Blocks for seconds at most."""
-        for half in (self._worker, self._scheduler):
+        for half in (self.worker, self.planner):
             if half is not None:
                 half.close()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from gpu.place import ROOT
 from gpu.tell import check, fact, left_s, skip
 
-FILES = ("tests/vllm/test_vllm_connector.py", "tests/vllm/test_vllm_worker.py")
+FILES = ("tests/connectors/vllm/engines/test_connector.py", "tests/connectors/vllm/test_worker.py")
 
 
 def run(_: Sequence[str]) -> None:

@@ -1,0 +1,251 @@
+"""`generate` with the cache against `generate` without, on tiny models and a real daemon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Open, greedy, prompt, tiny_model
+from waiting import wait_until
+
+import tiercache
+from tiercache.connectors.transformers_cache import PrefixCache
+from tiercache.errors import DaemonUnavailable, ModelRefused
+
+pytestmark = pytest.mark.engine
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaConfig", {}),
+    ("Qwen3Config", {}),
+    ("MistralConfig", {"sliding_window": 24}),
+    (
+        "Gemma3TextConfig",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    ),
+    ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    ("DeepseekV3Config", MLA),
+]
+
+
+@pytest.mark.parametrize(("config_class", "options"), SERVED, ids=[name for name, _ in SERVED])
+def test_tokens_are_those_of_plain_generate(open_cache: Open, config_class: str, options: dict[str, Any]) -> None:
+    model = tiny_model(config_class, **options)
+    long = prompt(150)
+    longer = torch.cat([long[:, :100], prompt(60, seed=1)], dim=1)
+    expected = greedy(model, long), greedy(model, longer)
+    first = open_cache(model)
+    assert greedy(first, long) == expected[0]
+    assert first.connector.counters["stored_blocks"] == 10  # 150 + 12 tokens, of which the last has no K and V
+    second = open_cache(model)  # as another process would
+    assert greedy(second, long) == expected[0]
+    assert greedy(second, longer) == expected[1]
+    assert second.connector.counters["loaded_blocks"] == 9 + 6
+    assert second.bypassed == 0
+
+
+def test_what_is_loaded_is_used(open_cache: Open) -> None:
+    """Blocks that were falsified on purpose change the tokens."""
+    model = tiny_model("LlamaConfig")
+    ids = prompt(100)
+    cache = open_cache(model)
+    expected = greedy(model, ids)
+    filled = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=filled, use_cache=True)
+    for layer in filled.layers:
+        layer.values = -layer.values
+    assert cache.store(filled, ids) == 6
+    assert greedy(cache, ids) != expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("off", [slice(80, 100), slice(20, 40)], ids=["at the end", "in between"])
+def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype: torch.dtype, off: slice) -> None:
+    """Whatever the mask's type: K and V computed under it belong to other tokens than those behind the padding."""
+    model = tiny_model("LlamaConfig")
+    ids = prompt(100)
+    mask = torch.ones_like(ids)
+    mask[:, off] = 0
+    mask = mask.to(dtype)
+    cache = open_cache(model)
+    assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
+    assert cache.bypassed == 1
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=kept, use_cache=True)
+    assert cache.store(kept, ids, mask) == 0
+    greedy(cache, ids[:, 20:])
+    assert cache.restore(ids, mask).get_seq_length() == 0
+    padded = torch.ones_like(ids).to(dtype)
+    padded[:, :20] = 0
+    assert greedy(cache, ids, attention_mask=padded) == greedy(model, ids, attention_mask=padded)
+    assert cache.connector.counters["loaded_blocks"] == 4
+    assert cache.restore(ids, torch.full_like(ids, 2)).get_seq_length() == 0
+
+
+def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    ids = prompt(90).repeat(3, 1)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 7, 40)):
+        ids[row, :pad] = 0
+        mask[row, :pad] = 0
+    expected = greedy(model, ids, attention_mask=mask)
+    cache = open_cache(model)
+    assert greedy(cache, ids, attention_mask=mask) == expected
+    # Rows 1 and 2 begin later in the text than row 0: they are other sequences.
+    restored = cache.restore(ids, mask)
+    assert restored.get_seq_length() == min(0 + 80, 7 + 80, 40 + 48)
+    assert greedy(cache, ids, attention_mask=mask) == expected
+
+
+def test_other_weights_are_another_model(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    ids = prompt(64)
+    cache = open_cache(model)
+    before = greedy(cache, ids)
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert cache.store(kept, ids) == 0  # of the former weights
+    assert cache.restore(ids).get_seq_length() == 0
+    assert greedy(cache, ids) == greedy(model, ids)
+    assert cache.restore(ids).get_seq_length() == 48
+    assert open_cache(tiny_model("LlamaConfig", seed=2)).restore(ids).get_seq_length() == 0
+    again = open_cache(tiny_model("LlamaConfig"))
+    assert again.restore(ids).get_seq_length() == 48
+    assert greedy(again, ids) == before
+    assert open_cache(tiny_model("LlamaConfig"), salt="tenant").restore(ids).get_seq_length() == 0
+    assert open_cache(tiny_model("LlamaConfig", rope_theta=5000.0)).restore(ids).get_seq_length() == 0
+
+
+def test_calls_that_cannot_be_served_are_plain_ones(open_cache: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("LlamaConfig")
+    ids = prompt(64)
+    cache = open_cache(model)
+    with caplog.at_level(logging.WARNING):
+        for options in ({"num_beams": 2}, {"output_attentions": True}, {"use_cache": False}) * 2:
+            assert greedy(cache, ids, **options) == greedy(model, ids, **options)
+        right = torch.ones_like(ids)
+        right[:, -3:] = 0
+        assert greedy(cache, ids, attention_mask=right) == greedy(model, ids, attention_mask=right)
+        embeds = model.get_input_embeddings()(ids)
+        assert torch.equal(
+            cache.generate(
+                inputs_embeds=embeds, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False
+            ),
+            model.generate(
+                inputs_embeds=embeds, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False
+            ),
+        )
+    assert cache.bypassed == 8
+    assert cache.connector.counters["matches"] == 0
+    said = [record.getMessage() for record in caplog.records if "without the cache" in record.getMessage()]
+    assert len(said) == 5  # each reason once
+    assert "num_beams is set" in said[0]
+
+
+def test_without_a_daemon_it_is_plain_generate(tmp_path: Path) -> None:
+    model = tiny_model("LlamaConfig")
+    ids = prompt(64)
+    with PrefixCache(model, tmp_path / "absent") as cache:
+        assert greedy(cache, ids) == greedy(model, ids)
+    with pytest.raises(DaemonUnavailable, match="no tiercache daemon answers"):
+        PrefixCache(model, tmp_path / "absent", required=True, connect_timeout_s=0.1)  # rule: nobody comes
+
+
+def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:
+    model = tiny_model("LlamaConfig")
+    ids = prompt(64)
+    expected = greedy(model, ids)
+    patient: dict[str, Any] = {"required": True, "request_timeout_s": 60.0}
+    with tiercache.launch("16MiB") as daemon, PrefixCache(model, daemon.address, **patient) as cache:
+        assert greedy(cache, ids) == expected
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert greedy(cache, ids) == expected
+        with tiercache.launch("16MiB", run_dir=daemon.address):
+            wait_until(lambda: cache.connector.available)
+            assert greedy(cache, ids) == expected
+            assert greedy(cache, ids) == expected
+            assert cache.connector.counters["loaded_blocks"] == 3
+            cache.close()
+
+
+def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
+    model = tiny_model("LlamaConfig", rope_parameters=rope)
+    cache = open_cache(model)
+    for tokens, restored in ((40, 32), (60, 48), (100, 0), (60, 48)):
+        ids = prompt(tokens)
+        assert greedy(cache, ids, max_new_tokens=2) == greedy(model, ids, max_new_tokens=2)
+        assert cache.restore(ids).get_seq_length() == restored
+    long = prompt(100, seed=1)
+    greedy(cache, long, max_new_tokens=2)
+    assert cache.restore(long[:, :60]).get_seq_length() == 0, "its K was computed with the scaling of the long prompt"
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options", "words"),
+    [
+        ("MambaConfig", {"state_size": 8}, "only K and V per layer"),
+        (
+            "LlamaConfig",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type is dynamic",
+        ),
+        (
+            "Qwen3NextConfig",
+            {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+            "only K and V per layer",
+        ),
+    ],
+)
+def test_models_with_other_state_are_refused(
+    open_cache: Open, config_class: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelRefused, match=words):
+        open_cache(tiny_model(config_class, **options))
+
+
+def test_a_model_whose_cache_is_not_all_its_state_is_refused(open_cache: Open) -> None:
+    """A model that remembers more than K and V computes something else from a restored prefix."""
+    model = tiny_model("LlamaConfig")
+    embed = model.model.embed_tokens
+    original = embed.forward
+    seen: list[float] = [0.0]
+
+    def remember(ids: torch.Tensor) -> torch.Tensor:
+        hidden = original(ids) + seen[0]
+        seen[0] = 0.5 * ids.shape[1]
+        return hidden
+
+    embed.forward = remember
+    with pytest.raises(ModelRefused, match="computes something else from a restored prefix"):
+        open_cache(model, model_id="one that remembers")

@@ -1,0 +1,167 @@
+"""How the blocks of a vLLM engine are named, without vLLM: while weights are read, and when files change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiercache.connectors.vllm import names as vllm_names
+from tiercache.connectors.vllm.names import Names, check_hashes
+from tiercache.connectors.weights import files
+from tiercache.errors import ModelRefused
+
+LONG_S = 600.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def names_of(folder: Path, wait_s: float = LONG_S, more: dict[str, Any] | None = None, **options: Any) -> Names:
+    """`options` are of vLLM's model_config."""
+    fields: dict[str, Any] = {
+        "model": str(folder),
+        "revision": None,
+        "dtype": "float32",
+        "quantization": None,
+        "hf_config": config_of(folder),
+        **options,
+    }
+    model = SimpleNamespace(**fields)
+    config = SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    return Names(config, "", "", wait_s=wait_s, **(more or {}))
+
+
+def config_of(folder: Path, layers: int = 4) -> Any:
+    return SimpleNamespace(to_dict=lambda: {"layers": layers, "_name_or_path": str(folder)})
+
+
+def adapter(folder: Path, number: int, **options: Any) -> Any:
+    options = {"load_inplace": False, **options}
+    return SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=str(folder), **options)
+
+
+def test_requests_wait_for_the_model_but_no_longer_than_they_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, waits = 100.0, []
+    monkeypatch.setattr(vllm_names, "time", SimpleNamespace(monotonic=lambda: now_s))
+    names = names_of(folder, wait_s=60.0)
+    named = threading.Event()
+    event = SimpleNamespace(set=named.set, wait=lambda seconds: waits.append(seconds) or named.is_set())
+    monkeypatch.setattr(names, "_named", event)
+    for now_s in (100.0, 130.0, 161.0):  # noqa: B007
+        assert names.root() == b""
+    assert waits == [60.0, 30.0, 0.0]
+    names.read_model()
+    assert len(names.root()) == 16
+
+
+def test_an_adapter_is_its_content_when_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+    names = names_of(folder)
+    names.read_model()
+    place = tmp_path / "adapter"
+    place.mkdir()
+    weights = place / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    first = names.root(adapter(place, 1))
+    assert len({first, names.root(), b""}) == 3
+    assert names.root(adapter(place, 1)) == names.root(adapter(place, 2)) == first
+    weights.write_bytes(b"two")
+    os.utime(weights, ns=(1, 1))
+    assert names.root(adapter(place, 1)) == b"", "vLLM has the old one, or the new one"
+    second = names.root(adapter(place, 3))
+    assert second not in (b"", first)
+    assert names.root(adapter(place, 1, load_inplace=True)) == second
+    assert names.root(adapter(place, 2)) == b""
+
+
+def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def root(**options: Any) -> bytes:
+        names = names_of(folder, **options)
+        names.read_model()
+        return names.root()
+
+    media, roots = SimpleNamespace(mm_processor_kwargs={"max_pixels": 4096}), [root()]
+    for options in (
+        {"hf_config": config_of(folder, layers=5)},
+        {"dtype": "bfloat16"},
+        {"quantization": "fp8"},
+        {"quantization_config": {"linear": "int8"}},
+        {"model_impl": "transformers"},
+        {"override_generation_config": {"attn_temperature_tuning": True}},
+        {"multimodal_config": media},
+        {"trust_remote_code": True, "more": {"x": 1}},
+    ):
+        roots.append(root(**options))
+    (folder / "modeling.py").write_text("scale = 2")
+    assert root() == roots[0], "the code is not used"
+    roots += [root(trust_remote_code=True)]
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    roots += [root()]
+    assert len(set(roots)) == len(roots)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ({"prefix_caching_hash_algo": "xxhash"}, "set it to sha256"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+    ],
+)
+def test_what_is_of_its_own_in_each_process_is_refused(options: dict[str, Any], words: str) -> None:
+    fields = {"prefix_caching_hash_algo": "sha256", "enable_prefix_caching": True, "calculate_kv_scales": False}
+    check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields)))
+    with pytest.raises(ModelRefused, match=words):
+        check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**{**fields, **options})))
+    hisparse = SimpleNamespace(hisparse_config=object())
+    with pytest.raises(ModelRefused, match="HiSparse"):
+        check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields), attention_config=hisparse))
+
+
+def test_an_epoch_renames_everything(folder: Path) -> None:
+    names = names_of(folder)
+    names.read_model()
+    roots = {names.root()}
+    for _ in range(3):
+        names.new_epoch()
+        roots.add(names.root())
+    assert len(roots) == 4
+
+
+def test_what_changes_while_it_is_read_has_no_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may have loaded what was there before."""
+    place = tmp_path / "adapter"
+    place.mkdir()
+    (place / "adapter_model.safetensors").write_bytes(b"adapter")
+    names = names_of(folder)
+    names.read_model()
+    read = files.fingerprint_files
+
+    def change(files: list[Path]) -> str:
+        for file in files:
+            file.with_suffix(".new").write_bytes(b"others!")
+            file.with_suffix(".new").replace(file)
+        return str(read(files))
+
+    monkeypatch.setattr(files, "fingerprint_files", change)
+    assert names.root(adapter(place, 1)) == b""
+    with pytest.raises(ModelRefused, match="have changed while they were read"):
+        names_of(folder).read_model()
+    monkeypatch.undo()
+    assert names.root(adapter(place, 1)) == b"", "it stays unknown which one vLLM has"
+    assert names.root(adapter(place, 2)) != b""
