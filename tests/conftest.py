@@ -16,10 +16,13 @@ import tiercache
 
 with contextlib.suppress(ImportError):  # not in every environment that runs tests
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 
     # An example may take long, as on a busy machine. The examples are the same each time; machines.py has others.
     settings.register_profile("tiercache", deadline=None, derandomize=True, database=None)
     settings.load_profile("tiercache")
+    # Hypothesis also draws constants of all modules that are loaded, which depend on the tests that ran before.
+    providers._get_local_constants = lambda: providers._local_constants
 
 TESTS = Path(__file__).parent
 HELPERS = (path.parent for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest")))

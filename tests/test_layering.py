@@ -257,10 +257,6 @@ def test_what_starts_often_is_light() -> None:
 NO_MIRRORS = {"gpu"}
 """Folders at the top of the tests that mirror no folder of the product."""
 
-STILL_TO_COME = {"client", "connector_api", "connectors", "daemon", "engine", "faults", "gds", "kernels"}
-STILL_TO_COME |= {"serve", "sglang", "vllm"}
-"""Folders that do not mirror the product's yet."""
-
 
 def mirrored(folder: Path) -> Path:
     """The folder of the product whose tests are in a folder of the tests."""
@@ -288,7 +284,7 @@ def test_the_tests_mirror_the_product() -> None:
     tests = ROOT / "tests"
     found = {path.relative_to(tests): path for path in tests.rglob("test_*.py") if path.parent != tests}
     wrong = {str(name): misplaced(path) for name, path in found.items() if name.parts[0] not in NO_MIRRORS}
-    wrong = {name: text for name, text in wrong.items() if text and Path(name).parts[0] not in STILL_TO_COME}
+    wrong = {name: text for name, text in wrong.items() if text}
     assert wrong == {}
 
 

@@ -102,6 +102,8 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.patch.setattr(loads, "MAX_RESOLVE", 2)
         self.now_s = 1000.0
         self.held: list[Held] = []
+        self.unsure: set[tuple[int, int]] = set()
+        """Engine and lease of adoptions without an answer: their hold is given back later, and a second one with it."""
         self.lost_frames = 0
 
     @initialize(frames=st.integers(4, 3 * BLOCKS), stored=st.integers(0, BLOCKS), edge=st.integers(1, 2))
@@ -176,13 +178,15 @@ class ConnectorMachine(RuleBasedStateMachine):
         held, its = self.held[place % len(self.held)], self.engines[engine]
         if any(one.engine is its and one.match._lease == held.match._lease for one in self.held):
             return  # its own
-        lives = self.lease(held) is not None
+        lives, unsure = self.lease(held) is not None, (engine, held.match._lease)
+        if trouble is not None:
+            self.unsure.add(unsure)
         with self.during(its, "nothing", trouble, data, held.keys) as quiet:
             match = its.connector.adopt(held.match.ticket())
             expected = held.match.blocks if lives else 0
             assert match.blocks == expected or (not quiet and match.blocks == 0)
             if match.blocks:
-                self.held.append(Held(its, match, held.keys, self.now_s + 600))
+                self.held.append(Held(its, match, held.keys, self.now_s + 600, unsure not in self.unsure))
 
     @precondition(lambda self: self.held)
     @rule(place=blocks, first=blocks, count=blocks, event=events, trouble=LOADING, data=st.data())

@@ -45,7 +45,8 @@ class Blocks:
     def call(self, kind: Any, reply: Any, namespaces: list[int], keys: bytes) -> Peeked:
         self.peeks += 1
         split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-        return Peeked(0, 0, self._run(namespaces, split), 0, [(self._run([one], split), 0) for one in namespaces])
+        each = [(self._run([one], split), 0) for one in namespaces]
+        return Peeked(0, 0, self._run(namespaces, split), 0, each, 0, [0] * len(each))
 
     def _run(self, namespaces: list[int], keys: list[bytes]) -> int:
         def has(number: int, cut: int) -> bool:

@@ -28,7 +28,7 @@ def install(seed: str) -> None:
     rng = random.Random(f"{seed}/{os.getpid()}")
 
     def pause() -> None:
-        time.sleep(rng.uniform(LEAST_S, MOST_S))
+        time.sleep(rng.uniform(LEAST_S, MOST_S))  # rule: the pause is what this file is for
 
     def stop_main(number: int, frame: FrameType | None) -> None:
         pause()

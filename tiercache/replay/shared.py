@@ -228,13 +228,18 @@ class PaperShared(SharedTier):
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         """No look-up takes so long that its time is up."""
 
-    def flush(
+    def begin_flush(
         self, namespaces: Sequence[Namespace], key: bytes, done: Callable[[bool], None], named: bool = False
-    ) -> None:
-        """See `SharedTier`. The store is told at once."""
+    ) -> Callable[[], None]:
+        """See `SharedTier`. The store is told once DRAM has forgotten all of it: on paper both happen at once."""
         names = self._flushed_notes([one for one in namespaces if not one.spec.dram_only], key, named)
-        job = FlushJob(names, lambda job: None)
-        job.run(self.connection)
-        self.epochs.learn(job.learned)
-        self.presence.forget()
-        done(True)
+
+        def end() -> None:
+            job = FlushJob(names, lambda job: None)
+            job.run(self.connection)
+            self.epochs.learn(job.learned)
+            self.presence.forget()
+            self._writes.flushed(frozenset(names))
+            done(True)
+
+        return end
