@@ -38,13 +38,14 @@ BENCHMARKS = $(wildcard bench/bench_transfer.py bench/bench_daemon.py)
 setup: $(VENV)/.installed
 
 # pip and setuptools say much that is of no use; it is printed when they fail.
+EXTRAS = .[engine,serve,test,dev]
 quietly = mkdir -p $(VENV) && { $(1) >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; exit 1; }; }
 
 # The build backend comes first, so that building needs no second, unpinned environment.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(call quietly,$(PIP_INSTALL) --upgrade pip setuptools wheel)
-	@$(call quietly,$(PIP_INSTALL) --no-build-isolation --editable '.[engine,serve,test,dev]')
+	@$(call quietly,$(PIP_INSTALL) --no-build-isolation --editable '$(EXTRAS)')
 	@touch $@
 
 test: lint types unit
@@ -62,22 +63,23 @@ types: setup
 # One thread per process: the tests start many, and the machine's cores are theirs to share. Three side by side on two
 # cores, since tests of processes wait for half of their time. Bytecode is kept even where the caller's environment says
 # otherwise: hundreds of short processes import the same modules.
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest
+SIDE_BY_SIDE = -n $(JOBS) --dist worksteal
 ELSEWHERE = not gpu and not vllm$(if $(MARKERS), and ($(MARKERS)))
 
 unit stress test-again mutants: export OMP_NUM_THREADS = 1
 unit stress test-again mutants: export PYTHONDONTWRITEBYTECODE =
 unit: setup
-	$(PYTEST) -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
 
 # What needs a quiet core comes last, one test after another.
 stress: setup
-	$(PYTEST) -m 'stress and not alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
-	$(PYTEST) -n 0 -m 'stress and alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'stress and not alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
+	$(PYTEST) -m 'stress and alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
 
 N ?= 20
 test-again: setup
-	$(BIN)/python tests/again.py $(N) -- $(PYTEST) -q -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
+	$(BIN)/python tests/again.py $(N) -- $(PYTEST) $(SIDE_BY_SIDE) -q -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
 
 mutants: setup
 	$(BIN)/python tests/mutants.py $(MUTANTS)
