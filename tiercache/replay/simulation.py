@@ -26,7 +26,6 @@ from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
-from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
@@ -142,9 +141,7 @@ class Simulation:
 
     def _tier(self) -> NvmeTier:
         config = DaemonConfig(nvme_write_budget_bytes=self._sizes.nvme_write_budget_bytes)
-        tier = NvmeTier(config, self._regions, landed=lambda: None)
-        tier._budget = WriteBudget(config.nvme_write_budget_bytes, lambda: self.now_s)
-        return tier
+        return NvmeTier(config, self._regions, landed=lambda: None, clock_s=lambda: self.now_s)
 
     def _attach(self, tier: NvmeTier) -> None:
         sizes = self._sizes
@@ -154,9 +151,8 @@ class Simulation:
         further = [] if self._shared is None else [self._shared]
         tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None, further)
         state = CatalogState(True, [], {}, [], 1)
-        shelf = self._shelf = Shelf(
-            cast(Any, directory), cast(Any, self._catalog), cast(Any, self._queue), state, self.cache.space
-        )
+        paper: tuple[Any, Any, Any] = directory, self._catalog, self._queue
+        shelf = self._shelf = Shelf(*paper, state, self.cache.space, lambda: None, lambda: self.now_s)
         tier._shelves.append(shelf)
         shelf.recovered(True)
 

@@ -59,7 +59,7 @@ Written = StoredBlock | WriteOp
 
 
 class Shelf:
-    """Event loop only; never blocks. `soon()` asks for a `work` before the next tick."""
+    """Event loop only; never blocks. `soon()` asks for a `work` before the next tick; `clock_s`: see `NvmeTier`."""
 
     def __init__(
         self,
@@ -68,14 +68,15 @@ class Shelf:
         queue: BlockQueue,
         state: CatalogState,
         space: Space,
-        soon: Callable[[], None] = lambda: None,
+        soon: Callable[[], None],
+        clock_s: Callable[[], float],
     ) -> None:
         self.directory = directory
         self.catalog = catalog
         self.queue = queue
         self.index = Index(self._slot_left)
         self.registry = Registry(str(directory.path), catalog, state, space)
-        self.slots = Slots(directory, catalog, queue, state, space, self.index, self.registry.row_gone, soon)
+        self.slots = Slots(directory, catalog, queue, state, space, self.index, self.registry.row_gone, soon, clock_s)
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.retired = False

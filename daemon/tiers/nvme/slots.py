@@ -56,9 +56,10 @@ class Slots:
         index: Index,
         row_gone: Callable[[int], None],
         soon: Callable[[], None],
+        clock_s: Callable[[], float],
     ) -> None:
         self.allocator = Allocator()
-        self._clock_s = space.policies.clock_s
+        self._clock_s = clock_s
         self.health = WriteHealth(str(directory.path), self._clock_s)
         self.evicted_blocks = 0
         size_bytes = directory.segment_bytes
@@ -72,7 +73,7 @@ class Slots:
         self._catalog = catalog
         self._index = index
         self._make = partial(space.policies.hinted, below=True)
-        self.tails = ChainEnds(index, space.prompts, self._clock_s)
+        self.tails = ChainEnds(index, space.prompts, space.policies.clock_s)
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._soon = soon
         self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them

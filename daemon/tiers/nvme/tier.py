@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -76,6 +77,7 @@ class NvmeTier(IndexedTier):
         landed: Callable[[], None],
         soon: Callable[[], None] = lambda: None,
         runner_of: Callable[[DaemonConfig, ArenaFiles | None], Runner] = runner_for,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         has_workers = worker_processes(config.nvme_workers, len(config.nvme_dirs)) > 0
@@ -84,6 +86,7 @@ class NvmeTier(IndexedTier):
         self._regions = regions
         self._landed = landed
         self._soon = soon
+        self._clock_s = clock_s
         self._shelves: list[Shelf] = []
         self._cipher = None if config.nvme_key is None else load_cipher(config.nvme_key)
         codec_number(config.nvme_codec)  # report a missing library now, not at the first write
@@ -104,7 +107,6 @@ class NvmeTier(IndexedTier):
     ) -> None:
         """Attach it as the tier below DRAM; `below` are further tiers, which have what this one lacks."""
         self._space, self._events = space, events
-        self._clock_s = space.policies.clock_s
         self._keeping = Keepers(self._keepers, self._clock_s)
         self._budget = WriteBudget(self._config.nvme_write_budget_bytes, self._clock_s)
         self.fairness = Fairness(space, self._shelves)
@@ -138,7 +140,7 @@ class NvmeTier(IndexedTier):
             self.fairness,
             lambda: self._may_write,
             space.counters,
-            self._clock_s,
+            space.policies.clock_s,
             self._config.quarantine_per_client_bytes,
         )
 
@@ -171,7 +173,7 @@ class NvmeTier(IndexedTier):
         """Make the shelf of an open directory, and use it."""
         directory, catalog, state, make_queue = found
         queue = make_queue()
-        shelf = Shelf(directory, catalog, queue, state, self._space, self._soon)
+        shelf = Shelf(directory, catalog, queue, state, self._space, self._soon, self._clock_s)
         if self._events is not None:
             shelf.tell(self._events)
         self._shelves.append(shelf)

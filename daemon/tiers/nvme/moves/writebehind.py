@@ -127,7 +127,7 @@ class WriteBehind(Flights):
     def add_rest(self, blocks: Iterable[tuple[Namespace, bytes]], end_s: float) -> None:
         """At shutdown: everything else, parents first; taken when the queue is empty.
 
-        Blocks that cannot be written before `end_s` (on the policies' clock) are given up.
+        Blocks that cannot be written before `end_s` (on the clock of `NvmeTier`) are given up.
         """
         self._rest, self._end_s = iter(blocks), end_s
 

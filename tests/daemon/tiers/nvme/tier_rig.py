@@ -88,8 +88,9 @@ class TierRig:
             **settings,
         )
         self.regions: dict[int, Region] = {}
-        self.tier = NvmeTier(config, self.regions, lambda: None, runner_of=self._runner_of)
         self.clock_s = self.memory[0].clock_s if self.memory else time.monotonic
+        runner_of, clock_s = self._runner_of, self.clock_s
+        self.tier = NvmeTier(config, self.regions, lambda: None, runner_of=runner_of, clock_s=clock_s)
         self.cache = CacheAtOnce(self.clock_s, limits or CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
         self.tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, events)
         for region_id in range(arena_regions):
