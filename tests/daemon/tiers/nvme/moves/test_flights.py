@@ -199,6 +199,56 @@ async def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(clock
     await rig.close()
 
 
+@pytest.mark.parametrize("why", ["is flushed", "is written elsewhere"])
+@on_clock
+async def test_a_late_block_does_not_join_its_parent_that_is_written_again(clock: Clock, why: str) -> None:
+    """What was flushed would be there again, or on a disk that does not have it."""
+    disks = [MemoryDisk(number, clock, segment_bytes=1 << 20) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks).open()
+    space, chain = rig.namespace(PAGE), chain_of("a", 2)
+    parent, child = key_of(chain, 0), key_of(chain, 1)
+    late, done = hold_back(rig, lambda op: True)
+    rig.store(space, chain)
+    await rig.until(lambda: len(late) == 2)
+    first, its_child = late.pop(parent), late.pop(child)
+    if why == "is flushed":
+        rig.cache.flush_dram([space.number], b"")
+        rig.tier.flush([space], b"", lambda blocks, durable: None)
+    else:
+        rig.at[first.shelf.directory.path].away = "the test took it"
+        await rig.until(lambda: len(rig.shelves) == 1)
+    done([first])
+    await rig.until(lambda: not rig.tier._writes.settle())
+    assert rig.tier._writes.written_blocks == 0
+    rig.store(space, parent)
+    rig.tier._writes.add(space, parent, asked_again=True)
+    await rig.until(lambda: parent in late)
+    done([its_child])
+    done([late[parent]])
+    await rig.settled()
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 1
+    rig.check()
+    await rig.crash()
+
+
+@on_clock
+async def test_all_that_wait_for_one_block_become_visible_with_it(clock: Clock) -> None:
+    rig, _disk, space = await rig_on(clock)
+    chains = [chain_of("a", 1) + chain_of(name, 2) for name in "bcd"]
+    late, done = hold_back(rig, lambda op: True)
+    for chain in chains:
+        rig.store(space, chain)
+    await rig.until(lambda: len(late) == 7)
+    for op in reversed(list(late.values())):
+        done([op])
+    await rig.settled()
+    rig.forget_dram()
+    assert [await rig.load(space, chain) for chain in chains] == [3, 3, 3]
+    rig.check()
+    await rig.close()
+
+
 def written_by_a_client(rig: TierRig, space: Namespace, key: bytes) -> int:
     """A client has written a block past DRAM, below the root; returns its slot."""
     [shelf] = rig.shelves
