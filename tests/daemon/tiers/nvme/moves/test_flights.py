@@ -155,6 +155,9 @@ async def test_a_write_keeps_what_it_hangs_below(clock: Clock, parent_first: boo
     rig.store(space, chain[:16])
     if parent_first:
         await rig.settled()
+    else:
+        await rig.work(2)  # each is a run of its own
+        assert (space.number, key_of(chain, 0)) in rig.tier._writes._flying
     rig.store(space, chain)
     await rig.until(lambda: bool(late) and shelf.has(space, key_of(chain, 0)))
     assert shelf.slots.evict_of(space.account_below, 1 << 30) == PAGE, "only the block that makes the segment"
@@ -226,6 +229,7 @@ async def test_a_late_block_does_not_join_its_parent_that_is_written_again(clock
     done([its_child])
     done([late[parent]])
     await rig.settled()
+    assert not any(shelf.has(space, child) for shelf in rig.shelves)
     rig.forget_dram()
     assert await rig.load(space, chain) == 1
     rig.check()
@@ -233,8 +237,8 @@ async def test_a_late_block_does_not_join_its_parent_that_is_written_again(clock
 
 
 @on_clock
-async def test_all_that_wait_for_one_block_become_visible_with_it(clock: Clock) -> None:
-    rig, _disk, space = await rig_on(clock)
+async def test_all_that_wait_for_one_block_become_visible_with_it_and_are_written_once(clock: Clock) -> None:
+    rig, disk, space = await rig_on(clock)
     chains = [chain_of("a", 1) + chain_of(name, 2) for name in "bcd"]
     late, done = hold_back(rig, lambda op: True)
     for chain in chains:
@@ -245,6 +249,9 @@ async def test_all_that_wait_for_one_block_become_visible_with_it(clock: Clock) 
     await rig.settled()
     rig.forget_dram()
     assert [await rig.load(space, chain) for chain in chains] == [3, 3, 3]
+    rig.tier._writes.add_many(space, [key_of(chains[0], number) for number in range(3)], asked_again=True)
+    await rig.settled()
+    assert len(disk.written) == 8
     rig.check()
     await rig.close()
 
