@@ -282,6 +282,17 @@ def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) ->
     wait_until(lambda: ("gone", first) in owner.told, "the end of the heir")
 
 
+@pytest.mark.stress
+def test_closing_does_not_wait_for_one_that_does_not_die(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = own(limits=ProcessLimits(reap_s=0.01))
+    its, line = owner.supervisor.open_line(soon())
+    line.close()
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
+    assert not owner.supervisor.close()
+    # The kernel has killed it when the supervisor's thread ended.
+    assert its.process.wait(50) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("orderly_s", [0.0, 50.0])
 def test_closing_lets_it_end_by_itself_where_there_is_time(own: Own, tmp_path: Path, orderly_s: float) -> None:
     before = len(os.listdir("/proc/self/fd"))

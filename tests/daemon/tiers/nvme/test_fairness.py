@@ -51,7 +51,8 @@ async def test_a_tenant_at_its_quota_evicts_its_own_leaves(clock: Clock) -> None
 async def test_what_does_not_fit_is_not_written_and_counted(clock: Clock) -> None:
     rig = await rig_with([MemoryDisk(0, clock)], {"a": 10})
     a, chain = rig.namespace(PAGE, tenant="a"), chain_of("long", 30)
-    await store(rig, a, chain)
+    await store(rig, a, chain[: 16 * 10])
+    await store(rig, a, chain)  # room for its blocks is not made of those before them
     assert below(rig, a) == 10
     refused = rig.cache.space.quotas_below.refused[a.account_below]
     assert refused == rig.tier.stats()["skipped_by_quota"] > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from catalog_bench import fill
 from chains import chain_of, key_of
 from cluster import BLOCK_BYTES, Cluster, content
 from machines import in_first_ring, in_stress
@@ -162,6 +163,71 @@ def kill_now(cluster: Cluster) -> None:
     cluster.connector.close()
     cluster.daemon.close()
     cluster.check_directories()
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("carrier")
+@pytest.mark.parametrize("moment", ["under way", "written", "loading"])
+def test_a_flush_that_was_acknowledged_outlives_a_kill(tmp_path: Path, moment: str) -> None:
+    cluster = Cluster(tmp_path)
+    chains = [chain_of(str(number), 60) for number in range(4)]
+    for chain in chains:
+        cluster.store(chain)
+    if moment != "under way":
+        cluster.wait_written()
+    if moment == "loading":
+        cluster.kill()
+        cluster.start()
+    cluster.connector.flush(key=key_of(chains[0], 30))
+    cluster.connector.flush(key=key_of(chains[1], 0))
+    kill_now(cluster)
+    cluster.start()
+    cluster.wait_loaded()
+    assert cluster.load(chains[0]) <= 30
+    assert cluster.load(chains[1]) == 0
+    assert cluster.connector.flush() >= 0
+    kill_now(cluster)
+    cluster.start()
+    cluster.wait_loaded()
+    assert [cluster.load(chain) for chain in chains] == [0] * 4
+    cluster.stop()
+
+
+# --- full disks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.stress
+def test_a_disk_that_is_full_is_read_and_written_again_when_it_has_room(mount: Callable[[str], Path]) -> None:
+    """It fills up while the daemon runs, and is still full when the next one starts."""
+    disk = mount("24m")
+    cluster = Cluster(disk, arena="4MiB", nvme_size="20MiB", nvme_segment="2MiB")
+    kept, new = chain_of("kept", 40), chain_of("new", 40)
+    others = [chain_of(str(number), 50) for number in range(12)]
+    cluster.store(kept)
+    cluster.wait_written()
+    filler = fill(disk)
+    for chain in others:
+        cluster.store(chain)
+        cluster.load(chain)
+    wait_until(lambda: "nvme directory" in str(cluster.connector.client.stats()["health"]), "it says what is wrong")
+    for _ in range(2):
+        cluster.flush_dram()
+        assert sum(map(cluster.load, [kept, *others])) > 0, "reads go on"
+        assert cluster.nvme()["failed_reads"] == 0
+        cluster.restart()
+    filler.unlink()
+
+    def stored() -> bool:
+        cluster.store(new)
+        return cluster.nvme()["directories"][0]["writing"] == "on" and cluster.nvme()["write_queue_blocks"] == 0
+
+    wait_until(stored, "it writes again")
+    cluster.wait_written()
+    cluster.restart()
+    for chain in (kept, *others):
+        cluster.load(chain)
+    assert cluster.load(new) > 0, "its last blocks may have made room for later ones"
+    cluster.stop()
 
 
 class Customer(threading.Thread):

@@ -128,6 +128,17 @@ def test_every_bit_of_the_header(bench: Bench, every_bit: Callable[[int], range]
     assert 0 < lost < 800
 
 
+@pytest.mark.parametrize("tail", ["missing", "zeros"])
+def test_a_database_without_its_end(bench: Bench, tail: str) -> None:
+    rows = {number: row(number) for number in range(500)}
+    bench.filled(rows)
+    whole = bench.path.read_bytes()
+    for length in [0, 1, 99, 100, 511, *range(1024, len(whole), 4096 + 512)]:
+        bench.path.write_bytes(whole[:length] + bytes(len(whole) - length if tail == "zeros" else 0))
+        survives(bench, rows)
+        bench.path.unlink()
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_bits_flipped_anywhere(bench: Bench, seed: int) -> None:
     rows = {place_of(number % 5, number): row(number) for number in range(600)}

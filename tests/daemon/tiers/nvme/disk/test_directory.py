@@ -68,6 +68,12 @@ def test_every_flipped_bit_of_a_superblock_is_found() -> None:
             Superblock.decode(bytes(damaged))
 
 
+@pytest.mark.parametrize("size", [0, 1, 4088, 4095, 4097])
+def test_a_superblock_of_another_size_is_damaged(size: int) -> None:
+    with pytest.raises(DamagedSuperblock):
+        Superblock.decode((Superblock.new(MIB).encode() + b"\0")[:size])
+
+
 def newer_superblock() -> bytes:
     """What a later version may write: other fields, but magic, version and checksum in their places."""
     body = bytearray(Superblock.new(MIB).encode()[:-8])

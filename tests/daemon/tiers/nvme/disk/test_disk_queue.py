@@ -179,6 +179,25 @@ def test_short_and_interrupted_transfers_go_on(one_worker: Rig, most: int) -> No
     assert calls > 16
 
 
+def test_a_bad_place_and_a_lost_end_cost_only_their_own_blocks(one_worker: Rig) -> None:
+    """Reads that share a call; behind the end of its segment a read is an error, and no hang."""
+    rig, bad = one_worker, one_worker.frame_bytes * 4
+    written = rig.store(range(10), 8192)
+
+    def hook(name: str, size: int) -> None:
+        _, _, offset = rig.disk.calls[-1]
+        if offset <= bad < offset + size:
+            raise OSError(errno.EIO, "bad place")
+
+    rig.disk.hook = hook
+    os.truncate(segment_path(rig.directory, 1), 9 * rig.frame_bytes + PAGE_BYTES)
+    reads = [rig.read_op(op, 20 + place) for place, op in enumerate(written)]
+    assert rig.run(reads) == [OK] * 4 + [IO_ERROR] + [OK] * 4 + [IO_ERROR]
+    assert rig.queue.errors == {errno.EIO: 2}
+    for place in (0, 1, 2, 3, 5, 6, 7, 8):
+        assert rig.frame(20 + place, 8192) == content(place, 8192)
+
+
 @pytest.mark.parametrize("when", ["begin", "end"])
 def test_a_carrier_survives_an_unexpected_exception(
     one_worker: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str

@@ -155,6 +155,9 @@ async def test_a_write_keeps_what_it_hangs_below(clock: Clock, parent_first: boo
     rig.store(space, chain[:16])
     if parent_first:
         await rig.settled()
+    else:
+        await rig.work(2)  # each is a run of its own
+        assert (space.number, key_of(chain, 0)) in rig.tier._writes._flying
     rig.store(space, chain)
     await rig.until(lambda: bool(late) and shelf.has(space, key_of(chain, 0)))
     assert shelf.slots.evict_of(space.account_below, 1 << 30) == PAGE, "only the block that makes the segment"
@@ -195,6 +198,60 @@ async def test_a_write_that_comes_again_keeps_what_it_hangs_below_now_once(clock
     done([late[child]])
     await rig.settled()
     assert {shelf.index.pins[stored.entry] for key in (parent, other) if (stored := shelf.find(space, key))} == {0}
+    rig.check()
+    await rig.close()
+
+
+@pytest.mark.parametrize("why", ["is flushed", "is written elsewhere"])
+@on_clock
+async def test_a_late_block_does_not_join_its_parent_that_is_written_again(clock: Clock, why: str) -> None:
+    """What was flushed would be there again, or on a disk that does not have it."""
+    disks = [MemoryDisk(number, clock, segment_bytes=1 << 20) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks).open()
+    space, chain = rig.namespace(PAGE), chain_of("a", 2)
+    parent, child = key_of(chain, 0), key_of(chain, 1)
+    late, done = hold_back(rig, lambda op: True)
+    rig.store(space, chain)
+    await rig.until(lambda: len(late) == 2)
+    first, its_child = late.pop(parent), late.pop(child)
+    if why == "is flushed":
+        rig.cache.flush_dram([space.number], b"")
+        rig.tier.flush([space], b"", lambda blocks, durable: None)
+    else:
+        rig.at[first.shelf.directory.path].away = "the test took it"
+        await rig.until(lambda: len(rig.shelves) == 1)
+    done([first])
+    await rig.until(lambda: not rig.tier._writes.settle())
+    assert rig.tier._writes.written_blocks == 0
+    rig.store(space, parent)
+    rig.tier._writes.add(space, parent, asked_again=True)
+    await rig.until(lambda: parent in late)
+    done([its_child])
+    done([late[parent]])
+    await rig.settled()
+    assert not any(shelf.has(space, child) for shelf in rig.shelves)
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 1
+    rig.check()
+    await rig.crash()
+
+
+@on_clock
+async def test_all_that_wait_for_one_block_become_visible_with_it_and_are_written_once(clock: Clock) -> None:
+    rig, disk, space = await rig_on(clock)
+    chains = [chain_of("a", 1) + chain_of(name, 2) for name in "bcd"]
+    late, done = hold_back(rig, lambda op: True)
+    for chain in chains:
+        rig.store(space, chain)
+    await rig.until(lambda: len(late) == 7)
+    for op in reversed(list(late.values())):
+        done([op])
+    await rig.settled()
+    rig.forget_dram()
+    assert [await rig.load(space, chain) for chain in chains] == [3, 3, 3]
+    rig.tier._writes.add_many(space, [key_of(chains[0], number) for number in range(3)], asked_again=True)
+    await rig.settled()
+    assert len(disk.written) == 8
     rig.check()
     await rig.close()
 

@@ -12,7 +12,7 @@ from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
-from tiercache.daemon.tiers.nvme.moves import flights
+from tiercache.daemon.tiers.nvme.moves import flights, writebehind
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -99,6 +99,21 @@ async def test_a_run_ends_where_the_budget_does(tmp_path: Path) -> None:
     stats = rig.tier.stats()
     assert (shelf.table(space).blocks, stats["skipped_by_budget"], stats["skipped_without_parent"]) == (5, 1, 14)
     rig.check()
+    await rig.close()
+
+
+@played
+async def test_what_does_not_fit_into_the_queue_stays_in_dram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writebehind, "MAX_QUEUED", 3)
+    rig = await TierRig(tmp_path).open()
+    space, chain = rig.namespace(), chain_of("a", 4)
+    rig.store(space, chain[:32])
+    rig.store(space, chain)
+    stats = rig.tier.stats()
+    assert (stats["write_queue_blocks"], stats["skipped_queue_full"]) == (3, 1)
+    await rig.settled()
+    assert rig.shelves[0].table(space).blocks == 3
+    assert await rig.load(space, chain) == 4
     await rig.close()
 
 

@@ -488,3 +488,36 @@ def test_a_process_is_killed_amid_its_work_and_the_next_one_opens_the_directory(
     machine.replace(how, turns=3)
     machine.only_a_good_process_is_used()
     machine.teardown()
+
+
+def test_a_directory_whose_processes_end_at_once_in_a_row_is_given_up() -> None:
+    machine = WorkerMachine()
+    machine.change_rows(0, many=False, there=True)
+    for _ in range(3):
+        assert not machine.world.given_up
+        machine.turn()
+        machine.end_process("exits")
+        machine.turn()
+        machine.go()
+        machine.start_next()
+        machine.open_next()
+        machine.turn(2)
+    assert "worker processes in a row have ended at once" in machine.world.given_up
+    machine.teardown()
+
+
+@pytest.mark.parametrize("how", ["answers", "is silent", "closes 1", "closes 2"])
+def test_a_process_that_is_silent_or_has_closed_a_line_is_killed(how: str) -> None:
+    machine = WorkerMachine()
+    child = machine.world.child
+    assert child is not None
+    if how.startswith("closes"):
+        machine.end_process(how)
+    for _ in range(8):
+        machine.turn()
+        machine.time_passes(1.0)
+        if how == "answers":
+            machine.work()
+    machine.turn()
+    assert child.process.returncode == (None if how == "answers" else -9)
+    machine.teardown()
