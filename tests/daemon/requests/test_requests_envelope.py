@@ -1,4 +1,4 @@
-"""The wire protocol without a line of tiercache: envelope, evolution, and how a session begins."""
+"""The envelope of requests and how a session begins, as `daemon/PROTOCOL.md` has them, without a line of tiercache."""
 
 from __future__ import annotations
 
@@ -21,24 +21,78 @@ from waiting import wait_until
 # --- envelope and evolution -----------------------------------------------------------------------
 
 
-def test_unknown_tags_and_wrong_types_are_answered(client: Client) -> None:
-    assert client.refusal("teleport", 1, 2) == "malformed"
-    number, keys = client.namespace(), new_chain(1)
-    wrong: list[list[Any]] = [
-        ["match", "1", keys],
-        ["match", [number], "text"],
-        ["match", [number], 7],
-        ["match", [number], keys, "1"],
-        ["release", 1.5],
-        ["release", None],
-        ["abort", 1, 1],
-        ["register_namespace", []],
-        ["register_namespace", {"engine": "x"}],
-        ["report", "none", {"a": "b"}],
-        ["match"],
+def refused(number: int, keys: bytes) -> dict[str, list[list[Any]]]:
+    """Requests by the code that each is answered with, for a namespace and a chain of one key."""
+    wrong_hints = [[-1], [-(2**63)], [0, False, -1], [0, False, 0, -5], [0, False, 0, 0, -1], [0, False, 0, 0, 4]]
+    wrong_hints += [[0, False, 0, 0, 2**62], [0, True, 10]]
+    other_hints: list[list[Any]] = [[1.5], [None], [0, 1], [0, False, float("nan")], [0, False, float("inf")]]
+    other_hints += [[0, False, 0, "1"], [0, False, 0, 0, None], [2**64 - 1 + 0.0]]
+    wrong_specs: list[dict[str, Any]] = [{"block_bytes": 0}, {"block_bytes": (256 << 20) + 1}, {"block_size": 0}]
+    wrong_specs += [
+        {"block_bytes": (2 << 20) + 1},
+        {"window_blocks": -1},
+        {"tp_rank": 1},
+        {"extra": {"note": "x" * 9000}},
     ]
-    for request in wrong:
-        assert client.refusal(*request) == "malformed", request
+    nameless: list[dict[Any, Any]] = [{1: 2}, {"later": {1: 2}}, {"later": [{b"a": 1}]}, {None: 1}]
+    return {
+        "malformed": [
+            ["teleport", 1, 2],
+            ["match", "1", keys],
+            ["match", [number], "text"],
+            ["match", [number], 7],
+            ["match", [number], keys, "1"],
+            ["match"],
+            ["release", 1.5],
+            ["release", None],
+            ["abort", 1, 1],
+            ["register_namespace", []],
+            ["register_namespace", {"engine": "x"}],
+            *(["register_namespace", {**new_spec(4096), **later}] for later in nameless),
+            ["report", "none", {"a": "b"}],
+            *(["hint", [number], keys, *fields] for fields in other_hints),
+        ],
+        "too_large": [
+            ["match", [number], bytes(16 * 65_537)],
+            ["reserve", number, b"", bytes(16 * 513), 1000],
+            ["flush", "all", [number], bytes(32)],
+            ["inspect", [number], bytes(32)],
+        ],
+        "bad_value": [
+            ["match", [], keys],
+            ["match", [number] * 2, keys],
+            ["match", list(range(257)), keys],
+            ["match", [number], b""],
+            ["match", [number], bytes(17)],
+            ["match", [number], keys, -1],
+            ["peek", [], keys],
+            ["peek", [number], keys[:-1]],
+            ["reserve", number, b"short", keys, 1000],
+            ["reserve", number, b"", keys, 0],
+            ["commit", 1, bytes(3)],
+            ["commit", 1, bytes(4 * 513)],
+            ["renew", [1], 0],
+            ["flush", "tape", [], b""],
+            ["flush", "all", list(range(257)), b""],
+            ["report", "none", {str(i): i for i in range(65)}],
+            ["report", "glued", {}],
+            ["report", "none", {}, [[["demo"], b"", ["f"], 4]]],
+            ["specs", []],
+            *(["register_namespace", {**new_spec(), **wrong}] for wrong in wrong_specs),
+            *(["hint", [number], keys, *fields] for fields in wrong_hints),
+        ],
+        "unknown_namespace": [["match", [9999], keys], ["peek", [number, 4000], keys], ["inspect", [4000], keys]],
+    }
+
+
+def test_what_cannot_be_served_is_refused_and_changes_nothing(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(1)
+    client.store(number, keys, [block_of(0)])
+    for code, requests in refused(number, keys).items():
+        for request in requests:
+            assert client.refusal(*request) == code, request
+    assert client.length(number, keys) == 1
+    assert client.stats()["counters"]["requests_failed"] == 0
 
 
 def test_bytes_that_are_no_request_are_answered(client: Client) -> None:
@@ -61,44 +115,6 @@ def test_missing_trailing_fields_have_defaults(client: Client) -> None:
     tag, dram, _, lease, frames, _, _ = client.ask("match", [number], keys, 1000)
     assert (tag, dram, lease > 0, frames) == ("matched", 2, True, [])
     assert client.release(lease)
-
-
-def test_counts_over_a_limit_are_refused(client: Client) -> None:
-    number = client.namespace()
-    assert client.refusal("match", [number], bytes(16 * 65_537)) == "too_large"
-    assert client.refusal("reserve", number, b"", bytes(16 * 513), 1000) == "too_large"
-    assert client.refusal("flush", "all", [number], bytes(32)) == "too_large"
-    assert client.refusal("match", [], bytes(16)) == "bad_value"
-    assert client.refusal("match", [number] * 2, bytes(16)) == "bad_value"
-    assert client.refusal("match", list(range(257)), bytes(16)) == "bad_value"
-    assert client.refusal("flush", "all", list(range(257)), b"") == "bad_value"
-    assert client.refusal("match", [number], b"") == "bad_value"
-    assert client.refusal("match", [number], bytes(17)) == "bad_value"
-    assert client.refusal("match", [number], bytes(16), -1) == "bad_value"
-    assert client.refusal("reserve", number, b"short", bytes(16), 1000) == "bad_value"
-    assert client.refusal("reserve", number, b"", bytes(16), 0) == "bad_value"
-    assert client.refusal("commit", 1, bytes(3)) == "bad_value"
-    assert client.refusal("commit", 1, bytes(4 * 513)) == "bad_value"
-    assert client.refusal("report", "none", {str(i): i for i in range(65)}) == "bad_value"
-    assert client.refusal("report", "glued", {}) == "bad_value"
-    assert client.refusal("flush", "tape", [], b"") == "bad_value"
-    assert client.refusal("match", [9999], bytes(16)) == "unknown_namespace"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"block_bytes": 0},
-        {"block_bytes": (256 << 20) + 1},
-        {"block_bytes": (2 << 20) + 1},
-        {"block_size": 0},
-        {"window_blocks": -1},
-        {"tp_rank": 1},
-        {"extra": {"note": "x" * 9000}},
-    ],
-)
-def test_specs_that_cannot_be_served_are_refused(client: Client, wrong: dict[str, Any]) -> None:
-    assert client.refusal("register_namespace", {**new_spec(), **wrong}) == "bad_value"
 
 
 def test_equal_specs_have_one_number_and_others_another(client: Client, run_dir: Path) -> None:
@@ -203,3 +219,12 @@ def test_a_packet_after_hello_ends_the_session(client: Client, run_dir: Path) ->
     assert session.ended()
     assert client.refusal("ping", session=token) == "unknown_session"
     session.close()
+
+
+def test_nothing_listens_to_other_users(run_dir: Path, client: Client) -> None:
+    assert [(run_dir / name).stat().st_mode & 0o777 for name in ("", "session.sock", "control.sock")] == [
+        0o700,
+        0o600,
+        0o600,
+    ]
+    assert client.control == f"ipc://{run_dir}/control.sock"
