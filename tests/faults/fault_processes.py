@@ -41,11 +41,6 @@ def rss_bytes(pid: int) -> int:
     return values["VmRSS"] - values["RssShmem"]
 
 
-def open_fds(pid: int) -> int:
-    """Descriptors that a process has open."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 class Daemon:
     """A daemon on a run directory of its own, which lives through its deaths."""
 

@@ -328,29 +328,6 @@ def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "session.sock").exists()
 
 
-@pytest.mark.stress
-def test_a_peer_that_does_not_read_its_replies_loses_its_session(client: Client, run_dir: Path) -> None:
-    with Client(run_dir, map_arena=False) as deaf:
-        number, keys = deaf.namespace(1 << 20), new_chain(1)
-        lease, _, _, _ = deaf.reserve(number, keys)
-        deaf.commit(lease, [0])
-        _, lease, _ = deaf.match([number], keys)
-        deaf.session.sock.setblocking(False)
-
-        def cut() -> bool:
-            for _ in range(64):
-                if deaf.writable():
-                    deaf.send("read", lease, number, 0, 0, 1 << 20)
-            try:
-                return deaf.session.receive()[0] is None
-            except BlockingIOError:
-                return False
-
-        wait_until(cut)
-        assert client.ask("ping") == ["done"]
-        assert client.refusal("ping", session=deaf.token) == "unknown_session"
-
-
 def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
     numbers = [
         client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(2 * FLUSHED_AT_ONCE + 10)

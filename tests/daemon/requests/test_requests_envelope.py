@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,29 @@ def test_what_cannot_be_served_is_refused_and_changes_nothing(client: Client) ->
 
 def test_bytes_that_are_no_request_are_answered(client: Client) -> None:
     header = client.header()
-    broken_text = msgpack.packb(["flush", *header, "abcd", [], b""]).replace(b"abcd", b"\xff\xfe\xfd\xfc")
-    deep = b"\x96" + msgpack.packb("ping") + b"".join(map(msgpack.packb, header)) + b"\x91" * 100_000
-    for message in (b"", b"\xc1", b"\x90", b"\x91" * 100_000, deep, broken_text, b"{}", b"\x00" * 70_000):
+    start = b"\x96" + msgpack.packb("ping") + b"".join(map(msgpack.packb, header))
+    unknown = b"\x93" + msgpack.packb("nope") + msgpack.packb(7)
+    ping = msgpack.packb(["ping", *header])
+    texts = [["flush", *header, "abcd", [], b""], ["report", *header, "none", {"abcd": 1}], ["abcd", *header]]
+    broken_texts = [msgpack.packb(text).replace(b"abcd", b"\xff\xfe\xfd\xfc") for text in texts]
+    wrong = [b"", b"\0", b"\xc1", b"\x90", b"{}", b"GET / HTTP/1.1\r\n\r\n", bytes(70_000), bytes(2 << 20)]
+    wrong += [ping[:-9], ping[:3], ping + b"\0", msgpack.packb({"ping": 1}), msgpack.packb(["done", 7, 1])]
+    wrong += [b"\x91" * 100_000, start + b"\x91" * 100_000, unknown + b"\x91" * 6000 + b"\x90"]
+    # Arrays, maps and bytes that are said to be huge, a key that cannot be one, a time that never was.
+    wrong += [unknown + end for end in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff")]
+    wrong += [unknown + b"\x81\x81\x01\x02\x03", unknown + b"\xd7\xff" + b"\xff" * 8]
+    for message in (*wrong, *broken_texts):
         reply, _ = client.exchange(message)
         assert (reply[0], reply[3]) == ("error", "malformed"), message[:20]
-    reply, _ = client.exchange(broken_text)
+        assert len(reply[4]) < 1000, "an error does not repeat what came"
+    reply, _ = client.exchange(broken_texts[0])
     assert reply[1] == header[0]
+    dice = random.Random(22)
+    for _ in range(500):  # nearly right
+        message = bytearray(dice.choice([ping, *map(msgpack.packb, texts)]))
+        for _ in range(dice.randint(1, 6)):
+            message[dice.randrange(len(message))] = dice.randrange(256)
+        assert client.exchange(bytes(message))[0][0] in ("error", "done", "flushed"), bytes(message)
     assert client.ask("ping") == ["done"]
     assert client.stats()["counters"]["requests_failed"] == 0
 
@@ -178,16 +195,17 @@ def test_a_newer_client_that_still_speaks_this_version_is_welcome(run_dir: Path)
 
 
 def test_hello_needs_the_pidfd_of_its_sender(run_dir: Path) -> None:
-    read_end, write_end = os.pipe()
-    parent = os.pidfd_open(os.getppid())
-    own = os.pidfd_open(os.getpid())
-    for fds in ([], [read_end], [parent], [own, own]):
+    dead = os.posix_spawn("/bin/true", ["true"], os.environ)
+    own, parent, ended = (os.pidfd_open(pid) for pid in (os.getpid(), os.getppid(), dead))
+    os.waitpid(dead, 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fds in ([], [null], [parent], [ended], [own] * 2, [own] * 17):
         session = SessionSocket(run_dir)
         answer, _ = session.hello(hello(os.urandom(16)), fds)
         assert answer[:2] == ["refused", "malformed"], fds
         assert session.ended()
         session.close()
-    for fd in (read_end, write_end, parent, own):
+    for fd in (own, parent, ended, null):
         os.close(fd)
 
 
