@@ -128,10 +128,11 @@ class Requests:
     token: bytes
     generation: int
 
-    def __init__(self) -> None:
+    def __init__(self, receive_hwm: int = 100_000) -> None:
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.LINGER, 0)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 100_000), (zmq.RCVHWM, receive_hwm)):
+            self._dealer.setsockopt(option, value)
         self._ids = itertools.count(1)
 
     def __exit__(self, *_: object) -> None:
@@ -173,10 +174,6 @@ class Requests:
         self.send("bye")
         while self.answer()[0] != "done":
             pass
-
-    def writable(self) -> bool:
-        """Whether another request can be sent at once."""
-        return bool(self._dealer.poll(0, zmq.POLLOUT))
 
     def ask(self, tag: str, *fields: Any, payload: Sequence[bytes] = (), **changed: Any) -> list[Any]:
         """One request; the reply without its request id and generation, which are checked."""
@@ -233,10 +230,17 @@ class Requests:
 class Client(Requests):
     """One session: its packets, its mapped regions, one DEALER."""
 
-    def __init__(self, run_dir: Path, instance: bytes = b"", name: str = "raw", map_arena: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        run_dir: Path | str,
+        instance: bytes = b"",
+        name: str = "raw",
+        map_arena: bool = True,
+        receive_hwm: int = 100_000,
+    ) -> None:
+        super().__init__(receive_hwm)
         self.instance = instance or os.urandom(16)
-        self.session = SessionSocket(run_dir)
+        self.session = SessionSocket(Path(run_dir))
         welcome, fds = self.session.hello(hello(self.instance, name, map_arena))
         assert fds == []
         tag, self.protocol, self.generation, self.token, self.control, self.version, self.arena_bytes, *more = welcome
