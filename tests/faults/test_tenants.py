@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from fault_processes import Daemon
 from fault_tenants import Site, Tenant, free_port
-from raw_client import DROPPED, FRAME, VISIBLE
+from raw_client import DROPPED, FRAME, VISIBLE, new_spec
 
 from tiercache.daemon.requests.service import FOR_TENANTS
 from tiercache.protocol import messages as m
@@ -88,3 +88,7 @@ def test_what_tells_of_others_is_refused(
         assert other.ask(kind.__struct_config__.tag, *its)[:2] == ["error", "forbidden"], kind
     assert other.ask("flush", "all", [], b"")[:2] == ["error", "forbidden"]
     assert daemon.run_dir not in str(other.welcome)
+    # Nor does it help to claim that its blocks are another's: the daemon writes its own name over that.
+    spec = new_spec(4096)
+    own = other.ask("register_namespace", spec)
+    assert other.ask("register_namespace", {**spec, "extra": {"tenant": "team-a"}}) == own

@@ -230,15 +230,6 @@ def test_a_packet_that_is_no_hello_is_refused(run_dir: Path, packet: bytes) -> N
     session.close()
 
 
-def test_a_packet_after_hello_ends_the_session(client: Client, run_dir: Path) -> None:
-    session = SessionSocket(run_dir)
-    _, _, _, token, *_ = session.hello(hello(os.urandom(16), map_arena=False))[0]
-    session.send(["hello"])
-    assert session.ended()
-    assert client.refusal("ping", session=token) == "unknown_session"
-    session.close()
-
-
 def test_nothing_listens_to_other_users(run_dir: Path, client: Client) -> None:
     assert [(run_dir / name).stat().st_mode & 0o777 for name in ("", "session.sock", "control.sock")] == [
         0o700,
