@@ -41,7 +41,7 @@ def prefill_shape(group: int, of: TileFormat, dtype: torch.dtype) -> TileShape:
 
 
 def _tile_tokens(of: TileFormat, dtype: torch.dtype) -> int:
-    """A shape that compiles without spilling registers, as `tests/kernels/test_attention_kernels.py` checks."""
+    """A shape that compiles without spilling registers, as `tests/kernels/test_paged_attention.py` checks."""
     elements = 8192 // (2 if dtype.itemsize > 2 or of.kind == INT4.value else 1)
     if of.kind == INT4.value and of.dims != of.head_dim:
         elements //= 2  # columns in another order take more registers

@@ -254,8 +254,9 @@ def test_what_starts_often_is_light() -> None:
 
 # --- the tests' house --------------------------------------------------------------------------------
 
-NO_MIRRORS = {"gpu"}
-"""Folders at the top of the tests that mirror no folder of the product."""
+NO_MIRRORS = {"gpu", "faults"}
+"""Folders at the top of the tests that mirror no folder of the product: what needs a GPU, and violence against a whole
+daemon with its clients, disks and hosts."""
 
 
 def mirrored(folder: Path) -> Path:

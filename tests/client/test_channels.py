@@ -146,6 +146,17 @@ def test_a_late_channel_that_brings_garbage_or_nothing_is_closed(
     assert rig.late == []
 
 
+def test_a_late_channel_that_is_read_while_the_session_ends_is_closed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DeadlineExceeded):
+        rig.call(NONE_COMES_S)
+    socket: Any = rig.channels._late[0]._socket
+    monkeypatch.setattr(Channels, "_read_late", lambda channels, channel: channels.close() or True)
+    assert not rig.channels.collect_late()
+    assert socket.closed
+
+
 def test_each_request_of_a_pipeline_has_its_own_deadline(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded):
         rig.pipeline(9, NONE_COMES_S)

@@ -434,11 +434,13 @@ class MemorySession:
             raise DaemonUnavailable("down")
         self._ids += 1
         posted = Posted(kind(self._ids, self.token, self.generation, 1 << 62, **fields), expect)
+        self._client.under_way += 1
         if not self.daemon.late:
             self._perform(posted)
         return posted
 
     def wait(self, posted: Posted) -> Any:
+        self._client.under_way -= 1
         if posted.outcome is None:
             self._perform(posted)
         if isinstance(posted.outcome, Exception):
@@ -449,6 +451,7 @@ class MemorySession:
 
     def abandon(self, posted: Posted | None) -> None:
         if posted is not None:
+            self._client.under_way -= 1
             if posted.outcome is None:
                 self._perform(posted)
             if isinstance(posted.outcome, m.Reply):
@@ -459,6 +462,7 @@ class MemorySession:
             if self.paused or self.over:
                 raise DaemonUnavailable("down")
             posted = Posted(kind(place, self.token, self.generation, 1 << 62, **fields), expect)
+            self._client.under_way += 1
             data = self._perform(posted, payload)
             on_reply(place, self.wait(posted), data)
 
@@ -508,6 +512,7 @@ class MemoryClient:
         self.report = SelfReport()
         self.errands: deque[tuple[int, bytes, type[m.Request], dict[str, Any]]] = deque()
         self.times_up, self.times_down = 1, 0
+        self.under_way = 0  # requests whose replies are neither taken nor given up
         self._session = MemorySession(self, daemon)
 
     @property

@@ -359,6 +359,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.daemon.check_integrity()
             for engine in self.engines:
                 assert np.array_equal(engine.pool(), engine.known), "a block of another request was written to"
+                assert engine.client.under_way == 0, "the reply to a request is never taken"
 
     def teardown(self) -> None:
         try:

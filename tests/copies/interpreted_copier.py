@@ -1,7 +1,7 @@
 """The copier's cases without a GPU: kernels in Triton's interpreter, DMA by memmove.
 
 The stand-in for torch.cuda has one stream, on which everything is done at once. What remains for
-the GPU to show is order and overlap. Run by `tests/kernels/test_interpreter.py`, like its neighbour.
+the GPU to show is order and overlap. Run by `tests/kernels/test_kernels_interpreted.py`, like its neighbour.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiercache.errors import ArenaError, LayoutError
 
 pytestmark = pytest.mark.kernels
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernels_interpreted.py, with TRITON_INTERPRET=1"
 
 
 class Event:

@@ -122,39 +122,25 @@ def hello(instance: bytes, name: str = "raw", map_arena: bool = True) -> list[An
     return ["hello", 1, 1, instance, name, now_us(), map_arena]
 
 
-class Client:
-    """One session: its packets, its mapped regions, one DEALER."""
+class Requests:
+    """Requests of one session over one DEALER, whatever this is connected by."""
 
-    def __init__(self, run_dir: Path, instance: bytes = b"", name: str = "raw", map_arena: bool = True) -> None:
-        self.instance = instance or os.urandom(16)
-        self.session = SessionSocket(run_dir)
-        welcome, fds = self.session.hello(hello(self.instance, name, map_arena))
-        assert fds == []
-        tag, self.protocol, self.generation, self.token, self.control, self.version, self.arena_bytes, *more = welcome
-        self.wants_events = bool(more and more[0])
-        assert (tag, self.protocol, len(self.token)) == ("welcome", 1, 16)
-        self.regions: dict[int, mmap.mmap] = {}
-        self.region_packets: list[int] = []
+    token: bytes
+    generation: int
+
+    def __init__(self, receive_hwm: int = 100_000) -> None:
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.LINGER, 0)
-        self._dealer.connect(self.control)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 100_000), (zmq.RCVHWM, receive_hwm)):
+            self._dealer.setsockopt(option, value)
         self._ids = itertools.count(1)
-
-    def __enter__(self) -> Client:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        self.session.close()
         self._dealer.close()
         self._context.term()
-        for region in self.regions.values():
-            region.close()
-
-    # --- requests --------------------------------------------------------------------------------
 
     def header(self, deadline_s: float = WAIT_S, **changed: Any) -> list[Any]:
         """The fields that every request starts with, after its tag."""
@@ -189,10 +175,6 @@ class Client:
         while self.answer()[0] != "done":
             pass
 
-    def writable(self) -> bool:
-        """Whether another request can be sent at once."""
-        return bool(self._dealer.poll(0, zmq.POLLOUT))
-
     def ask(self, tag: str, *fields: Any, payload: Sequence[bytes] = (), **changed: Any) -> list[Any]:
         """One request; the reply without its request id and generation, which are checked."""
         header = self.header(**changed)
@@ -218,6 +200,64 @@ class Client:
         tag, stats = self.ask("stats")
         assert tag == "stats_reply"
         return dict(stats)
+
+    def reserve(self, namespace: int, keys: bytes, parent: bytes = b"", ttl_ms: int = 10_000) -> tuple[Any, ...]:
+        """Lease, states, frames, parent missing."""
+        tag, lease, states, frames, parent_missing = self.ask("reserve", namespace, parent, keys, ttl_ms)
+        assert tag == "reserved"
+        return lease, list(states), list(struct.unpack(f"<{len(frames) // 8}Q", frames)), parent_missing
+
+    def commit(self, lease: int, indices: Sequence[int]) -> list[int]:
+        tag, states = self.ask("commit", lease, struct.pack(f"<{len(indices)}I", *indices))
+        assert tag == "committed"
+        return list(states)
+
+    def match(self, namespaces: list[int], keys: bytes, ttl_ms: int = 10_000, resolve: int = 0) -> tuple[Any, ...]:
+        """Blocks in DRAM, lease, frames per namespace."""
+        tag, dram, below, lease, frames, *_ = self.ask("match", namespaces, keys, ttl_ms, resolve)
+        assert (tag, below) == ("matched", 0)
+        return dram, lease, [list(struct.unpack(f"<{len(packed) // 8}Q", packed)) for packed in frames]
+
+    def length(self, namespace: int, keys: bytes) -> int:
+        return int(self.match([namespace], keys, ttl_ms=0)[0])
+
+    def release(self, lease: int) -> bool:
+        tag, good = self.ask("release", lease)
+        assert tag == "released"
+        return bool(good)
+
+
+class Client(Requests):
+    """One session: its packets, its mapped regions, one DEALER."""
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        instance: bytes = b"",
+        name: str = "raw",
+        map_arena: bool = True,
+        receive_hwm: int = 100_000,
+    ) -> None:
+        super().__init__(receive_hwm)
+        self.instance = instance or os.urandom(16)
+        self.session = SessionSocket(Path(run_dir))
+        welcome, fds = self.session.hello(hello(self.instance, name, map_arena))
+        assert fds == []
+        tag, self.protocol, self.generation, self.token, self.control, self.version, self.arena_bytes, *more = welcome
+        self.wants_events = bool(more and more[0])
+        assert (tag, self.protocol, len(self.token)) == ("welcome", 1, 16)
+        self.regions: dict[int, mmap.mmap] = {}
+        self.region_packets: list[int] = []
+        self._dealer.connect(self.control)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def close(self) -> None:
+        self.session.close()
+        super().close()
+        for region in self.regions.values():
+            region.close()
 
     # --- the arena -------------------------------------------------------------------------------
 
@@ -245,31 +285,6 @@ class Client:
         while region_id not in self.regions:  # sent on the other socket before the frame was named on this one
             self.take_regions()
         return memoryview(self.regions[region_id])[offset : offset + length]
-
-    def reserve(self, namespace: int, keys: bytes, parent: bytes = b"", ttl_ms: int = 10_000) -> tuple[Any, ...]:
-        """Lease, states, frames, parent missing."""
-        tag, lease, states, frames, parent_missing = self.ask("reserve", namespace, parent, keys, ttl_ms)
-        assert tag == "reserved"
-        return lease, list(states), list(struct.unpack(f"<{len(frames) // 8}Q", frames)), parent_missing
-
-    def commit(self, lease: int, indices: Sequence[int]) -> list[int]:
-        tag, states = self.ask("commit", lease, struct.pack(f"<{len(indices)}I", *indices))
-        assert tag == "committed"
-        return list(states)
-
-    def match(self, namespaces: list[int], keys: bytes, ttl_ms: int = 10_000, resolve: int = 0) -> tuple[Any, ...]:
-        """Blocks in DRAM, lease, frames per namespace."""
-        tag, dram, below, lease, frames, *_ = self.ask("match", namespaces, keys, ttl_ms, resolve)
-        assert (tag, below) == ("matched", 0)
-        return dram, lease, [list(struct.unpack(f"<{len(packed) // 8}Q", packed)) for packed in frames]
-
-    def length(self, namespace: int, keys: bytes) -> int:
-        return int(self.match([namespace], keys, ttl_ms=0)[0])
-
-    def release(self, lease: int) -> bool:
-        tag, good = self.ask("release", lease)
-        assert tag == "released"
-        return bool(good)
 
     def store(self, namespace: int, keys: bytes, blocks: Sequence[bytes], parent: bytes = b"") -> list[int]:
         """Reserve, copy through shared memory, commit; the commit states."""

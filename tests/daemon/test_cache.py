@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from cache_at_once import CacheAtOnce
-from cache_rig import Kept, branch
+from cache_rig import CacheRig, Kept, branch
 from cache_world import UNIT_BYTES, Block, Memory, Shelf, Token, tiny_slices, units
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -29,7 +29,8 @@ from tiercache.daemon.ground.slices import AnswerNow
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.reads import Found
-from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.protocol.messages import KEY_BYTES, BlockState, CommitState, EventRun, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -1074,3 +1075,52 @@ class DramMachine(RuleBasedStateMachine):
 
 TestDram = in_first_ring(DramMachine, examples=100, steps=50)
 TestDramForLong = in_stress(DramMachine, examples=150, steps=100)
+
+
+# --- deferred work of many kinds: requests are served between two pieces, and each kind has its turn ---
+
+
+def rounds(monkeypatch: pytest.MonkeyPatch, work_ns: float) -> tuple[CacheRig, list[str]]:
+    """A cache in which two kinds of work record their turns; the first has more to do until its third turn."""
+    turns = list[str]()
+
+    def free(space: Space) -> bool:
+        turns.append("space")
+        return turns.count("space") < 3
+
+    def publish(writes: Writes) -> bool:
+        turns.append("writes")
+        return False
+
+    monkeypatch.setattr(Space, "work", free)
+    monkeypatch.setattr(Writes, "work", publish)
+    h = CacheRig()
+    h.cache.work_ns = work_ns
+    return h, turns
+
+
+def test_others_are_served_between_two_kinds_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, turns = rounds(monkeypatch, 0)
+    most, goes = 0, 0
+    while True:
+        before, more = len(turns), h.cache.work()
+        most, goes = max(most, len(turns) - before), goes + 1
+        if not more:
+            break
+    assert most == 1
+    assert goes > 6
+    assert turns == ["space", "writes"] * 3, "every kind has a turn, and a kind with more to do has another"
+
+
+def test_a_kind_that_fails_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, turns = rounds(monkeypatch, 60e9)
+
+    def fail() -> bool:
+        raise RuntimeError("a bug")
+
+    h.cache._kinds.insert(0, fail)
+    h.cache._round = iter(h.cache._kinds)
+    with pytest.raises(RuntimeError):
+        h.cache.work()
+    h.cache.work()
+    assert turns == ["space", "writes"]

@@ -1,7 +1,7 @@
 """The engine over the Triton kernels, in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
-`tests/kernels/test_interpreter.py` runs this file in a process of its own.
+`tests/kernels/test_kernels_interpreted.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from tiercache.engine.kv_pool import BatchSegment
 from tiercache.engine.torch_attention import TorchPass
 
 pytestmark = [pytest.mark.engine, pytest.mark.kernels]
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/kernels/test_interpreter.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", (
+    "run by tests/kernels/test_kernels_interpreted.py, with TRITON_INTERPRET=1"
+)
 
 # All is small, for the interpreter takes milliseconds for a program: of 29 tokens the last chunk begins in block 3,
 # and decoding fills it up. The third prompt is the beginning of the first.

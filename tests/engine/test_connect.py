@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from real_models import SaveModel, blocks_by_key, generated, prompt_of, small_en
 from waiting import wait_until
 
 import tiercache
-from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.engine import connect_to
 from tiercache.engine.loads import LoadOrder
 from tiercache.http.affinity import Affinity, Query, UnknownModel
@@ -179,54 +176,3 @@ def test_a_daemon_that_dies_or_hangs_costs_a_deadline_and_no_token(number: int, 
             os.kill(daemon.pid, signal.SIGCONT)
         assert output.tokens == cold.tokens
         assert output.external_hit_tokens == 0  # good or miss: the daemon did not confirm what was copied
-
-
-def rows_on_disk(nvme: Path) -> int:
-    """The blocks that a daemon would know after a kill: another process sees only rows that are committed."""
-    count = 0
-    for path in nvme.rglob("index.db"):
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=60.0)) as database:
-            count += database.execute("SELECT count(*) FROM blocks").fetchone()[0]
-    return count
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize(("config", "options"), [("MistralConfig", {"sliding_window": 24}), ("Gemma2Config", GEMMA2)])
-def test_a_window_is_loaded_from_nvme_after_a_kill(
-    config: str, options: dict[str, Any], save_model: SaveModel, tmp_path: Path
-) -> None:
-    folder = save_model(config, **options)
-    prompts = (prompt_of(150), [*prompt_of(150), *prompt_of(60, seed=1)])
-    expected = [generated(folder, prompt, 8) for prompt in prompts]
-
-    def start() -> tiercache.LaunchedDaemon:
-        nvme = {"nvme": str(tmp_path / "nvme"), "nvme_size": "128MiB", "nvme_segment": "16MiB"}
-        return tiercache.launch(arena="64MiB", run_dir=tmp_path / "run", **nvme)
-
-    def nvme_of(daemon: tiercache.LaunchedDaemon) -> dict[str, Any]:
-        with tiercache.Client.connect(daemon.address, map_arena=False) as client:
-            stats: dict[str, Any] = client.stats()["tiers"]["nvme"]
-            return stats
-
-    daemon = start()
-    try:
-        with small_engine(folder, connect_to(daemon.address, required=True), pool_blocks=96) as engine:
-            assert Watch(engine).serve(prompts[0], 8).tokens == expected[0]
-            assert engine.drain()
-            stored = int(engine.stats()["stored"])
-        assert stored > 0
-        wait_until(lambda: rows_on_disk(tmp_path / "nvme") >= stored, f"{stored} blocks have their rows on the disk")
-        os.kill(daemon.pid, signal.SIGKILL)
-        daemon.close()
-        assert check_directory(tmp_path / "nvme", sample=ALL, rate=0).findings == []
-        daemon = start()
-        wait_until(lambda: nvme_of(daemon)["blocks"] >= stored, f"{stored} blocks are on NVMe")
-        with small_engine(folder, connect_to(daemon.address, required=True), pool_blocks=96) as engine:
-            outputs = [Watch(engine).serve(prompt, 8) for prompt in prompts]
-            loaded = int(engine.stats()["loaded"])
-        assert [output.tokens for output in outputs] == expected
-        assert outputs[0].external_hit_tokens == 144
-        assert 0 < nvme_of(daemon)["promoted_blocks"] <= loaded < stored, "what lies before the window stays there"
-    finally:
-        daemon.close()
-    assert check_directory(tmp_path / "nvme", sample=ALL, rate=0).findings == []

@@ -238,31 +238,6 @@ def test_a_load_that_is_late_is_computed_and_keeps_its_blocks_until_it_ends() ->
         assert engine.stats()["loaded"] == 0, "the late load has already counted as a miss"
 
 
-def test_aborting_a_load_keeps_its_blocks_until_the_copies_end() -> None:
-    cache = filled(prompt=plain_prompt(29))
-    with plain_engine(cache.connect) as engine:
-        cache.hold_transfers = True
-        request_id = engine.add_request(plain_prompt(29), greedy(1))
-        engine.step()
-        engine.abort(request_id)
-        engine.check_integrity()
-        assert engine.stats()["idle_blocks"] == 16 - 14
-        waiting = engine.add_request(plain_prompt(9, seed=2), greedy(2))
-        engine.step()
-        assert sequence_of(engine, waiting).tables[0].ids == []  # no room while the copies may still run
-        cache.behave()
-        assert Watch(engine).run()[waiting][0].tokens == continuation(plain_prompt(9, seed=2), 2)
-
-
-@pytest.mark.parametrize("windows", [(0,), (0, 7)])
-def test_a_load_that_is_refused_leaves_no_lease(windows: tuple[int, ...]) -> None:
-    cache = filled({"windows": windows})
-    cache.refuse_loads = True
-    with plain_engine(cache.connect, windows=windows, pool_blocks=80) as engine:
-        assert Watch(engine).serve(PROMPT, 3).external_hit_tokens == 0
-    assert not cache.leases
-
-
 def test_a_failing_cache_fails_no_request_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     cache = filled()
     with plain_engine(cache.connect, pool_blocks=64) as engine:

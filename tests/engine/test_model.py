@@ -155,17 +155,6 @@ def test_victims_are_swapped_by_their_windows(kv_cache_dtype: str, save_model: S
     assert [outputs[one][0].tokens for one in ids] == expected
 
 
-def test_usage_shows_what_windows_save(save_model: SaveModel, llama: Path) -> None:
-    usage = []
-    for folder in (llama, save_model("MistralConfig", sliding_window=24)):
-        with small_engine(folder, pool_blocks=40) as engine:
-            request_id = engine.add_request(prompt_of(200), greedy(30))
-            while len(engine._sequences[request_id][0].output) < 20:
-                engine.step()
-            usage.append(engine.stats()["kv_cache_usage"])
-    assert usage == pytest.approx([28 / 40, 4 / 40])
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_linear_layers_compute_the_same(bias: bool) -> None:
     if not can_pack(torch.float32, torch.device("cpu")):

@@ -138,30 +138,6 @@ def test_forks_share_the_prompt_and_copy_its_last_block_before_they_write() -> N
     assert [(one.index, one.tokens) for one in outputs] == [(n, continuation(plain_prompt(7), 3)) for n in range(3)]
 
 
-def test_forks_of_a_prompt_of_whole_blocks_copy_nothing() -> None:
-    with plain_engine() as engine:
-        request_id = engine.add_request(plain_prompt(6), greedy(4, n=2))
-        while len(engine._sequences[request_id]) == 1:
-            engine.step()
-        engine.step()
-        assert [sequence_of(engine, request_id, index).tables[0].ids for index in range(2)] == [
-            [0, 1, 2, 3],
-            [0, 1, 2, 4],
-        ]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_forks_leave_the_prompt_behind_each_for_itself(model: dict[str, Any]) -> None:
-    prompt = plain_prompt(9)
-    with plain_engine(pool_blocks=130, **model) as engine:
-        request_id = engine.add_request(prompt, greedy(40, n=3))
-        watch = Watch(engine)
-        assert [one.tokens for one in watch.run()[request_id]] == [said(engine, prompt, 40)] * 3
-        most = sum(3 * (one.blocks + 2) if one.size else 4 + 3 * 21 for one in engine._groups.windows)
-        assert watch.most_in_use <= most
-        assert engine.stats()["idle_blocks"] == 130
-
-
 # --- preemption
 
 

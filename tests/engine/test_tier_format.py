@@ -102,20 +102,6 @@ def test_a_cache_that_fails_between_two_pieces_costs_the_rest(
         check_end(engine, cache)
 
 
-@pytest.mark.usefixtures("small_stage")
-def test_an_aborted_load_ends_and_frees_its_stage(llama: Path) -> None:
-    cache = MemoryCache()
-    with small_engine(llama, cache.connect, tier_dtype="int8") as engine:
-        engine.generate([PROMPT], greedy(1))
-        engine.reset_pool()
-        cache.hold_transfers = True
-        request = engine.add_request(PROMPT, greedy(1))
-        engine.step()
-        assert engine.stats()["loading"] == 1
-        engine.abort(request)
-        check_end(engine, cache)
-
-
 # --- small blocks in the pool too
 
 

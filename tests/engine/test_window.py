@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from memory_cache import MemoryCache
-from plain_model import Watch, greedy, plain_engine, plain_prompt, said
+from plain_model import Watch, plain_engine, plain_prompt, said
 
 from tiercache.engine import EngineSettings
 from tiercache.engine.memory import fit_model_len
@@ -15,7 +14,6 @@ from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 SETTINGS: dict[str, Any] = {"block_size": 8, "chunk_size": 32, "pool_blocks": 16, "max_num_seqs": 4}
-MODELS = [{"window": 7}, {"window": 7, "sinks": 2}, {"windows": (0, 7)}, {"windows": (6, 6, 0, 6, 0)}]
 
 
 def test_a_cut_needs_the_blocks_that_its_token_sees() -> None:
@@ -50,29 +48,7 @@ def test_a_pool_that_holds_a_window_and_a_step_serves_any_length() -> None:
         fit_model_len(EngineSettings(**SETTINGS, max_model_len=500), 500, 1 << 20, 8, blocks_of)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("write", ["through", "back"])
-def test_a_long_prompt_and_its_answer_hold_a_window(model: dict[str, Any], write: str) -> None:
-    prompt, cache = plain_prompt(101), MemoryCache()
-    with plain_engine(cache.connect, write=write, max_num_seqs=1, pool_blocks=180, **model) as engine:
-        watch = Watch(engine)
-        assert watch.serve(prompt, 100).tokens == said(engine, prompt, 100)
-        for window, held in zip(engine._groups.windows, watch.most_in_group, strict=True):
-            most = window.most_blocks(engine.settings)
-            assert held == 100 if most is None else window.blocks <= held <= most < 10
-        assert engine.stats()["idle_blocks"] == 180
-
-
 def test_a_prompt_that_may_not_be_cut_needs_room_for_all_of_it() -> None:
     with plain_engine(window=7, enable_chunked_prefill=False) as engine:
         assert engine.max_model_len == 32
         assert Watch(engine).serve(plain_prompt(25), 7).tokens == said(engine, plain_prompt(25), 7)
-
-
-def test_a_prefix_is_found_by_its_last_window() -> None:
-    with plain_engine(window=7) as engine:
-        engine.generate([plain_prompt(41)], greedy(1))
-        lost = engine._blocks.allocate(3)  # the oldest blocks, which are not needed
-        assert lost is not None
-        engine._blocks.release(lost)
-        assert Watch(engine).serve(plain_prompt(41), 1).pool_hit_tokens == 40

@@ -111,10 +111,10 @@ def bystander(hardened: Daemon) -> Iterator[Peer]:
     """Another client with a block; the test must not disturb it."""
     spec, keys = spec_of(rank=7), chain_of("bystander", 4)
     with Peer(hardened.run_dir, name="bystander") as peer:
-        peer.store(spec, keys)
+        peer.store_chain(spec, keys)
         refused = peer.stats()["counters"]["requests_failed"]
         yield peer
-        assert peer.load(spec, keys) == 4
+        assert peer.load_chain(spec, keys) == 4
         stats = peer.stats()
         assert stats["health"]["state"] == "ok"
         assert stats["counters"]["requests_failed"] == refused, hardened.log()

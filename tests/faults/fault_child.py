@@ -45,7 +45,7 @@ class PeerChild:
 
     def reserve(self, seed: object, blocks: int, ttl_ms: int = 30_000) -> dict[str, Any]:
         self.keys = chain_of(seed, blocks)
-        reserved = self.peer.reserve(self.spec, self.keys, ttl_ms=ttl_ms)
+        reserved = self.peer.reserve_chain(self.spec, self.keys, ttl_ms=ttl_ms)
         self.lease = reserved.lease
         states = list(reserved.states)
         self.indices = [index for index, state in enumerate(states) if state == m.BlockState.FRAME]

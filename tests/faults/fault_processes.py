@@ -31,21 +31,6 @@ def stop(pid: int) -> None:
     wait_until(lambda: state_of(pid) == "T", f"process {pid} is stopped")
 
 
-def rss_bytes(pid: int) -> int:
-    """Resident memory of a process besides shared memory."""
-    values = dict.fromkeys(("VmRSS", "RssShmem"), 0)
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in values:
-            values[name] = int(value.split()[0]) * 1024
-    return values["VmRSS"] - values["RssShmem"]
-
-
-def open_fds(pid: int) -> int:
-    """Descriptors that a process has open."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 class Daemon:
     """A daemon on a run directory of its own, which lives through its deaths."""
 

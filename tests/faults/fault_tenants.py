@@ -1,23 +1,17 @@
-"""A daemon for other hosts, and a client by TCP written by hand, which says whatever it likes."""
+"""A daemon for other hosts, and a client by TCP that says whatever it likes."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import socket
-import struct
-import time
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import zmq
+import msgpack
+from raw_client import Requests, hello
 
 from tiercache.protocol.curve import load_client, make_client, make_server
-
-WAIT_MS = 20_000
 
 
 def free_port() -> int:
@@ -62,94 +56,31 @@ class Site:
         return f"tcp://127.0.0.1:{port or self.port}?key={self.file(name)}"
 
 
-class Tenant:
-    """One session of a tenant; `also` adds connections, of which it may leave the answers lying."""
+class Tenant(Requests):
+    """One session of a tenant over TCP. It sends and gets payloads, whatever it says of a mapping."""
 
-    def __init__(self, site: Site, name: str, *, map_arena: bool = False, instance: bytes = b"") -> None:
-        self._site = site
-        self._name = name
-        self._context = zmq.Context()
-        self._ids = itertools.count(1)
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._socket = self.also()
-        hello = ["hello", 1, 1, instance or os.urandom(16), name, _now_us(), map_arena]
-        self.welcome = self._exchange(hello)[0]
+    def __init__(self, site: Site, name: str, *, map_arena: bool = False) -> None:
+        super().__init__()
+        load_client(site.file(name)).secure(self._dealer)
+        self._dealer.connect(f"tcp://127.0.0.1:{site.port}")
+        self.welcome, _ = self.exchange(msgpack.packb(hello(os.urandom(16), name, map_arena)))
         assert self.welcome[0] == "welcome", self.welcome
         self.generation, self.token = self.welcome[2], self.welcome[3]
 
     def __enter__(self) -> Tenant:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection without a goodbye."""
-        self._context.destroy(linger=0)
-
-    def also(self, high_water: int = 1000) -> zmq.Socket[bytes]:
-        """One more connection with the keys of this tenant."""
-        sock = self._context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.RCVHWM, high_water)
-        sock.setsockopt(zmq.RCVBUF, 4096)
-        load_client(self._site.file(self._name)).secure(sock)
-        sock.connect(f"tcp://127.0.0.1:{self._site.port}")
-        self._sockets.append(sock)
-        return sock
-
-    def header(self, tag: str, *fields: Any) -> bytes:
-        """The parts of a request without payload."""
-        start = [tag, next(self._ids), self.token, self.generation, _now_us() + 20_000_000]
-        return msgspec.msgpack.encode([*start, *fields])
-
-    def _exchange(self, message: Any, *payload: bytes) -> list[Any]:
-        header = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-        self._socket.send_multipart([header, *payload])
-        assert self._socket.poll(WAIT_MS), "no answer"
-        answer, *rest = self._socket.recv_multipart()
-        return [msgspec.msgpack.decode(answer, strict=False), *rest]
-
-    def ask(self, tag: str, *fields: Any, payload: bytes | None = None) -> list[Any]:
-        """One request; its reply without request id and generation, then the payload if there is one."""
-        reply, *rest = self._exchange(self.header(tag, *fields), *([] if payload is None else [payload]))
-        return [reply[0], *reply[3:], *rest]
-
-    def namespace(self, block_bytes: int, **changed: Any) -> int:
-        """Register a namespace of that size."""
-        spec = {"engine": "raw/1", "layout": "x", "dtype": "uint8", "block_size": 4, "block_bytes": block_bytes}
-        tag, number, _ = self.ask("register_namespace", {**spec, **changed})
-        assert tag == "namespace"
-        return int(number)
-
-    def reserve(self, namespace: int, keys: bytes, parent: bytes = b"") -> tuple[int, list[int]]:
-        """A write lease, 0 for none, and the states."""
-        tag, lease, states, *_ = self.ask("reserve", namespace, parent, keys, 20_000)
-        assert tag == "reserved"
-        return int(lease), list(states)
-
-    def commit(self, lease: int, count: int = 1) -> list[int]:
-        """Say that the first `count` blocks of a lease are complete."""
-        tag, states = self.ask("commit", lease, struct.pack(f"<{count}I", *range(count)))
-        assert tag == "committed"
-        return list(states)
-
     def store(self, namespace: int, key: bytes, data: bytes) -> list[int]:
-        """Store one block, in whatever pieces it takes; the states of its commit, empty without a frame."""
-        lease, _ = self.reserve(namespace, key)
-        for at in range(0, len(data) if lease else 0, 2 << 20):
-            assert self.ask("write", lease, 0, at, payload=data[at : at + (2 << 20)]) == ["done"]
-        return self.commit(lease) if lease else []
+        """Store one block; the states of its commit."""
+        lease, *_ = self.reserve(namespace, key)
+        assert self.ask("write", lease, 0, 0, payload=[data]) == ["done"]
+        return self.commit(lease, [0])
 
     def load(self, namespace: int, key: bytes, length: int) -> bytes:
         """The first bytes of one block, or nothing."""
-        _, _, _, lease, *_ = self.ask("match", [namespace], key, 20_000)
+        _, lease, _ = self.match([namespace], key)
         if not lease:
             return b""
         tag, _, data = self.ask("read", lease, namespace, 0, 0, length)
-        assert (tag, self.ask("release", lease)) == ("payload", ["released", True])
+        assert (tag, self.release(lease)) == ("payload", True)
         return bytes(data)
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1000

@@ -7,40 +7,17 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from unittest.mock import MagicMock
 
 import pytest
 import zmq
-from fault_blocks import spec_of
-from fault_engine import Engine
-from fault_messages import RawZmtp, greet
 from fault_peer import Peer
-from fault_processes import Daemon, rss_bytes
-from waiting import wait_until
+from fault_processes import Daemon
 
-from tiercache.client.session import Session, SessionSettings
-from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 
 pytestmark = pytest.mark.stress
 
 MIB = 1 << 20
-
-
-def test_24_a_frame_of_a_gigabyte_and_a_half_is_not_awaited(
-    hardened: Daemon, bystander: Peer, closing: ExitStack
-) -> None:
-    before = rss_bytes(hardened.pid)
-    for _ in range(8):
-        raw = closing.enter_context(RawZmtp(bystander.welcome.control))
-        raw.shake_hands()
-        raw.announce(3 << 29)
-        assert raw.is_over(), "the daemon waits for 1.5 GiB"
-    assert rss_bytes(hardened.pid) - before < 64 * MIB
-
-
-def _greets(daemon: Daemon) -> bool:
-    return isinstance(greet(daemon.run_dir), m.Welcome)
 
 
 def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
@@ -54,7 +31,7 @@ def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
 
     daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", preexec=limit)
     peer = connect(daemon)
-    assert isinstance(peer.ask(m.Ping), m.Done)  # a request on a connection that was never heard may be lost with it
+    assert isinstance(peer.tell(m.Ping), m.Done)  # a request on a connection that was never heard may be lost with it
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 2 * files), hard), hard))
     closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -65,30 +42,12 @@ def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
         while True:
             assert time.monotonic() < deadline_s
             with suppress(BlockingIOError):
-                sock.connect(peer.welcome.control.removeprefix("ipc://"))
+                sock.connect(peer.control.removeprefix("ipc://"))
                 break
-    assert isinstance(peer.ask(m.Ping), m.Done)
+    assert isinstance(peer.tell(m.Ping), m.Done)
     assert f"may open {files} files" in daemon.log(), "the log says that it admits fewer than configured"
     with connect(daemon) as late:
-        assert isinstance(late.ask(m.Ping), m.Done)
-
-
-def test_24_sessions_have_a_limit(
-    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], engine_of: Callable[..., Engine]
-) -> None:
-    daemon = start_daemon("--arena", "4MiB", "--region", "2MiB", "--max-sessions", "3")
-    peers = [connect(daemon) for _ in range(3)]
-    answer = greet(daemon.run_dir)
-    assert isinstance(answer, m.Refused)
-    assert answer.code == m.ErrorCode.LIMIT.value
-    with pytest.raises(RequestRefused, match="raise max_sessions"):
-        engine_of(daemon, spec_of())
-    for _ in range(30):  # whether or not the refusal comes before the hello is sent
-        with pytest.raises(RequestRefused, match="raise max_sessions"):
-            Session(SessionSettings(str(daemon.run_dir), "one more", b"i" * 16), MagicMock())
-    assert all(isinstance(peer.ask(m.Ping), m.Done) for peer in peers)
-    peers[0].hang_up()
-    wait_until(lambda: _greets(daemon), "there is room again")
+        assert isinstance(late.tell(m.Ping), m.Done)
 
 
 def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
@@ -104,7 +63,7 @@ def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
             with suppress(zmq.Again):
                 deaf.post(m.Stats)
                 posted += 1
-        assert all(isinstance(other.ask(m.Ping), m.Done) for other in others)
+        assert all(isinstance(other.tell(m.Ping), m.Done) for other in others)
     assert posted > 1000, "a thousand outstanding replies are allowed"
     assert bystander.stats()["counters"]["sessions_cut"] > 0
-    assert all(isinstance(other.ask(m.Ping), m.Done) for other in others)
+    assert all(isinstance(other.tell(m.Ping), m.Done) for other in others)

@@ -19,7 +19,6 @@ import pytest
 from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
-from fault_messages import greet
 from fault_peer import Peer
 from fault_processes import Child, Daemon
 from waiting import state_of, wait_until
@@ -86,7 +85,7 @@ def press(peer: Peer, expect: int) -> tuple[bytes, set[int]]:
     given: set[int] = set()
     for _ in range(3):
         keys = chain_of(f"pressure {next(_fresh)}", FRAMES)
-        frames = peer.store(WIDE, keys)
+        frames = peer.store_chain(WIDE, keys)
         assert len(frames) == expect
         given.update(frames)
     assert len(given) == expect, "the same frames each time: there are no others"
@@ -95,11 +94,11 @@ def press(peer: Peer, expect: int) -> tuple[bytes, set[int]]:
 
 def all_back(peer: Peer) -> None:
     """All 16 frames can be had again, and nothing of the half-written chain is found."""
-    wait_until(lambda: len(peer.store(WIDE, chain_of(f"back {next(_fresh)}", FRAMES))) == FRAMES, "all are back")
+    wait_until(lambda: len(peer.store_chain(WIDE, chain_of(f"back {next(_fresh)}", FRAMES))) == FRAMES, "all are back")
     stats = peer.stats()
     assert (stats["arena"]["quarantined_bytes"], stats["leases"]["quarantined"]) == (0, 0)
     assert stats["health"]["state"] == "ok"
-    assert peer.length(WIDE, chain_of("half", TAKEN)) == 0
+    assert peer.match_chain(WIDE, chain_of("half", TAKEN)).dram_blocks == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "killed, with a fork", "hangs up", "stopped"])
@@ -128,7 +127,7 @@ def test_frames_of_a_writer_wait_for_the_end_of_its_process_or_its_word(
         child.go_on()
     if how in ("hangs up", "stopped"):
         child.do("scribble")
-        assert other.load(WIDE, keys) == FRAMES - TAKEN, "the late write landed in no other block"
+        assert other.load_chain(WIDE, keys) == FRAMES - TAKEN, "the late write landed in no other block"
     if how == "stopped":
         assert child.do("commit") == [m.CommitState.DROPPED] * TAKEN, "its word: the copies are over"
     else:
@@ -136,15 +135,6 @@ def test_frames_of_a_writer_wait_for_the_end_of_its_process_or_its_word(
     all_back(other)
     if how == "killed, with a fork":
         assert state_of(fork) in ("S", "R"), "the fork lives and holds the session socket"
-
-
-def test_a_peer_cannot_lend_another_process_for_its_own(small: Daemon, start_child: Callable[..., Child]) -> None:
-    """The pidfd of another process would end the quarantine too early, or never."""
-    child = start_child("peer", small)
-    answer = greet(small.run_dir, pid=child.pid)
-    assert isinstance(answer, m.Refused)
-    assert answer.code == m.ErrorCode.MALFORMED.value
-    assert str(child.pid) in answer.text
 
 
 # --- everything at once -----------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def regions_of(peer: Peer, count: int) -> list[tuple[int, int]]:
     """Descriptor and size of each of the first regions that a client is sent."""
     found: list[tuple[int, int]] = []
     while len(found) < count:
-        found += [(fd, size) for (_, size), fd in peer.next_regions()]
+        message, fds = peer.session.receive()
+        found += [(fd, size) for (_, size), fd in zip(message[1], fds, strict=True)]
     return found
 
 
@@ -41,7 +42,7 @@ def test_29_no_client_can_shrink_or_grow_a_region(
     daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
     other, keys = connect(daemon), chain_of("sealed", 8)
-    other.store(SPEC, keys)
+    other.store_chain(SPEC, keys)
     for fd, size in regions_of(connect(daemon), 4):
         closing.callback(os.close, fd)
         assert size == os.fstat(fd).st_size == 4 * MIB
@@ -54,7 +55,7 @@ def test_29_no_client_can_shrink_or_grow_a_region(
             os.pwrite(fd, b"x", size)
         with pytest.raises(PermissionError):  # nor make it read-only for the others
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
-    assert other.load(SPEC, keys) == 8
+    assert other.load_chain(SPEC, keys) == 8
 
 
 def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
@@ -63,9 +64,9 @@ def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
     """The daemon's own limits leave it enough descriptors; here the test lowers the limit under it."""
     daemon = start_daemon("--arena", "8MiB", "--region", "4MiB")
     peer, keys = connect(daemon), chain_of("files", 8)
-    assert peer.load(SPEC, keys) == 0  # its connection is made
+    assert peer.load_chain(SPEC, keys) == 0  # its connection is made
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (48, 48))
-    peer.store(SPEC, keys)
+    peer.store_chain(SPEC, keys)
     others: list[socket.socket] = []
     for _ in range(60):
         sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -73,7 +74,7 @@ def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
         others.append(sock)
     wait_until(lambda: "could not be accepted" in daemon.log(), "the daemon is out of descriptors")
     for _ in range(200):
-        assert peer.load(SPEC, keys) == 8
+        assert peer.load_chain(SPEC, keys) == 8
     assert daemon.log().count("could not be accepted") < 20, "the loop does not spin"
     for sock in others:
         sock.close()
@@ -83,7 +84,7 @@ def test_43_a_daemon_out_of_descriptors_serves_those_it_has(
 def _lets_in(daemon: Daemon) -> bool:
     try:
         with Peer(daemon.run_dir) as peer:
-            return isinstance(peer.ask(m.Ping), m.Done)
+            return isinstance(peer.tell(m.Ping), m.Done)
     except (OSError, AssertionError, msgspec.MsgspecError):
         return False
 

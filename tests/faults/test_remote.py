@@ -18,8 +18,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.client.client import Client
-from tiercache.errors import ConfigError, DaemonUnavailable, RequestRefused
-from tiercache.protocol import messages as m
+from tiercache.errors import ConfigError, DaemonUnavailable
 from tiercache.protocol.curve import load_client, make_client, make_server
 
 pytestmark = pytest.mark.stress
@@ -59,32 +58,6 @@ def test_bytes_come_back_to_their_tenant_and_to_no_other(site: Site, remote: Dae
     for address in (site.address("team-b"), remote.run_dir):  # another tenant, and a client without one
         with connector(closing, address, noise(2)) as other:
             assert other.match(KEYS).blocks == 0
-
-
-def test_a_tenant_cannot_name_what_is_not_its_own(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    """Namespaces are small integers, so a tenant could guess them; and many requests could tell it about others."""
-    connector(closing, site.address("team-a"), noise(1)).store(KEYS, [0, 1, 2, 3])
-    other = closing.enter_context(Client.connect(site.address("team-b")))
-    own = other.register(SPEC)
-    foreign = 3 - own
-    refused: list[tuple[type[m.Request], dict[str, Any], str]] = [
-        (m.Match, {"namespaces": [foreign], "keys": KEYS, "ttl_ms": 1000}, "unknown_namespace"),
-        (m.Match, {"namespaces": [own, foreign], "keys": KEYS, "ttl_ms": 1000}, "unknown_namespace"),
-        (m.Peek, {"namespaces": [foreign], "keys": KEYS}, "unknown_namespace"),
-        (m.Pin, {"namespaces": [foreign], "keys": KEYS, "ttl_ms": 1000}, "unknown_namespace"),
-        (m.Flush, {"tier": "all", "namespaces": [foreign], "key": b""}, "unknown_namespace"),
-        (m.Flush, {"tier": "all", "namespaces": [], "key": b""}, "forbidden"),
-        (m.Stats, {}, "forbidden"),
-        (m.Check, {}, "forbidden"),
-    ]
-    for kind, fields, code in refused:
-        with pytest.raises(RequestRefused) as error:
-            other.call(kind, **fields)
-        assert error.value.code == code, kind
-    # Nor by claiming another tenant's blocks.
-    assert other.register(SPEC.of_tenant("team-a")) == own
-    with connector(closing, site.address("team-a"), noise(3)) as again:
-        assert again.match(KEYS).blocks == 4
 
 
 def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 from fault_processes import Daemon
 from fault_tenants import Site, Tenant, free_port
+from raw_client import DROPPED, FRAME, VISIBLE, new_spec
 
 from tiercache.daemon.requests.service import FOR_TENANTS
 from tiercache.protocol import messages as m
@@ -18,8 +19,6 @@ from tiercache.protocol import messages as m
 pytestmark = pytest.mark.stress
 
 MIB = 1 << 20
-VISIBLE, DROPPED = 0, 2
-FRAME = 2
 
 
 @pytest.fixture
@@ -45,19 +44,19 @@ def test_frames_never_show_what_they_held_before(
         assert first.store(theirs, os.urandom(16), secret[: MIB - 4000]) == [VISIBLE]
     for sent in (0, 1, MIB - 4001):
         key = os.urandom(16)
-        lease, states = second.reserve(ours, key)  # evicts, and has the other one's frame
+        lease, states, *_ = second.reserve(ours, key)  # evicts, and has the other one's frame
         assert states == [FRAME]
         if sent:
-            assert second.ask("write", lease, 0, 0, payload=b"x" * sent) == ["done"]
-        assert second.commit(lease) == [DROPPED]
+            assert second.ask("write", lease, 0, 0, payload=[b"x" * sent]) == ["done"]
+        assert second.commit(lease, [0]) == [DROPPED]
         assert second.load(ours, key, 4096) == b""
     # A gap is not filled by what comes after it, and no client may read the rest of the frame behind the block.
-    lease, _ = second.reserve(ours, key)
-    assert second.ask("write", lease, 0, 1, payload=b"x")[:2] == ["error", "bad_value"]
-    assert second.ask("write", lease, 0, 0, payload=b"y" * (MIB - 4000)) == ["done"]
-    assert second.commit(lease) == [VISIBLE]
+    lease, *_ = second.reserve(ours, key)
+    assert second.ask("write", lease, 0, 1, payload=[b"x"])[:2] == ["error", "bad_value"]
+    assert second.ask("write", lease, 0, 0, payload=[b"y" * (MIB - 4000)]) == ["done"]
+    assert second.commit(lease, [0]) == [VISIBLE]
     assert second.load(ours, key, MIB - 4000) == b"y" * (MIB - 4000)
-    _, _, _, lease, *_ = second.ask("match", [ours], key, 20_000)
+    _, lease, _ = second.match([ours], key)
     for offset, length in ((MIB - 4000, 1), (0, MIB - 3999), (-1, 1), (1 << 40, 1)):
         assert second.ask("read", lease, ours, 0, offset, length)[:2] == ["error", "bad_value"]
     assert second.ask("read", lease, ours, 1, 0, 1)[:2] == ["error", "bad_value"]
@@ -89,3 +88,7 @@ def test_what_tells_of_others_is_refused(
         assert other.ask(kind.__struct_config__.tag, *its)[:2] == ["error", "forbidden"], kind
     assert other.ask("flush", "all", [], b"")[:2] == ["error", "forbidden"]
     assert daemon.run_dir not in str(other.welcome)
+    # Nor does it help to claim that its blocks are another's: the daemon writes its own name over that.
+    spec = new_spec(4096)
+    own = other.ask("register_namespace", spec)
+    assert other.ask("register_namespace", {**spec, "extra": {"tenant": "team-a"}}) == own

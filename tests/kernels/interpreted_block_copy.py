@@ -1,7 +1,7 @@
 """The kernels' cases in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernels are decorated, so
-`test_interpreter.py` runs this file in a process of its own.
+`test_kernels_interpreted.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.kernels
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py, with TRITON_INTERPRET=1"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernels_interpreted.py, with TRITON_INTERPRET=1"
 
 
 @pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)

@@ -154,7 +154,7 @@ class _DramStore:
         continue with half of that, so that one window is copied while the next is reserved.
         """
         size = granted or (self._filled + 1) // 2
-        more = granted > 0 or self._committing is not None
+        more = self._committing is not None  # of these frames too, unless their copy was stopped
         self._finish_commit()
         if more:
             self._sizes = itertools.repeat(size)

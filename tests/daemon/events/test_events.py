@@ -16,10 +16,8 @@ import zmq
 from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
 from waiting import wait_until
 
-from tiercache.config.daemon_config import load_config
 from tiercache.daemon.events.events import Events, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
-from tiercache.errors import ConfigError
 from tiercache.protocol.messages import ReceivedRun
 
 END = -1
@@ -207,36 +205,6 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         reply, _ = client.exchange(packet)
         assert reply[0] == "error"
         assert "extra keys of events" in reply[-1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"kv_events": "tcp://0.0.0.0:5557"}, "--kv-events-allow-remote yes"),
-        ({"kv_events": "tcp://10.1.2.3:5557"}, "other hosts could read the tokens"),
-        ({"kv_events": "tcp://*:5557"}, "use 127.0.0.1 or ipc://"),
-        ({"kv_events": "ipc:///r", "kv_events_replay": "tcp://*:5558"}, "other hosts could read the tokens"),
-        ({"kv_events": "tcp://127.0.0.1:0"}, "tcp://127.0.0.1:5557"),
-        ({"kv_events": "127.0.0.1:5557"}, "tcp://127.0.0.1:5557"),
-        ({"kv_events": "tcp://localhost:5557"}, "tcp://127.0.0.1:5557"),
-        ({"kv_events": "inproc://here"}, "ipc:// and the path"),
-        ({"kv_events": "ipc://here"}, "ipc:// and the path"),
-        ({"kv_events": "ipc:///" + "x" * 200}, "ipc:// and the path"),
-        ({"kv_events": "tcp://epp.llm-d:5557"}, "is no address to bind"),
-        ({"kv_events": "tcp://epp.llm-d:5557", "kv_events_connect": "yes"}, "--kv-events-allow-remote yes"),
-        ({"kv_events": "tcp://*:5557", "kv_events_connect": "yes"}, "is no address to connect to"),
-        ({"kv_events": "tcp://[::]:5557", "kv_events_connect": "yes"}, "is no address to connect to"),
-        ({"kv_events": "tcp://a_b:5557", "kv_events_connect": "yes"}, "is no address"),
-        ({"kv_events_connect": "yes"}, "mean nothing without kv_events"),
-        ({"kv_events_replay": "ipc:///r"}, "mean nothing without kv_events"),
-        ({"kv_events": "ipc:///r", "kv_events_replay": "ipc:///r"}, "choose another one"),
-        ({"kv_events": "ipc:///r", "kv_events_buffer": "0"}, "1 to 1000000"),
-    ],
-)
-def test_a_wrong_address_is_refused_in_a_line(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=r"^kv_events[^\n]*$") as caught:
-        load_config(None, {}, settings)
-    assert words in str(caught.value)
 
 
 def test_what_is_remembered_of_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

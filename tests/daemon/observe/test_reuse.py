@@ -207,6 +207,3 @@ def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
     h.now_s += SLICE_S
     h.ask(few)
     assert h.what_if.stats()["sample_rate"] == 1
-
-
-# --- the histogram -------------------------------------------------------------------------------

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from chains import chain_of
 
-from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.policies import predictor as predicting
-from tiercache.daemon.policies.hazard import LeastWorth
 from tiercache.daemon.policies.predictor import Predictor
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
@@ -130,29 +125,3 @@ def test_a_loop_larger_than_the_cache_has_hits() -> None:
         assert engine.check_integrity() == []
     assert hits["lru"] == 0
     assert hits["hazard"] > 0.6 * 100 * 19, "100 of 500 blocks can be kept for 19 laps"
-
-
-def test_random_histories_leave_candidates_and_cells_in_order() -> None:
-    learning, chance = Learning(), random.Random(7)
-    index = Index(lambda frame: None)
-    policy = LeastWorth(index, learning.predictor)
-    table = index.add_table(1, policy, windowed=False)
-    entries: list[int] = []
-    for step in range(4000):
-        learning.go_on(chance.randint(0, 9))
-        if chance.random() < 0.55 or not table.blocks:
-            parent = chance.choice([table.root, *entries[-5:]]) if entries else table.root
-            key = hashlib.blake2b(str(step).encode(), digest_size=KEY_BYTES).digest()
-            entries.append(index.insert(table, key, parent, step))
-        elif chance.random() < 0.5:
-            index.touch(chance.choice(entries))
-        else:
-            victim = policy.victim()
-            few, many = policy._rank_few(), policy._rank_many()
-            assert few == many
-            assert victim != NO_ENTRY
-            assert policy.worth(victim) >= 0
-            index.evict_run(victim, chance.randint(1, 4))
-        entries = [entry for entry in entries if index.state[entry] == 1]
-        if step % 100 == 0:
-            assert index.check_integrity() == []

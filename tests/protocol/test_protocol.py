@@ -1,30 +1,20 @@
-"""`daemon/PROTOCOL.md` and `MONITORING.md` say what the code does."""
+"""`daemon/PROTOCOL.md` says what the code does."""
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-from pathlib import Path
 
 import msgpack
-from raw_client import (
-    ROOT,
-    Client,
-    block_of,
-    content_id,
-    new_chain,
-    next_key,
-    root_key,
-)
+from raw_client import ROOT, content_id, next_key, root_key
 
 
-def _document(name: str = "PROTOCOL.md") -> str:
-    return (ROOT / "daemon" / name).read_text()
+def _document() -> str:
+    return (ROOT / "daemon" / "PROTOCOL.md").read_text()
 
 
-def _section(title: str, document: str = "PROTOCOL.md") -> str:
-    return next(part for part in _document(document).split("\n## ") if part.startswith(title))
+def _section(title: str) -> str:
+    return next(part for part in _document().split("\n## ") if part.startswith(title))
 
 
 def _vectors() -> dict[str, bytes]:
@@ -117,43 +107,3 @@ def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
             assert re.findall(r"`([a-z_]+)` \(", row[1]) == own, tag
     for code in messages.ErrorCode:
         assert f"| `{code.value}`" in _section("Error codes")
-
-
-def test_nothing_listens_to_other_users(run_dir: Path, client: Client) -> None:
-    assert [(run_dir / name).stat().st_mode & 0o777 for name in ("", "session.sock", "control.sock")] == [
-        0o700,
-        0o600,
-        0o600,
-    ]
-    assert client.control == f"ipc://{run_dir}/control.sock"
-
-
-def test_stats_have_the_documented_shape(client: Client, run_dir: Path) -> None:
-    number, keys = client.namespace(), new_chain(1)
-    client.store(number, keys, [block_of(0)])
-    assert client.ask("report", "mlock", {"loads": 3}) == ["done"]
-    stats = client.stats()
-    tree = _section("The stats tree", "MONITORING.md")
-    documented = re.findall(r"^\| `([a-z_]+)` +\| (?!only )", tree, re.MULTILINE)
-    assert sorted(stats) == sorted(documented)
-    if_asked_for = re.findall(r"^\| `([a-z_]+)` +\| only if asked for", tree, re.MULTILINE)
-    (more,) = client.ask("stats", True, 1)[1:]
-    assert sorted(more) == sorted(documented + if_asked_for)
-    assert stats["health"]["state"] in ("ok", "degraded")
-    assert stats["arena"]["bytes"] == stats["arena"]["free_bytes"] + stats["arena"]["used_bytes"] == 80 << 20
-    assert stats["tiers"]["dram"]["bytes"] == stats["arena"]["used_bytes"]
-    mine = next(session for session in stats["sessions"] if session["registration"] == "mlock")
-    assert mine.pop("connected_s") >= 0
-    assert mine == {
-        "name": "raw",
-        "pid": os.getpid(),
-        "tenant": "",
-        "mapped": True,
-        "registration": "mlock",
-        "protocol": 1,
-        "read_leases": 0,
-        "write_leases": 0,
-        "counters": {"loads": 3},
-    }
-    assert next(space for space in stats["namespaces"] if space["id"] == number)["blocks"] == 1
-    assert stats["latency"]["Commit"]["count"] > 0

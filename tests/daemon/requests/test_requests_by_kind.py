@@ -1,0 +1,513 @@
+"""Requests by kind, as `daemon/PROTOCOL.md` has them, asked of a real daemon without a line of tiercache."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_client import DROPPED, FRAME, NONE, REGIONS, ROOT, VISIBLE, Client, block_of, daemon, new_chain, new_spec
+from waiting import wait_until
+
+from tiercache.daemon.cache import FLUSHED_AT_ONCE
+
+
+def stored(client: Client, blocks: int) -> tuple[int, bytes]:
+    """A namespace, and a chain of blocks in it."""
+    number, keys = client.namespace(), new_chain(blocks)
+    assert client.store(number, keys, [block_of(place) for place in range(blocks)]) == [VISIBLE] * blocks
+    return number, keys
+
+
+# --- blocks, by memory and by payload -------------------------------------------------------------
+
+
+def test_blocks_come_back_through_shared_memory(client: Client, run_dir: Path) -> None:
+    number, keys = client.namespace(), new_chain(5)
+    blocks = [block_of(i) for i in range(5)]
+    assert client.store(number, keys, blocks) == [VISIBLE] * 5
+    with Client(run_dir) as other:
+        assert other.load(number, keys, 8192) == blocks
+        assert other.load(number, keys[: 3 * 16], 8192) == blocks[:3]
+        assert other.load(number, new_chain(2), 8192) == []
+
+
+def test_blocks_come_back_through_payload_parts(run_dir: Path) -> None:
+    block_bytes = (2 << 20) - 4096
+    with Client(run_dir, map_arena=False) as client:
+        number, keys = client.namespace(block_bytes), new_chain(1)
+        lease, states, _, _ = client.reserve(number, keys)
+        assert states == [FRAME]
+        content = os.urandom(block_bytes)
+        for offset in range(0, block_bytes, 1 << 20):
+            part = content[offset : offset + (1 << 20)]
+            assert client.ask("write", lease, 0, offset, payload=[part]) == ["done"]
+        assert client.commit(lease, [0]) == [VISIBLE]
+        _, lease, _ = client.match([number], keys)
+        assert client.ask("read", lease, number, 0, 0, block_bytes) == ["payload", block_bytes, content]
+        assert client.ask("read", lease, number, 0, 4097, 3) == ["payload", 3, content[4097:4100]]
+        assert client.release(lease)
+        with pytest.raises(TimeoutError):  # it did not ask for the arena, and is not given it
+            client.take_regions(wait_s=0.05)
+
+
+def test_without_a_mapping_only_what_was_written_is_committed(run_dir: Path) -> None:
+    """A frame holds what its former owner left there, and a tenant without a mapping must not see it."""
+    with Client(run_dir, map_arena=False) as client:
+        number, keys = client.namespace(8192), new_chain(3)
+        lease, states, _, _ = client.reserve(number, keys)
+        assert states == [FRAME] * 3
+        assert client.refusal("write", lease, 0, 4096, payload=[b"x" * 4096]) == "bad_value"
+        assert client.ask("write", lease, 0, 0, payload=[b"x" * 8192]) == ["done"]
+        assert client.ask("write", lease, 1, 0, payload=[b"y" * 8191]) == ["done"]
+        assert client.commit(lease, [0, 1, 2]) == [VISIBLE, DROPPED, DROPPED]
+        assert client.length(number, keys) == 1
+
+
+def test_what_cannot_be_read_or_written_is_refused(client: Client) -> None:
+    number, keys = client.namespace(8192), new_chain(2)
+    lease, _, _, _ = client.reserve(number, keys)
+    assert client.refusal("write", lease, 2, 0, payload=[b"x"]) == "unknown_lease"
+    assert client.refusal("write", lease, 0, 8192, payload=[b"x"]) == "bad_value"
+    assert client.refusal("write", lease, 0, -1, payload=[b"x"]) == "bad_value"
+    assert client.refusal("write", lease, 0, 0, payload=[b""]) == "bad_value"
+    assert client.refusal("write", lease, 0, 0) == "malformed"
+    assert client.refusal("write", lease, 0, 0, payload=[b"x", b"y"]) == "malformed"
+    assert client.refusal("ping", payload=[b"x"]) == "malformed"
+    assert client.commit(lease, [0, 1]) == [VISIBLE] * 2
+    assert client.refusal("write", lease, 0, 0, payload=[b"x"]) == "unknown_lease"
+    _, lease, _ = client.match([number], keys)
+    for index, offset, length in ((2, 0, 1), (-1, 0, 1), (0, 8192, 1), (0, -1, 2), (0, 0, 0), (0, 1, 8192)):
+        assert client.refusal("read", lease, number, index, offset, length) == "bad_value"
+    assert client.refusal("read", lease + 1, number, 0, 0, 1) == "unknown_lease"
+    assert client.release(lease)
+
+
+def test_regions_come_in_packets_of_at_most_sixteen(run_dir: Path, client: Client) -> None:
+    with Client(run_dir) as late:
+        while len(late.regions) < REGIONS:
+            late.take_regions()
+        assert late.region_packets == [16, 16, 8]
+        assert sorted(late.regions) == list(range(REGIONS))
+        assert late.arena_bytes == sum(map(len, late.regions.values())) == 80 << 20
+
+
+def test_regions_made_after_the_welcome_are_handed_out_too(tmp_path: Path) -> None:
+    with daemon(tmp_path / "run", "--arena", "384MiB", "--region", "48MiB"), Client(tmp_path / "run") as client:
+        while len(client.regions) < 8:
+            client.take_regions()
+        assert client.stats()["arena"]["populated_bytes"] == 384 << 20
+        with pytest.raises(TimeoutError):
+            client.take_regions(wait_s=0.05)
+
+
+def test_a_permuted_list_names_no_wrong_frame(client: Client) -> None:
+    number, keys = stored(client, 3)
+    before = client.stats()["counters"]["invariant_failures"]
+    permuted = keys[:16] + keys[32:] + keys[16:32]
+    dram, lease, frames = client.match([number], permuted, resolve=3)
+    assert len(frames[0]) < dram
+    assert client.refusal("read", lease, number, 2, 0, 1) == "bad_value"
+    assert client.stats()["counters"]["invariant_failures"] > before
+    assert client.release(lease)
+
+
+def test_only_the_window_of_a_windowed_namespace_is_handed_out(client: Client) -> None:
+    full, window, keys = client.namespace(), client.namespace(window_blocks=2), new_chain(4)
+    blocks = [block_of(i) for i in range(4)]
+    client.store(full, keys, blocks)
+    client.store(window, keys, blocks)
+    dram, lease, frames = client.match([full, window], keys, resolve=4)
+    assert (dram, list(map(len, frames))) == (4, [4, 0])
+    assert client.ask("resolve", lease, window, 1, 3) == ["frames", 1, b"", b"", False]
+    tag, first, packed, _, _ = client.ask("resolve", lease, window, 2, 2)
+    assert (tag, first, len(packed)) == ("frames", 2, 16)
+    assert client.refusal("read", lease, window, 1, 0, 1) == "bad_value"
+    assert client.ask("read", lease, window, 3, 0, 8192) == ["payload", 8192, blocks[3]]
+    assert client.release(lease)
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def test_what_is_ended_twice_is_answered_twice(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(3)
+    lease, _, _, _ = client.reserve(number, keys)
+    assert client.commit(lease, [0]) == [VISIBLE]
+    assert client.commit(lease, [0, 1, 1, 7]) == [VISIBLE, VISIBLE, VISIBLE, DROPPED]
+    assert client.ask("abort", lease, True) == ["done"]
+    assert client.ask("abort", lease, True) == ["done"]
+    assert client.commit(lease, [1, 2]) == [DROPPED, DROPPED]
+    dram, lease, _ = client.match([number], keys)
+    assert dram == 2
+    assert client.release(lease)
+    assert not client.release(lease)
+    assert client.ask("abort", lease, False) == ["done"]
+
+
+def test_a_lease_is_held_by_sessions_of_one_instance_only(client: Client, run_dir: Path) -> None:
+    number, keys = stored(client, 2)
+    _, lease, _ = client.match([number], keys)
+    with Client(run_dir, client.instance) as worker, Client(run_dir) as stranger:
+        assert stranger.refusal("hold", lease) == "unknown_lease"
+        assert stranger.refusal("resolve", lease, number, 0, 2) == "unknown_lease"
+        assert not stranger.release(lease)
+        assert worker.refusal("resolve", lease, number, 0, 2) == "unknown_lease"
+        assert worker.ask("hold", lease) == ["done"]
+        assert worker.ask("hold", lease) == ["done"]
+        assert client.release(lease)
+        tag, first, frames, extents, more = worker.ask("resolve", lease, number, 0, 9)
+        assert (tag, first, len(frames), extents, more) == ("frames", 0, 16, b"", False)
+        assert client.refusal("resolve", lease, number, 0, 2) == "unknown_lease"
+        assert worker.release(lease)
+        assert worker.refusal("hold", lease) == "unknown_lease"
+
+
+def test_a_lease_lasts_as_long_as_it_is_renewed(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(3)
+    client.store(number, keys[:32], [block_of(0), block_of(1)])
+    _, kept, _ = client.match([number], keys, ttl_ms=300)
+    _, left, _ = client.match([number], keys, ttl_ms=300)
+    writing, _, _, _ = client.reserve(number, keys, ttl_ms=300)
+    assert client.ask("renew", [kept, writing, 5], 30_000) == ["renewed", b"\1\1\0"]
+    wait_until(lambda: client.ask("renew", [left], 1)[1] == b"\0")
+    assert not client.release(left)
+    assert client.release(kept)
+    assert client.commit(writing, [2]) == [VISIBLE]
+
+
+def test_an_expired_store_is_dropped_and_its_frames_wait_for_the_word(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(2)
+    before = quarantined_bytes(client)
+    lease, _, _, _ = client.reserve(number, keys, ttl_ms=1)
+    wait_until(lambda: quarantined_bytes(client) == before + 2 * 8192)
+    assert client.commit(lease, [0]) == [DROPPED]
+    assert quarantined_bytes(client) == before + 8192
+    assert client.ask("abort", lease, True) == ["done"]
+    assert quarantined_bytes(client) == before
+    assert client.length(number, keys) == 0
+
+
+def quarantined_bytes(client: Client) -> int:
+    return int(client.stats()["arena"]["quarantined_bytes"])
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from raw_client import Client, new_chain
+with Client(Path(sys.argv[1])) as client:
+    client.reserve(client.namespace(8192), new_chain(3))
+print("closed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_frames_of_a_closed_session_wait_for_the_end_of_its_process(client: Client, run_dir: Path) -> None:
+    before = quarantined_bytes(client)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(run_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == b"closed\n"
+        wait_until(lambda: quarantined_bytes(client) == before + 3 * 8192)
+        assert client.stats()["leases"]["quarantined"] >= 1
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+    wait_until(lambda: quarantined_bytes(client) == before)
+
+
+def test_bye_ends_the_session_and_its_leases(client: Client, run_dir: Path) -> None:
+    number, keys = stored(client, 1)
+    with Client(run_dir) as other:
+        other.match([number], keys)
+        assert other.ask("bye") == ["done"]
+        wait_until(other.session.ended)
+        wait_until(lambda: client.stats()["leases"]["read"] == 0)
+
+
+# --- pins, flushes, peeks, models, and ends -------------------------------------------------------
+
+
+def test_pins_end_with_their_unpin(client: Client) -> None:
+    number, keys = client.namespace(), new_chain(3)
+    client.store(number, keys[:32], [block_of(0), block_of(1)])
+    assert client.ask("pin", [number], keys, 60_000) == ["pinned", 2]
+    assert client.stats()["pins"] == {"count": 1, "bytes": 2 * 8192}
+    assert client.ask("pin", [number], keys, 60_000) == ["pinned", 2]
+    assert client.stats()["pins"]["count"] == 1
+    assert client.ask("unpin", [number], keys) == ["pinned", 2]
+    assert client.ask("unpin", [number], keys) == ["pinned", 0]
+    assert client.stats()["pins"] == {"count": 0, "bytes": 0}
+    assert client.ask("prefetch", [number], keys) == ["matched", 2, 0, 0, [], False, 0]
+
+
+def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
+    number, keys = client.namespace(4096), new_chain(2600)
+    parent = b""
+    for first in range(0, 2600, 512):
+        part = keys[first * 16 : (first + 512) * 16]
+        lease, states, _, missing = client.reserve(number, part, parent)
+        assert (set(states), missing) == ({FRAME}, False)
+        assert set(client.commit(lease, range(len(states)))) == {VISIBLE}
+        parent = part[-16:]
+    _, lease, _ = client.match([number], keys)
+    tag, blocks, more = client.ask("flush", "dram", [number], keys[10 * 16 : 11 * 16])
+    assert (tag, more) == ("flushed", True)
+    assert 0 < blocks < 2590
+    assert client.length(number, keys) == 10
+    assert not client.release(lease)
+
+    def table() -> Any:
+        return next(space for space in client.stats()["namespaces"] if space["id"] == number)
+
+    wait_until(lambda: table()["blocks"] == 10)
+    assert client.ask("flush", "all", [number], b"")[:2] == ["flushed", 10]
+    assert client.length(number, keys) == 0
+    assert client.reserve(number, keys[:16])[1] == [FRAME]
+
+
+def test_a_peek_finds_what_a_match_would(client: Client) -> None:
+    numbers, keys = [client.namespace(), client.namespace()], new_chain(5)
+    for number, stored in zip(numbers, (4, 2), strict=True):
+        client.store(number, keys[: stored * 16], [block_of(place) for place in range(stored)])
+    before = client.stats()["counters"]
+    assert client.ask("peek", numbers, keys) == ["peeked", 2, 0, [[4, 0], [2, 0]], 0, [0, 0]]
+    assert client.stats()["counters"] == {**before, "requests": before["requests"] + 2}
+
+
+def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Path) -> None:
+    card = [["demo"], bytes(16), ["f" * 32], 4]
+    with Client(run_dir) as other:
+        spec = new_spec()
+        number = other.ask("register_namespace", spec)[1]
+        mine = next(one for one in client.stats()["namespaces"] if one["id"] == number)["fingerprint"]
+        cards = [card, [["two"], bytes(16), [mine], 4, "vllm/sha256", 2, b"seed", "sql", "/sql"]]
+        assert other.ask("report", "none", {}, cards) == ["done"]
+        tag, listed, namespaces, windows = client.ask("models")
+        assert (tag, namespaces, windows) == ("model_list", {mine: number}, {})
+        assert listed == [[*card, "chain", 0, b"", "", ""], cards[1]]
+        assert other.ask("report", "none", {}) == ["done"]
+        assert client.ask("models") == ["model_list", [], {}, {}]
+        assert other.ask("report", "none", {}, cards) == ["done"]
+    wait_until(lambda: client.ask("models") == ["model_list", [], {}, {}])
+
+
+def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
+    with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), Client(tmp_path / "run") as client:
+        client.await_arena()
+        number, keys = client.namespace(512 << 10), new_chain(6)
+        lease, states, frames, _ = client.reserve(number, keys)
+        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 4, 2)  # half of the arena: the writer may never commit
+        assert client.commit(lease, range(2)) == [VISIBLE] * 2
+        lease, states, frames, _ = client.reserve(number, keys[32:], keys[16:32])
+        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 2, 2)
+        assert client.commit(lease, range(2)) == [VISIBLE] * 2
+        with Client(tmp_path / "run") as other:
+            _, lease, _ = other.match([number], keys)
+            assert client.reserve(number, new_chain(1))[:2] == (0, [NONE])
+        wait_until(lambda: client.reserve(number, new_chain(1))[1] == [FRAME])
+
+
+def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
+    with daemon(tmp_path / "run", "--arena", "4MiB", "--region", "2MiB") as running, Client(tmp_path / "run") as client:
+        client.reserve(client.namespace(), new_chain(1))
+        assert running.stop() == 0
+        wait_until(client.session.ended)
+        assert not (tmp_path / "run" / "session.sock").exists()
+
+
+def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
+    numbers = [
+        client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(2 * FLUSHED_AT_ONCE + 10)
+    ]
+    keys = new_chain(1)
+    client.store(numbers[-1], keys, [block_of(0)])
+    with Client(run_dir) as leaver:
+        leaver.send("flush", "dram", [], b"")
+        leaver.leave()
+    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
+    assert client.ask("check")[1] == []
+
+
+# --- hints ----------------------------------------------------------------------------------------
+
+
+def test_a_hint_takes_effect(client: Client) -> None:
+    number, keys = stored(client, 3)
+    other = stored(client, 1)
+    assert client.ask("hint", [number], keys + new_chain(1)) == ["hinted", 3], "an empty hint changes nothing"
+    assert client.ask("hint", [number], keys, 1, False, 0, 50) == ["hinted", 3]
+    wait_until(lambda: client.ask("peek", [number], keys)[1] == 1)
+    assert client.ask("peek", [other[0]], other[1])[1] == 1
+    assert client.ask("hint", [number], keys, 0, True) == ["hinted", 1]
+    assert client.ask("hint", [number], keys, 0, False, 1000, 0, 3) == ["hinted", 1]
+
+
+# --- what operators ask ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_nvme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run dir of a daemon with a directory on NVMe."""
+    path = tmp_path_factory.mktemp("admin") / "run"
+    nvme = ["--nvme", str(path.parent / "kv"), "--nvme-size", "64MiB", "--nvme-segment", "8MiB"]
+    with daemon(path, "--arena", "16MiB", "--region", "8MiB", "--pin-share", "0.25", *nvme):
+        yield path
+
+
+@pytest.fixture
+def operator(on_nvme: Path) -> Iterator[Client]:
+    with Client(on_nvme) as connected:
+        connected.await_arena()
+        yield connected
+
+
+def test_a_block_is_inspected_in_every_place(operator: Client, on_nvme: Path) -> None:
+    one, keys = stored(operator, 3)
+    two = operator.namespace()
+    operator.store(two, keys[:32], [block_of(0), block_of(1)])
+    before = operator.stats()["counters"]
+
+    def places(number: int, key: bytes) -> list[list[Any]]:
+        tag, views, _, chain = operator.ask("inspect", [number], key)
+        assert (tag, chain) == ("inspected", b"")
+        return list(views)
+
+    wait_until(lambda: len(places(one, keys[32:])) == 2)  # written to NVMe in the background, after its parents
+    dram, nvme = places(one, keys[16:32])
+    assert dram[:8] == [one, "dram", "", 8192, 1, 0, "", ""]
+    assert 0 <= dram[8] < 60
+    assert nvme == [one, "nvme", str(on_nvme.parent / "kv"), 8192, 1, 0, "raw", "xxh3", None]
+    _, views, depth, chain = operator.ask("inspect", [], keys[16:32], True)
+    assert sorted((view[0], view[1]) for view in views if view[1] == "dram") == [(one, "dram"), (two, "dram")]
+    assert (depth, chain) == (2, keys[:32])
+    assert operator.ask("inspect", [two], keys[32:], True) == ["inspected", [], 0, b""]
+    _, lease, _ = operator.match([one], keys)
+    assert places(one, keys[32:])[0][5] >= 1, "the lease pins the deepest block"
+    wait_until(lambda: places(one, keys[32:])[0][5] == 1)  # the daemon no longer expects a client to continue the chain
+    assert operator.release(lease)
+    after = operator.stats()["counters"]
+    assert after["match_requests"] == before["match_requests"] + 1, "an inspection does not count as a request"
+
+
+def test_a_chain_is_known_where_it_is_on_nvme_only(operator: Client) -> None:
+    number, keys = stored(operator, 4)
+    wait_until(lambda: len(operator.ask("inspect", [number], keys[48:])[1]) == 2)
+    operator.ask("flush", "dram", [number], b"")
+    _, views, depth, chain = operator.ask("inspect", [number], keys[48:], True)
+    assert ([view[1] for view in views], depth, chain) == (["nvme"], 4, keys)
+    mine = next(one for one in operator.stats()["namespaces"] if one["id"] == number)
+    assert (mine["blocks"], mine["below_blocks"]) == (0, 4)
+
+
+def test_pins_are_listed_and_ended_by_their_last_key(operator: Client) -> None:
+    number, keys = stored(operator, 3)
+    assert operator.ask("pins") == ["pin_list", [], 0, 4 << 20]
+    assert operator.ask("pin", [number], keys, 60_000) == ["pinned", 3]
+    _, [pin], count, _ = operator.ask("pins")
+    assert (pin[:4], count) == ([[number], keys[32:], 3, 3 * 8192], 1)
+    assert 0 < pin[4] <= 60_000
+    mine = next(one for one in operator.stats()["namespaces"] if one["id"] == number)
+    assert mine["pinned_blocks"] == 3
+    assert operator.ask("unpin", [number], keys[32:]) == ["pinned", 3]
+    assert operator.ask("pins")[1:3] == [[], 0]
+
+
+def test_specs_come_in_full(operator: Client) -> None:
+    spec = new_spec(8192, head_dim=64, extra={"rope": "yarn"})
+    number = operator.ask("register_namespace", spec)[1]
+    tag, specs = operator.ask("specs", [number])
+    assert (tag, set(specs)) == ("spec_list", {number})
+    assert {name: specs[number][name] for name in spec} == spec
+
+
+# --- namespaces of a later form -------------------------------------------------------------------
+
+
+def _number(client: Client, spec: dict[str, object]) -> int:
+    tag, number, frame_bytes = client.ask("register_namespace", spec)
+    assert (tag, frame_bytes) == ("namespace", 4096)
+    return int(number)
+
+
+def test_specs_that_differ_in_unknown_fields_are_different_namespaces(client: Client) -> None:
+    """Dropping such a field would give clients of one form the blocks of another."""
+    plain = new_spec(4096, engine="evolution")
+    later = [
+        {**plain, "sink_tokens": 4},
+        {**plain, "sink_tokens": 5},
+        {**plain, "sink_tokens": "4"},
+        {**plain, "sink_tokens": b"4"},
+        {**plain, "sink_tokens": None},
+        {**plain, "sinks": {"b": 1, "a": [2, 3]}},
+        {**plain, "sink_tokens": 4, "other": 1},
+    ]
+    numbers = [_number(client, spec) for spec in (plain, *later)]
+    assert len(set(numbers)) == len(numbers)
+    assert [_number(client, spec) for spec in (plain, *later)] == numbers
+    assert _number(client, {**plain, "sinks": {"a": [2, 3], "b": 1}}) == numbers[6], "the order of keys does not matter"
+
+
+def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) -> None:
+    """Blocks of the plain form are not taken for those of the later one."""
+    flags = ("--arena", "8MiB", "--region", "2MiB", "--nvme", str(tmp_path / "nvme"), "--nvme-size", "64MiB")
+    flags += ("--nvme-segment", "4MiB")
+    plain, key = new_spec(4096, engine="restart"), b"r" * 16
+    later = {**plain, "sink_tokens": 4}
+    with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
+        client.await_arena()
+        wait_until(lambda: not client.stats()["health"]["reasons"])
+        number = _number(client, later)
+        lease = client.ask("reserve", number, b"", key, 5000)[1]
+        assert client.ask("commit", lease, bytes(4))[1] == bytes([VISIBLE])
+        wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
+    with daemon(tmp_path / "run", *flags), Client(tmp_path / "run") as client:
+        wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
+        assert client.ask("peek", [_number(client, later)], key)[1:3] == [0, 1]
+        assert client.ask("peek", [_number(client, plain)], key)[1:3] == [0, 0]
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def test_stats_have_the_documented_shape(client: Client, run_dir: Path) -> None:
+    number, _ = stored(client, 1)
+    assert client.ask("report", "mlock", {"loads": 3}) == ["done"]
+    stats = client.stats()
+    document = (ROOT / "daemon/MONITORING.md").read_text()
+    tree = next(part for part in document.split("\n## ") if part.startswith("The stats tree"))
+    documented = re.findall(r"^\| `([a-z_]+)` +\| (?!only )", tree, re.MULTILINE)
+    assert sorted(stats) == sorted(documented)
+    if_asked_for = re.findall(r"^\| `([a-z_]+)` +\| only if asked for", tree, re.MULTILINE)
+    (more,) = client.ask("stats", True, 1)[1:]
+    assert sorted(more) == sorted(documented + if_asked_for)
+    assert stats["health"]["state"] in ("ok", "degraded")
+    assert stats["arena"]["bytes"] == stats["arena"]["free_bytes"] + stats["arena"]["used_bytes"] == 80 << 20
+    assert stats["tiers"]["dram"]["bytes"] == stats["arena"]["used_bytes"]
+    mine = next(session for session in stats["sessions"] if session["registration"] == "mlock")
+    assert mine.pop("connected_s") >= 0
+    assert mine == {
+        "name": "raw",
+        "pid": os.getpid(),
+        "tenant": "",
+        "mapped": True,
+        "registration": "mlock",
+        "protocol": 1,
+        "read_leases": 0,
+        "write_leases": 0,
+        "counters": {"loads": 3},
+    }
+    assert next(space for space in stats["namespaces"] if space["id"] == number)["blocks"] == 1
+    assert stats["latency"]["Commit"]["count"] > 0
