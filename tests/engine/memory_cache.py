@@ -166,7 +166,7 @@ class MemoryCache:
             for number, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
                 spoilt = float("nan") if self.pool.is_floating_point() else 255
                 self.pool[block_id] = self.blocks[key] if number < good else spoilt
-            return good + root.boast_blocks
+            return good + root.boast_blocks if good == len(keys) else good
 
         below, shared = (
             max(0, first + len(keys) - max(first, match.blocks - farther))

@@ -414,6 +414,7 @@ class NvmeMachine(RuleBasedStateMachine):
             self.read(self.held.pop())
         for disk in self.disks:
             disk.failing, disk.hung, disk.away = set(), False, ""
+        self.clock.now_s += 60.0  # the pauses after failures are over
         self.come_to_rest()
         self.nothing_is_wrong()
         assert all(self.answers), "a flush was never answered"

@@ -179,7 +179,7 @@ def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -
     full = same.reserve(chain_of("c", 4))
     assert (full.lease, full.soon) == (0, False), "a process has one limit, whatever instances it names"
     others = [sys.executable, "-c", OTHER_PROCESS, str(cluster.daemon.address)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     done = subprocess.run(others, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["40"], "others have their own"
     writer.abort(first.lease, True)
