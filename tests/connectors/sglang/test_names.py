@@ -283,7 +283,7 @@ def test_a_flush_waits_for_one_batch_of_a_slow_daemon_only(rig: Rig, monkeypatch
 def test_a_daemon_that_hangs_costs_a_deadline(model: Path, mortal: Callable[[], tiercache.LaunchedDaemon]) -> None:
     with mortal() as daemon, Rig(model, daemon.address) as rig:
         first, tokens = stored_by(rig)
-        second = rig.engine(request_timeout_s=1.0)
+        second = rig.engine(request_timeout_s=1.0)  # rule: it hangs
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             assert rig.prefetch(second, tokens) == 0
