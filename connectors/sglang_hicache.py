@@ -39,6 +39,7 @@ with of_served_versions():
         find_maker,
         hand_over_drafts,
         random_of_engine,
+        unwatch_updates,
         watch_updates,
     )
     from tiercache.connectors.sglang.names import PageNames
@@ -303,6 +304,8 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
             del self._host.clear
             self._host = None
         self.pools.clear()
+        if self.names is not None:
+            unwatch_updates(self.names)
         if self.connector is not None:
             self.connector.close()
             self.connector = None

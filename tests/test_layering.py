@@ -254,9 +254,9 @@ def test_what_starts_often_is_light() -> None:
 
 # --- the tests' house --------------------------------------------------------------------------------
 
-NO_MIRRORS = {"gpu", "faults"}
-"""Folders at the top of the tests that mirror no folder of the product: what needs a GPU, and violence against a whole
-daemon with its clients, disks and hosts."""
+NO_MIRRORS = {"gpu", "engines", "faults"}
+"""Folders of tests that mirror no folder of the product: what only runs on a device, or in a whole engine, and violence
+against a whole daemon with its clients, disks and hosts."""
 
 
 def mirrored(folder: Path) -> Path:
@@ -284,7 +284,7 @@ def misplaced(path: Path) -> str | None:
 def test_the_tests_mirror_the_product() -> None:
     tests = ROOT / "tests"
     found = {path.relative_to(tests): path for path in tests.rglob("test_*.py") if path.parent != tests}
-    wrong = {str(name): misplaced(path) for name, path in found.items() if name.parts[0] not in NO_MIRRORS}
+    wrong = {str(name): misplaced(path) for name, path in found.items() if not NO_MIRRORS & {*name.parts}}
     wrong = {name: text for name, text in wrong.items() if text}
     assert wrong == {}
 

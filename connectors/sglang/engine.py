@@ -168,6 +168,11 @@ def watch_updates(watcher: Watcher) -> None:
     WeightUpdater.end_weight_update = end_and_tell
 
 
+def unwatch_updates(watcher: Watcher) -> None:
+    """Tell it no longer."""
+    _watchers.discard(watcher)
+
+
 def _tell(what: str, *arguments: Any) -> None:
     for watcher in tuple(_watchers):
         getattr(watcher, what)(*arguments)

@@ -116,6 +116,7 @@ class Rig:
             "hicache_storage_pass_prefix_keys": prefix_keys,
             "prefetch_threshold": 1,
             "address": self.address,
+            "request_timeout_s": 8.0,  # a busy machine is not a defect
             **settings,
         }
         self.kit.cfg = cfg

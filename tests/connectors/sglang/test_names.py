@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.utils.weight_checker import WeightChecker
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
-from sglang_rig import FULL, Engine, Rig, save_model
+from sglang_rig import FULL, MAMBA, Engine, Rig, save_model
 from waiting import wait_until
 
 import tiercache
@@ -200,6 +201,32 @@ def test_weights_from_elsewhere_need_a_model_id(
 # --- faults -------------------------------------------------------------------------------------
 
 
+def test_a_full_quota_keeps_the_beginning(rig: Rig) -> None:
+    first, tokens = stored_by(rig, tenant="team")
+    second = rig.engine(tenant="team")
+    found = rig.prefetch(second, tokens)
+    assert 0 < found < len(tokens)
+    assert same(rig, first, second, tokens[:found])
+
+
+def test_injected_failures_cost_hits_only(rig: Rig) -> None:
+    """SGLang fails three of ten calls. What comes is whole: the state is at the end only."""
+    with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3):
+        first, second = rig.engine(MAMBA), rig.engine(MAMBA)
+        lengths: list[int] = []
+        for number in range(100):
+            tokens = rig.tokens(2, MAMBA, start=1000 * number)
+            rig.compute(first, tokens, seed=number)
+            rig.store(first, tokens)
+            lengths.append(rig.prefetch(second, tokens))
+            assert lengths[-1] in (0, len(tokens))
+            if lengths[-1]:
+                assert same(rig, first, second, tokens)
+            if {0, len(tokens)} <= {*lengths}:
+                break
+        assert any(lengths)
+
+
 @pytest.fixture
 def mortal(model: Path, tmp_path: Path) -> Callable[[], tiercache.LaunchedDaemon]:
     """Starts a daemon, and another one in its place."""
@@ -256,14 +283,14 @@ def test_a_flush_waits_for_one_batch_of_a_slow_daemon_only(rig: Rig, monkeypatch
 def test_a_daemon_that_hangs_costs_a_deadline(model: Path, mortal: Callable[[], tiercache.LaunchedDaemon]) -> None:
     with mortal() as daemon, Rig(model, daemon.address) as rig:
         first, tokens = stored_by(rig)
-        second = rig.engine()
+        second = rig.engine(request_timeout_s=1.0)  # rule: it hangs
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             assert rig.prefetch(second, tokens) == 0
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         wait_until(lambda: bool(second.backend.connector.available))
-        assert rig.prefetch(second, tokens) == len(tokens)
+        wait_until(lambda: rig.prefetch(second, tokens) == len(tokens))
         assert same(rig, first, second, tokens)
 
 

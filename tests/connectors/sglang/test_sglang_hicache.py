@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheSt
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang_rig import Rig, save_model
+from sglang_rig import WAIT_S, Rig, save_model
 
 from tiercache.connector.connector import Connector
 from tiercache.connectors.sglang import engine
@@ -81,7 +81,7 @@ class Backends:
         self.made: list[TierCacheHiCache] = []
         # One process stands for all ranks, and each for an engine that is just starting.
         monkeypatch.setattr(engine.BackendMaker, "starting", True)
-        extra = {"interface_v1": 1, "address": rig.address}
+        extra = {"interface_v1": 1, "address": rig.address, "request_timeout_s": 8.0}
         self.config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "model", extra_config=extra)
 
     def make(self, host: Any, others: dict[str, Any] | None = None, **config: Any) -> TierCacheHiCache:
@@ -92,7 +92,7 @@ class Backends:
             backend.register_mem_host_pool_v2(other, name)
         backend.on_host_pools_registered()
         assert backend.names is not None
-        backend.names.wait(60)
+        assert backend.names.wait(WAIT_S)
         return backend
 
 

@@ -106,16 +106,21 @@ class VllmMachine(RuleBasedStateMachine):
             for match in self.vllm.cache.matches:
                 match.contents = [[] if block is lost else block for block in match.contents]
 
-    @rule(chance=st.integers(0, 15))
-    def update_weights(self, chance: int) -> None:
-        if chance == 9:
-            self.vllm.update_weights()
+    @rule(chance=st.integers(0, 15), announced=st.booleans())
+    def update_weights(self, chance: int, announced: bool) -> None:
+        """One that is announced may be too small for the ranks to see it."""
+        if chance in (8, 9):
+            self.vllm.update_weights(unseen=announced)
+            if announced:
+                self.reset(connector=True, weights_stay=False)
 
     @rule(connector=st.booleans(), weights_stay=st.booleans())
     def reset(self, connector: bool, weights_stay: bool) -> None:
+        """vLLM resets the connector even where it cannot reset its own cache, as requests are running."""
         mixed = self.vllm.mixed
-        if self.vllm.reset_prefix_cache() and connector:
-            self.vllm.planner.reset(weights_stay=weights_stay and not mixed)
+        done = self.vllm.reset_prefix_cache()
+        if connector:
+            self.vllm.reset_connector(weights_stay=weights_stay and done and not mixed)
 
     @invariant()
     def check(self) -> None:

@@ -186,6 +186,10 @@ class TinyWeights:
     def settle(self, wait: bool = False) -> bool:
         return True
 
+    def update(self, unseen: bool) -> None:
+        self.version += 1
+        self._known += unseen
+
 
 class TinyRank:
     """The connector of a rank: it copies between blocks of the pool and the cache."""
@@ -399,6 +403,7 @@ class TinyVllm:
         self.running: list[TinyRequest] = []
         self.leaving: dict[str, TinyRequest] = {}  # aborted while they load
         self.mixed = False  # vLLM has KV of former weights
+        self.outdated = set[str]()  # requests whose load under way must bring nothing
         self._known: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # the epoch and the tokens that a key stands for
         self._versions = {0: 0}  # of the weights of each epoch
         self.loaded_blocks = 0
@@ -604,7 +609,10 @@ class TinyVllm:
     def _check_loaded(self, request: TinyRequest) -> None:
         """What a load has brought must be right, and computed by the weights that are there now."""
         table = self.tables[request.request_id]
-        self.loaded_blocks += request.num_computed_tokens // SIZE - request.loads_after
+        brought = request.num_computed_tokens // SIZE - request.loads_after
+        assert brought <= 0 or request.request_id not in self.outdated, "a load from before a reset is used"
+        self.outdated.discard(request.request_id)
+        self.loaded_blocks += brought
         for place in range(request.num_computed_tokens):
             cell = self.cells[table[place // SIZE].block_id][place % SIZE]
             assert cell.tokens == tuple(request.tokens[: place + 1]), f"{request.request_id} was brought {cell.tokens}"
@@ -623,10 +631,19 @@ class TinyVllm:
 
     # --- the rest
 
-    def update_weights(self) -> None:
-        """As a trainer does, who tells nobody."""
-        self.weights.version += 1
+    def update_weights(self, unseen: bool = False) -> None:
+        """As a trainer does, who tells nobody; `unseen`: the ranks' samples of the weights stay as they were."""
+        self.weights.update(unseen)
         self.mixed = self.mixed or bool(self.tables or self.pool.cached_block_hash_to_block)
+        if self.mixed and self.planner._renamed:  # before the ranks have looked at the weights of this epoch
+            self.names.pure.discard(self.names.epoch)
+
+    def reset_connector(self, weights_stay: bool = False) -> None:
+        """Nothing that was found so far may come from here on."""
+        self.outdated |= {
+            one.request_id for one in (*self.waiting, *self.leaving.values()) if one.loads and not one.loaded
+        }
+        self.planner.reset(weights_stay=weights_stay)
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM does it: not while any request has blocks."""

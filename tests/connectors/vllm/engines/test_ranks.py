@@ -101,7 +101,3 @@ def test_mla_is_stored_once_for_all_ranks() -> None:
     names = [spec_of(rank).fingerprint() for rank in range(4)]
     assert names[0] == names[1] != names[2] == names[3]
     assert len({spec_of(rank, use_mla=False).fingerprint() for rank in range(4)}) == 4
-
-
-AMX = bool(torch.cpu.get_capabilities().get("amx_tile", False))
-"""With these instructions vLLM computes MLA on a CPU, in 16 bits, on top of a prefix too."""

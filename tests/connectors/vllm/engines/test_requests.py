@@ -41,7 +41,7 @@ def adapting(
     model: str, daemon: tiercache.LaunchedDaemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """One engine for all requests that are more than tokens."""
-    options = {"enable_lora": True, "max_lora_rank": 8}
+    options = {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
     engine = Engine(model, tmp_path_factory.mktemp("adapting") / "log", daemon.address, **options)
     yield engine
     engine.close()
@@ -83,6 +83,20 @@ def test_an_adapter_whose_files_change_under_it_is_not_cached(
     assert adapting.regenerate([LONG], lora=["again", 5, folder]) == (fresh, [320])
 
 
+def test_salts_and_embeddings_keep_requests_apart(adapting: Engine, daemon: tiercache.LaunchedDaemon) -> None:
+    flush(daemon)
+    expected = adapting.regenerate([LONG], salt="one")[0]
+    first, cached = adapting.regenerate([LONG], embeds=1)
+    assert cached == [0]
+    wait_until(lambda: stored_blocks(daemon) == 20)
+    assert adapting.regenerate([LONG], salt="two") == (expected, [0])
+    assert adapting.regenerate([LONG]) == (expected, [0])
+    second, cached = adapting.regenerate([LONG], embeds=2)
+    assert (second != first, cached) == (True, [0])
+    assert adapting.regenerate([LONG], salt="one") == (expected, [320])
+    assert adapting.regenerate([LONG], embeds=1) == (first, [320])
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_drafts_are_never_stored(start: Start, plain: Engine, model: str, method: str) -> None:
     """Those of `ngram` are nearly all wrong, and those of the model itself nearly all right."""
@@ -93,12 +107,13 @@ def test_drafts_are_never_stored(start: Start, plain: Engine, model: str, method
         engine = start(own.address, speculative_config=config)
         for number in range(2):
             turns = [turn, turn[: 200 + number]]
-            [answer, second], _ = engine.regenerate(turns, 90)
+            engine.forget()
+            computed = engine.ask("generate", prompts=turns, max_tokens=90)
+            answer, second = computed["tokens"]
+            assert len(computed["drafted"]) > 50
             assert plain.generate(turns, 90)[0] == [answer, second]
             whole = (len(turn) + 89) // BLOCK
             wait_until(lambda: engine.regenerate([turn + answer], 1)[1][0] >= whole * BLOCK)  # noqa: B023
             turn = turn + answer + prompt(20, f"drafts {number}")
-        checked = engine.ask("check")
-        assert checked["idle"]
-        assert checked["drafts"] > 100
+        assert engine.ask("check")["idle"]
         engine.close()

@@ -1,6 +1,6 @@
 """vLLM's own offloading with tiercache below it, on real vLLM: the same tokens, from fewer computed ones.
 
-What becomes of it with daemons that fail is in `test_vllm_faults`.
+What becomes of it with daemons that fail is in `test_faults`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ def test_a_working_set_larger_than_the_memory_of_vllm(
         long = prompt(1900, "longer than the memory")
         answers = [offloading.regenerate([long], 16)[0] for _ in range(3)]
         assert answers == [plain.generate([long], 16)[0]] * 3
+        assert offloading.ask("check")["idle"]
+
+
+def test_a_tenant_has_a_quota(offloading: Engine, run_dir: Path, expected: list[list[int]]) -> None:
+    with launch(run_dir=run_dir, quota="offload=1MiB", **SMALL) as daemon:  # 16 rows
+        offloading.await_hits(PROMPTS[0][:320])
+        for _ in range(2):
+            assert offloading.regenerate(PROMPTS, 16)[0] == expected
+        assert 0 < stored_blocks(daemon) <= 16
         assert offloading.ask("check")["idle"]
 
 

@@ -6,7 +6,8 @@ listens there. The first line of each connection has the engine's options: a for
 makes that engine, and answers the lines that follow.
 
 {"op": "generate", "prompts": [[...]], "max_tokens": 8} -> {"tokens": [[...]], "cached": [...]}
-    "lora": [name, number, folder]
+    "lora": [name, number, folder], "salt": "...", "embeds": a seed of random ones in place of the tokens,
+    "images": [[seeds of those of each prompt]], "media_ids": [[their ids]]; also answers the tokens that were "drafted"
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
 {"op": "hold", "way": "in", "folder": "..."}
     the next copy from the cache (`out`: to it) says so with a file `held...` there, and goes on when there is a file
@@ -135,7 +136,8 @@ class Child:
         self.connector = connector = ours(self.core.scheduler.connector)
         self.offloading = getattr(connector, "connector_scheduler", None)
         self.tier = self.offloading.manager.secondary_tiers[0] if self.offloading is not None else None
-        self.happened = {"preemptions": 0, "flushes": 0, "drafts": 0}
+        self.happened = {"preemptions": 0, "flushes": 0}
+        self.drafted: list[int] = []
         self._count_what_happens()
 
     @property
@@ -154,7 +156,7 @@ class Child:
             assert step is not None
             orders = step(output)
             self.happened["flushes"] += len(orders.flush)
-            self.happened["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            self.drafted += [token for ids in output.scheduled_spec_decode_tokens.values() for token in ids]
             return orders
 
         self.core.scheduler._preempt_request = count_preemption
@@ -177,11 +179,22 @@ class Child:
             self.llm.llm_engine.step()
 
     def generate(self, order: dict[str, Any]) -> dict[str, Any]:
+        import torch
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm_media import with_images
 
+        self.drafted.clear()
         sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=order["max_tokens"])
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in order["prompts"]]
+        if "embeds" in order:
+            noise = torch.Generator().manual_seed(order["embeds"])
+            size = self.llm.llm_engine.vllm_config.model_config.get_hidden_size()
+            prompts = [{"prompt_embeds": torch.randn(len(ids), size, generator=noise)} for ids in order["prompts"]]
+        if "images" in order:
+            prompts = with_images(prompts, order["images"], order.get("media_ids"))
+        if "salt" in order:
+            prompts = [{**one, "cache_salt": order["salt"]} for one in prompts]
         adapter = LoRARequest(*order["lora"]) if "lora" in order else None
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         self._run_dry()
@@ -189,6 +202,7 @@ class Child:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "reasons": [output.outputs[0].finish_reason for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
+            "drafted": self.drafted,
         }
 
     def forget(self, order: dict[str, Any]) -> dict[str, Any]:

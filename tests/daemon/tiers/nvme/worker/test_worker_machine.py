@@ -269,6 +269,7 @@ class WorkerMachine(RuleBasedStateMachine):
             child.close_line(int(how[-1]))
         elif not how.startswith("closes"):
             self.world.end_child(-9 if how == "is killed" else 1)
+        self.may_give_up |= not self.loading.finished
 
     @rule()
     def see_end(self) -> None:
