@@ -83,7 +83,9 @@ def test_all_families_are_there_and_have_a_meaning(busy: tuple[str, tiercache.Cl
     told = Told(request(f"{busy[0]}/metrics").text)
     found = {name.removeprefix(PREFIX): family for name, family in told.families.items()}
     left_out = {*ONLY_WHEN_BROKEN, "nvme_write_amplification_ratio"}  # too little was written
-    left_out |= {family.name for family in SHARED}  # there is no shared tier: see daemon/tiers/shared/test_shared_daemons.py
+    left_out |= {
+        family.name for family in SHARED
+    }  # there is no shared tier: see daemon/tiers/shared/test_shared_daemons.py
     wanted = {family.name.removesuffix("_total"): family for family in FAMILIES if family.name not in left_out}
     assert set(found) == set(wanted)
     for name, family in wanted.items():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from machines import in_first_ring, in_stress
+from machines import in_first_ring
 from stepped_worker import BURIALS, ROWS, SEGMENT_BYTES, Durable, SteppedWorker
 from waiting import wait_until
 
@@ -476,7 +476,6 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
-TestWorkersForLong = in_stress(WorkerMachine)
 
 
 @pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
