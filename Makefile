@@ -72,10 +72,8 @@ unit stress test-again mutants: export PYTHONDONTWRITEBYTECODE =
 unit: setup
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not stress and $(ELSEWHERE)' $(PYTEST_ARGS)
 
-# What needs a quiet core comes last, one test after another.
 stress: setup
-	$(PYTEST) $(SIDE_BY_SIDE) -m 'stress and not alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
-	$(PYTEST) -m 'stress and alone and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'stress and $(ELSEWHERE)' -o timeout=600 $(PYTEST_ARGS)
 
 N ?= 20
 test-again: setup
