@@ -1,8 +1,9 @@
 """How long the state machines of hypothesis run.
 
-In the first ring always the same examples, so that its result never depends on luck. A failure there prints the steps
-as they were; to have them reduced to the fewest takes minutes. In `stress` other examples each time, and many more, and
-a failure prints the fewest steps that lead to it.
+Always the same examples, so that no result depends on luck: few in the first ring, many long ones in `stress`. With
+RANDOM_EXAMPLES=1 in the environment those of `stress` are others each time, to look for what nobody has seen. A failure
+in the first ring prints the steps as they were; in `stress` it prints the fewest steps that lead to it, which may take
+minutes.
 
     TestDram = in_first_ring(DramMachine)
     TestDramForLong = in_stress(DramMachine)
@@ -10,6 +11,7 @@ a failure prints the fewest steps that lead to it.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ def in_first_ring(machine: type[RuleBasedStateMachine], examples: int = 25, step
 
 
 def in_stress(machine: type[RuleBasedStateMachine], examples: int = 400, steps: int = 120) -> Any:
-    """The test case of a machine for `make stress`: new examples each time."""
+    """The test case of a machine for `make stress`."""
     longer: Any = type(f"{machine.__name__}ForLong", (machine,), {})  # a machine has one test case
-    return pytest.mark.stress(_case(longer, settings(_COMMON, max_examples=examples, stateful_step_count=steps)))
+    same = not os.environ.get("RANDOM_EXAMPLES")
+    how = settings(_COMMON, derandomize=same, max_examples=examples, stateful_step_count=steps)
+    return pytest.mark.stress(_case(longer, how))
 
 
 def _case(machine: type[RuleBasedStateMachine], how: settings) -> Any:
