@@ -7,7 +7,8 @@
 
 `generate` restores the longest stored prefix of the prompt, has transformers compute the rest, and stores the new
 tokens, prompt and answer alike. Without a daemon, and for a call that it cannot serve (beams, drafts, images), it is
-`model.generate` and nothing else.
+`model.generate` and nothing else. Which calls it serves is decided by what transformers makes of their arguments:
+`transformers.calls`.
 
 It serves decoders whose cache is K and V per layer (`DynamicCache`), of transformers 5. They are tried at the start: a
 model that computes something else from a restored prefix than from the whole prompt is refused. Layers with a sliding
@@ -29,10 +30,11 @@ from transformers import DynamicCache
 
 from tiercache.connector.connector import Connector, connect
 from tiercache.connector.loads import Match
+from tiercache.connectors.transformers import calls
 from tiercache.connectors.transformers.model import (
     check_version,
     make_namespace,
-    padding_is_neutral,
+    try_generate,
     try_model,
 )
 from tiercache.connectors.transformers.watch import ModelWatch
@@ -42,24 +44,6 @@ from tiercache.ground.units import parse_bytes
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.keys import KeyChain, name_blocks
 from tiercache.protocol.messages import ModelCard
-
-NOT_SERVED: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "prompt_lookup_num_tokens": None,
-    "assistant_early_exit": None,
-    "use_mtp": None,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "constraints": None,
-    "force_words_ids": None,
-    "cache_implementation": None,
-    "output_attentions": None,
-    "output_hidden_states": None,
-}
-"""Settings that reorder, draft, bring their own cache or show the prompt's states, and their off values."""
-NO_SETTINGS = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer"}
-"""Other arguments of generate that are no settings. Anything further is an input of the model."""
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 
@@ -120,7 +104,7 @@ class PrefixCache:
         self.model = model
         self.bypassed = 0
         self._shapes, dtype = try_model(model)
-        self._padded = padding_is_neutral(model)  # else rows with padding bypass the cache
+        self._padded = try_generate(model)  # else rows with padding bypass the cache
         self._block_size = block_size
         self._lock = threading.Lock()
         self._said: set[str] = set()
@@ -156,33 +140,32 @@ class PrefixCache:
         """
         self.watch.weights_changed(model_id)
 
-    def generate(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        *,
-        hint: Hint | None = None,
-        **options: Any,
-    ) -> Any:
+    def generate(self, *arguments: Any, hint: Hint | None = None, **options: Any) -> Any:
         """`model.generate` with the same arguments and the same result; `hint` as for `store`.
+
+        A second positional tensor is the attention_mask.
 
         Raises only what `model.generate` raises: a cache that fails is a miss.
         """
-        given = {"input_ids": input_ids, "attention_mask": attention_mask}
-        inputs = {name: value for name, value in given.items() if value is not None}
-        reason = self._unserved(input_ids, attention_mask, options)
-        cache = RestoredCache()
-        if not reason and input_ids is not None:
+        options = calls.arguments_of(arguments, options)
+        if not self.connector.available:
+            return self.model.generate(**options)
+
+        def restore(ids: torch.Tensor, mask: torch.Tensor | None) -> RestoredCache:
             try:
-                cache = self._restore(self.watch.root(), input_ids, attention_mask)
+                return self._restore(self.watch.root(), ids, mask)
             except ModelRefused as error:
-                reason = str(error)
-        if reason:
-            self._bypass(reason)
-            return self.model.generate(**inputs, **options)
-        output = self.model.generate(**inputs, past_key_values=cache, **options)
-        self.store(cache, getattr(output, "sequences", output), attention_mask, hint)
-        return output
+                raise calls.Unserved(str(error)) from None
+
+        def done(cache: DynamicCache, tokens: torch.Tensor, mask: torch.Tensor | None) -> None:
+            assert isinstance(cache, RestoredCache)
+            self.store(cache, tokens, mask, hint)
+
+        try:
+            return calls.generate(self.model, options, restore, done, self._padded)
+        except calls.Unserved as error:
+            self._bypass(str(error))
+        return self.model.generate(**options)
 
     @torch.no_grad()
     def restore(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> RestoredCache:
@@ -194,7 +177,7 @@ class PrefixCache:
 
         At least the last token is left to be computed.
         """
-        reason = self._unserved_mask(input_ids, attention_mask)
+        reason = calls.unserved_mask(input_ids, attention_mask, self._padded)
         try:
             if not reason:
                 return self._restore(self.watch.root(), input_ids, attention_mask)
@@ -249,7 +232,7 @@ class PrefixCache:
         length = min(int(cache.get_seq_length()), tokens.shape[1])
         if length > self.watch.limit or not self.connector.available:
             return 0
-        if reason := self._unserved_mask(tokens, attention_mask):
+        if reason := calls.unserved_mask(tokens, attention_mask, self._padded):
             self._say(reason)
             return 0
         try:
@@ -340,45 +323,7 @@ class PrefixCache:
                 begin += length
         return pieces
 
-    # --- what is served, and under which name ----------------------------------------------------
-
-    def _unserved(
-        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
-    ) -> str:
-        """Why a call bypasses the cache, or nothing."""
-        if input_ids is None or input_ids.ndim != 2 or input_ids.shape[0] < 1 or input_ids.shape[1] < 2:
-            return "it has no input_ids of at least two tokens"
-        config = options.get("generation_config") or self.model.generation_config
-        for name in options:
-            if name not in NO_SETTINGS and not hasattr(config, name):
-                return f"{name} is an input that token ids do not name"
-        for name, off in NOT_SERVED.items():
-            if options.get(name, getattr(config, name, None)) not in (None, False, off):
-                return f"{name} is set"
-        if options.get("use_cache", getattr(config, "use_cache", True)) is False:
-            return "use_cache is off"
-        if attention_mask is None:
-            pad_id = options.get("pad_token_id", getattr(config, "pad_token_id", None))
-            if pad_id in input_ids.flatten().tolist():
-                return "it has padding and no attention_mask"
-        elif getattr(attention_mask, "shape", None) != input_ids.shape:  # a dict, too
-            return "its attention_mask has another shape than its input_ids"
-        return self._unserved_mask(input_ids, attention_mask)
-
-    def _unserved_mask(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> str:
-        """Why tokens alone cannot name what is computed under a mask, or nothing. The mask may be the prompt's."""
-        if attention_mask is None:
-            return ""
-        if attention_mask.ndim != 2 or len(attention_mask) != len(tokens) or attention_mask.shape[1] > tokens.shape[1]:
-            return "its attention_mask is not one of these tokens"
-        seen = attention_mask == 1
-        if not bool((seen | (attention_mask == 0)).all()):
-            return "its attention_mask has values besides 0 and 1"
-        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-            return "its padding is not on the left"
-        if not (self._padded or bool(seen.all())):
-            return "it has padding, behind which this model computes something else"
-        return ""
+    # --- what is said of it ------------------------------------------------------------------------
 
     def _bypass(self, reason: str) -> None:
         self.bypassed += 1

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiercache.connectors.transformers import calls
 from tiercache.errors import ConfigError, ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
 from transformers import DynamicCache
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 ENGINE_NAME = "transformers/1"
 BLOCK_LAYOUT = "layer,2,kv_head,slot,head_dim"
@@ -20,6 +23,21 @@ PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 PROBE_TOKENS = 24
 PROBE_CUT = 16
 PROBE_PADDING = 11
+PLAIN = {
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "use_mtp": False,
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict_in_generate"), False),
+    **dict.fromkeys(("cache_implementation", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")),
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "guidance_scale", "prefill_chunk_size")),
+}
+"""Settings of a call that is served, whatever the model's defaults are."""
+AHEAD = (True, "all")
+"""Values of `use_bidirectional_attention` with which texts are no sequences."""
+SAME = 0.02
+"""The relative difference allowed between the same numbers computed among others, of any type."""
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 
@@ -54,7 +72,7 @@ def constant_rope_tokens(config: Any) -> int:
 
 
 def try_model(model: Any) -> tuple[list[LayerShape], torch.dtype]:
-    """Run a few tokens whole and in two parts. Returns the shape of each layer's K and V, and their type.
+    """Run a few tokens whole, in parts, and with another end. Returns each layer's shape of K and V, and their type.
 
     Raises ModelRefused.
     """
@@ -77,24 +95,53 @@ def _bound(dtype: torch.dtype) -> float:
     return 1e-3 if dtype == torch.float32 else 0.2
 
 
-def padding_is_neutral(model: Any) -> bool:
-    """Whether `generate` computes the same K and V of tokens with padding before them as without."""
+def try_generate(model: Any) -> bool:
+    """Run `generate` from a restored prefix. Returns whether padding before tokens changes nothing of their K and V.
+
+    Raises ModelRefused: `generate` computes something else from a restored prefix, or cannot go on from one.
+    """
     tokens, padding = _tokens(model), torch.zeros(1, PROBE_PADDING, dtype=torch.long, device=model.device)
-    settings = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "pad_token_id": 0}
-    alone, padded = DynamicCache(), DynamicCache()
     mask = torch.ones_like(tokens)
     try:
-        model.generate(input_ids=tokens, attention_mask=mask, past_key_values=alone, **settings)
-        both, mask = torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1)
-        model.generate(input_ids=both, attention_mask=mask, past_key_values=padded, **settings)
-        for layer, other in zip(alone.layers, padded.layers, strict=True):
-            keys, others = layer.keys.float(), other.keys[:, :, PROBE_PADDING:].float()
-            if not (others - keys).norm() <= _bound(layer.keys.dtype) * keys.norm():
-                return False
+        alone = _generated(model, tokens, mask, DynamicCache())
+        restored = _generated(model, tokens, mask, _first(alone, PROBE_CUT))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelRefused(f"{type(model).__name__} cannot generate from a restored prefix: {what}") from error
+    if not _alike(alone, restored):
+        raise ModelRefused(f"generate of {model.config.model_type} computes something else from a restored prefix")
+    try:
+        padded = _generated(model, torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1), DynamicCache())
+        return _alike(alone, padded, skipped=PROBE_PADDING)
     except Exception:
         # A model that cannot do it is served without padding.
         logger.debug("%s was tried with padding", type(model).__name__, exc_info=True)
         return False
+
+
+def _generated(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> DynamicCache:
+    """The cache after a call of `generate` that went on from `cache`."""
+    options = {"input_ids": tokens, "attention_mask": mask, "max_new_tokens": 1, "pad_token_id": 0, **PLAIN}
+    calls.generate(model, options, lambda ids, mask: cache, lambda *_: None)
+    if cache.get_seq_length() != tokens.shape[1]:
+        raise ModelRefused("its generate did not fill the cache that it was given")
+    return cache
+
+
+def _first(cache: DynamicCache, tokens: int) -> DynamicCache:
+    part = DynamicCache()
+    for layer_id, layer in enumerate(cache.layers):
+        part.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], layer_id)
+    return part
+
+
+def _alike(cache: DynamicCache, other: DynamicCache, skipped: int = 0, bound: float = 0.0) -> bool:
+    """Whether K and V of all tokens of `cache` are nearly those of `other` behind its first `skipped` ones."""
+    for layer, others in zip(cache.layers, other.layers, strict=True):
+        for mine, theirs in ((layer.keys, others.keys), (layer.values, others.values)):
+            expected, found = mine.float(), theirs[:, :, skipped : skipped + mine.shape[2]].float()
+            if not (found - expected).norm() <= (bound or _bound(mine.dtype)) * expected.norm():
+                return False
     return True
 
 
@@ -109,6 +156,7 @@ def _try(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     if strange or not model._supports_default_dynamic_cache():
         kinds = ", ".join(strange) or "a cache of its own"
         raise ModelRefused(f"{model.config.model_type} has {kinds}: only K and V per layer are served")
+    _check_state(model)
     tokens = _tokens(model)
     whole, resumed = DynamicCache(), DynamicCache()
     expected = model(input_ids=tokens, past_key_values=whole, use_cache=True).logits[:, PROBE_CUT:].float()
@@ -126,7 +174,34 @@ def _try(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     apart = float((found - expected).norm() / expected.norm())
     if not apart < _bound(dtype):
         raise ModelRefused(f"{model.config.model_type} computes something else from a restored prefix")
+    _check_causal(model, tokens, whole)
     return shapes, dtype
+
+
+def _check_state(model: Any) -> None:
+    """Raise ModelRefused for a model that keeps something between calls besides its cache, or only a part of itself."""
+    for name, module in model.named_modules():
+        if hasattr(module, "rope_deltas"):
+            raise ModelRefused(f"{name or 'the model'} keeps positions of one call for the next (rope_deltas)")
+    if is_fsdp_managed_module(model) or is_deepspeed_zero3_enabled():
+        raise ModelRefused("its weights are divided among processes (FSDP or ZeRO-3): load it whole")
+
+
+def _check_causal(model: Any, tokens: torch.Tensor, whole: DynamicCache) -> None:
+    """Raise ModelRefused if the K and V of a prefix depend on what follows it.
+
+    With another continuation of the same length the same kernels run, so that the same numbers come out, but for
+    experts: these compute their tokens in another order.
+    """
+    text = model.config.get_text_config(decoder=True)
+    ahead = getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in AHEAD
+    alone, otherwise = DynamicCache(), DynamicCache()
+    model(input_ids=tokens[:, :PROBE_CUT], past_key_values=alone, use_cache=True)
+    other = torch.cat([tokens[:, :PROBE_CUT], tokens[:, PROBE_CUT:].flip(1)], 1)
+    model(input_ids=other, past_key_values=otherwise, use_cache=True)
+    prefix = _first(whole, PROBE_CUT)
+    if ahead or not (_alike(alone, whole) and _alike(prefix, otherwise, bound=SAME)):
+        raise ModelRefused(f"the tokens of {model.config.model_type} attend to later ones: only decoders are served")
 
 
 def make_namespace(shapes: list[LayerShape], dtype: torch.dtype, block_size: int) -> NamespaceSpec:

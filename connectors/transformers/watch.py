@@ -27,6 +27,7 @@ import torch
 import xxhash
 from torch.nn.modules import module as torch_modules
 
+import transformers
 from tiercache.connectors.transformers.model import constant_rope_tokens
 from tiercache.connectors.weights.module_facts import attributes_of, functions_of, tensors_beside
 from tiercache.connectors.weights.sample import WeightSample
@@ -224,7 +225,9 @@ class ModelWatch:
             self._weights = self._model_id or hash_tensors(self._model)
         self._named = self._named or look
         modules = xxhash.xxh3_128_hexdigest(json.dumps(look.modules, sort_keys=True).encode())
+        version = transformers.__version__  # the code of a model changes with it
         extra = [("config", look.config), ("modules", modules), ("autocast", str(look.autocast or ""))]
+        extra.append(("transformers", version))
         if look.code != self._named.code:
             extra.append(("state", os.urandom(KEY_BYTES).hex()))
             self._say(f"the code of {_difference(self._named.code, look.code)} has changed, which nothing names")

@@ -1,0 +1,157 @@
+"""Which calls of `generate` are served, judged by what transformers makes of their arguments.
+
+transformers fills a call's settings from several places and infers masks and positions. Nothing of that is repeated
+here: it prepares the call and then hands over what it would run (`custom_generate`), with the settings, the mask and
+all inputs in effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from transformers import DynamicCache
+from transformers.generation import GenerationMixin, GenerationMode
+
+POSITIONAL = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+"""Names of the positional arguments of `model.generate`."""
+APART = ("assistant_model", "assistant_tokenizer", "custom_generate", "synced_gpus", "trust_remote_code")
+"""Arguments with which transformers takes another way than ours."""
+MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
+SHOWN = ("output_attentions", "output_hidden_states")
+"""Settings that show states of tokens that a restored prefix leaves out."""
+
+Restore = Callable[[torch.Tensor, "torch.Tensor | None"], DynamicCache]
+"""From ids and mask, both [row, token], a cache of some of the leading tokens. Without padding the mask may be None."""
+Done = Callable[[DynamicCache, torch.Tensor, "torch.Tensor | None"], object]
+"""Given the filled cache, the ids of prompt and answer, and the mask of the prompt."""
+
+
+class Unserved(Exception):
+    """The cache cannot serve a call; the text says why. Nothing has been computed or streamed."""
+
+
+def arguments_of(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `model.generate` by name. A second positional tensor is the attention_mask.
+
+    Raises TypeError as `model.generate` does.
+    """
+    names = list(POSITIONAL)
+    if len(positional) == 2 and isinstance(positional[1], torch.Tensor):
+        names[1] = "attention_mask"
+    if len(positional) > len(names):
+        raise TypeError(f"generate() takes {len(names)} positional arguments but {len(positional)} were given")
+    given = dict(zip(names, positional, strict=False))
+    if both := sorted(given.keys() & options.keys()):
+        raise TypeError(f"generate() got multiple values for argument '{both[0]}'")
+    return given | options
+
+
+def generate(model: Any, options: dict[str, Any], restore: Restore, done: Done, padded: bool = True) -> Any:
+    """`model.generate(**options)` that goes on from what `restore` returns, and gives the filled cache to `done`.
+
+    Args:
+        padded: the model computes the same behind padding as without.
+
+    Raises Unserved, and what `model.generate`, `restore` and `done` raise.
+    """
+    for name in APART:
+        if options.get(name) is not None:
+            raise Unserved(f"{name} is set")
+    if options.get("cache_implementation") == "paged":
+        raise Unserved("cache_implementation is set")
+    streamer = options.get("streamer")  # transformers gives it no prompt before it is clear that the call is served
+
+    def sample(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        tokenizer: Any = None,  # named, since transformers gives its stopping criteria only what is named
+        **model_kwargs: Any,
+    ) -> Any:
+        mask = model_kwargs.get("attention_mask")
+        _check(input_ids, generation_config, model_kwargs)
+        if reason := unserved_mask(input_ids, mask, padded):
+            raise Unserved(reason)
+        cache = restore(input_ids, mask)
+        cache._is_user_defined = True  # as transformers marks those that outlive the call
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        output = type(model)._sample(
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **{**model_kwargs, "past_key_values": cache},
+        )
+        done(cache, getattr(output, "sequences", output), mask)
+        return output
+
+    return model.generate(**{**options, "streamer": None, "custom_generate": sample})
+
+
+def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
+    """Raise Unserved unless these token ids and their mask alone decide what is computed.
+
+    Args:
+        ids: [row, token].
+        config: the settings in effect.
+        inputs: what `forward` is given besides the ids.
+    """
+    mode = config.get_generation_mode()
+    if mode not in MODES or config.is_assistant:
+        raise Unserved(f"its generation mode is {mode.value}")
+    if inputs.get("use_cache") is False:
+        raise Unserved("use_cache is off")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise Unserved("cache_implementation is set")
+    cache = inputs.get("past_key_values")
+    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False):
+        raise Unserved("it has a cache of its own")
+    if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise Unserved("it has no input_ids of at least two tokens")
+    for name in SHOWN:
+        if inputs.get(name) or getattr(config, name, None):
+            raise Unserved(f"{name} is set")
+    own = {"attention_mask", "position_ids", "past_key_values", "use_cache"}
+    for name in inputs.keys() - own:
+        if inputs[name] is not None and not (name == "logits_to_keep" and inputs[name] == 1):
+            raise Unserved(f"{name} is an input that token ids do not name")
+    if not _counts(ids, inputs.get("attention_mask"), inputs.get("position_ids")):
+        raise Unserved("its position_ids are not the places of its tokens")
+
+
+def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
+    """Whether the position of each token is the number of tokens before it, without padding."""
+    if positions is None:
+        return True
+    seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) == 1
+    if positions.ndim != 2 or seen.shape != ids.shape or positions.shape[1] != ids.shape[1]:
+        return False
+    expected = seen.long().cumsum(-1) - 1
+    return bool((positions.to(ids.device) == expected)[seen].all())
+
+
+def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None, padded: bool) -> str:
+    """Why tokens alone cannot name what is computed under a mask, or nothing. The mask may be the prompt's."""
+    if mask is None:
+        return ""
+    if mask.ndim != 2 or len(mask) != len(tokens) or mask.shape[1] > tokens.shape[1]:
+        return "its attention_mask is not one of these tokens"
+    seen = mask == 1
+    if not bool((seen | (mask == 0)).all()):
+        return "its attention_mask has values besides 0 and 1"
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        return "its padding is not on the left"
+    if not (padded or bool(seen.all())):
+        return "it has padding, behind which this model computes something else"
+    return ""

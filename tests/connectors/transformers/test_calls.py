@@ -1,0 +1,148 @@
+"""Calls of `generate`, served or not: what comes out is what comes out of the model alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Open, prompt, tiny_model
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import GenerationMixin
+
+from tiercache.connectors.transformers.calls import arguments_of
+
+pytestmark = pytest.mark.engine
+IDS = prompt(64)
+ONES = torch.ones_like(IDS)
+PADDED = torch.cat([torch.zeros(1, 24, dtype=torch.long), prompt(40)], dim=1)
+ANSWER = {"max_new_tokens": 8, "eos_token_id": None}
+
+
+def config(**settings: Any) -> GenerationConfig:
+    return GenerationConfig(**{**ANSWER, **settings})
+
+
+def said(output: Any) -> list[list[int]]:
+    return list(getattr(output, "sequences", output).tolist())
+
+
+SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({}, {}),
+    "sampled": ({}, {"do_sample": True, "top_k": 20}),
+    "a config": ({}, {"generation_config": config()}),
+    "a config, positional": ({}, {"positional": [IDS, config()]}),
+    "inputs": ({}, {"inputs": IDS, "input_ids": None}),
+    "no mask": ({}, {"attention_mask": None}),
+    "several answers": ({}, {"num_return_sequences": 2, "do_sample": True}),
+    "several answers by default": ({"num_return_sequences": 2, "do_sample": True}, {"generation_config": config()}),
+    "a prefill in chunks": ({}, {"prefill_chunk_size": 10}),
+    "scores": ({}, {"output_scores": True, "return_dict_in_generate": True}),
+    "its own positions": ({}, {"position_ids": torch.arange(64)[None]}),
+    "hybrid by default, which transformers ignores": ({"cache_implementation": "hybrid"}, {}),
+    "no cache by default, but here": ({"use_cache": False}, {"use_cache": True}),
+}
+BYPASSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "beams": ({}, {"num_beams": 2}),
+    "beams by default": ({"num_beams": 2}, {"generation_config": config()}),
+    "a static cache by default": ({"cache_implementation": "static"}, {"generation_config": config()}),
+    "a static cache": ({}, {"cache_implementation": "static"}),
+    "drafts from the prompt by default": ({"prompt_lookup_num_tokens": 3}, {"generation_config": config()}),
+    "a draft model": ({}, {"assistant_model": tiny_model("LlamaConfig", seed=3)}),
+    "no cache by default": ({"use_cache": False}, {"generation_config": config()}),
+    "no cache": ({}, {"use_cache": False}),
+    "attentions": ({}, {"output_attentions": True}),
+    "other positions": ({}, {"position_ids": torch.arange(64)[None] * 2}),
+    "a cache of its own": ({}, {"past_key_values": DynamicCache}),
+    "its own way to generate": ({}, {"custom_generate": GenerationMixin._sample}),
+    "a mask of other values": ({}, {"attention_mask": ONES * 2}),
+    "a mask with a hole": ({}, {"attention_mask": torch.cat([ONES[:, :20], ONES[:, :5] * 0, ONES[:, 25:]], dim=1)}),
+}
+
+
+def run(target: Any, options: dict[str, Any]) -> list[list[int]]:
+    options = {name: value() if value is DynamicCache else value for name, value in options.items()}
+    positional = options.pop("positional", [])
+    own = {} if positional else {"input_ids": IDS}
+    answer = {} if positional or "generation_config" in options else ANSWER
+    options = {**own, "attention_mask": ONES, **answer, **options}
+    torch.manual_seed(5)
+    return said(target.generate(*positional, **{name: value for name, value in options.items() if value is not None}))
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["served", "bypassed"])
+def test_each_call_says_what_the_model_says(open_cache: Open, served: bool) -> None:
+    wrong = {}
+    for name, (defaults, options) in (SERVED if served else BYPASSED).items():
+        model = tiny_model("LlamaConfig")
+        cache = open_cache(model, salt=name)
+        cache.generate(IDS, ONES, max_new_tokens=1)
+        loaded = cache.connector.counters["loaded_blocks"]
+        for setting, value in defaults.items():
+            setattr(model.generation_config, setting, value)
+        expected = run(model, options)
+        right = [run(cache, options) == expected for _ in range(2)]
+        hits = bool(cache.connector.counters["loaded_blocks"] - loaded)
+        if (right, hits, cache.bypassed) != ([True, True], served, 0 if served else 2):
+            wrong[name] = right, hits, cache.bypassed
+    assert not wrong
+
+
+@pytest.mark.parametrize("masked_first", [False, True])
+def test_padding_that_transformers_finds_by_itself_is_padding(open_cache: Open, masked_first: bool) -> None:
+    """Without a mask the padding token of the model's defaults hides tokens; with a mask of ones it is a token."""
+    model = tiny_model("LlamaConfig")
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 2
+    options: list[dict[str, Any]] = [
+        {"inputs": PADDED, "generation_config": GenerationConfig(max_new_tokens=8)},
+        {"inputs": PADDED, "attention_mask": ONES, "generation_config": GenerationConfig(max_new_tokens=8)},
+    ]
+    expected = [said(model.generate(**one)) for one in options]
+    assert expected[0] != expected[1]
+    cache = open_cache(model)
+    for _ in range(2):
+        for number in (0, 1) if masked_first else (1, 0):
+            assert said(cache.generate(**options[number])) == expected[number]
+    assert cache.bypassed == 0
+    assert cache.connector.counters["loaded_blocks"] == 39 // 16 + 63 // 16, "the last token is computed"
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.put_tokens: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_tokens.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["served", "bypassed"])
+def test_a_streamer_sees_each_token_once(open_cache: Open, use_cache: bool) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    streamers = Streamer(), Streamer(), Streamer()
+    for target, streamer in zip((model, cache, cache), streamers, strict=True):
+        target.generate(input_ids=IDS, attention_mask=ONES, streamer=streamer, use_cache=use_cache, **ANSWER)
+    assert [(one.put_tokens, one.ends) for one in streamers[1:]] == [(streamers[0].put_tokens, 1)] * 2
+
+
+def test_wrong_arguments_are_refused_as_by_the_model(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    for options in ({"no_such_option": 1}, {"attention_mask": [[1] * 64]}, {"max_new_tokens": -1}):
+        raised = []
+        for target in (model, cache):
+            with pytest.raises(Exception, match=r".") as caught:
+                target.generate(IDS, **options)
+            raised.append((caught.type, str(caught.value)))
+        assert raised[0] == raised[1]
+    assert arguments_of((IDS, ONES), {"top_k": 3}) == {"inputs": IDS, "attention_mask": ONES, "top_k": 3}
+    for positional, options in (((IDS,), {"inputs": IDS}), (range(99), {})):
+        with pytest.raises(TypeError):
+            arguments_of(tuple(positional), dict(options))
+        with pytest.raises(TypeError):
+            inspect.signature(GenerationMixin.generate).bind(model, *positional, **options)
