@@ -21,6 +21,7 @@ from pathlib import Path
 import zmq
 
 from tiercache.daemon.ground.connections import Connections
+from tiercache.daemon.ground.multipart import Multipart
 from tiercache.errors import ConfigError
 
 MAX_UNSENT = 2048
@@ -36,7 +37,9 @@ REPLAY_TIMEOUT_S = 10.0
 """A subscriber that takes nothing for so long is given up."""
 LINGER_MS = 100
 _END = (-1).to_bytes(8, "big", signed=True)
-_MAX_REQUEST_BYTES = 1024
+_REQUEST_PARTS, _MAX_REQUEST_BYTES = 3, 1024
+MAX_SENT_BYTES = 4 << 20
+"""A subscriber that has sent so much is disconnected: it has nothing to say but what it subscribes to."""
 
 
 class _Replay:
@@ -82,6 +85,7 @@ class Publisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._requests: Multipart | None = None
         self._connections: list[Connections] = []
 
     def open(self) -> None:
@@ -90,6 +94,7 @@ class Publisher:
         if self._replay_endpoint:
             self._router = self._open(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._requests = Multipart(self._router, self._connections[-1], _REQUEST_PARTS)
 
     def _open(self, kind: int, setting: str, endpoint: str, connects: bool = False) -> zmq.Socket[bytes]:
         socket_ = self._context.socket(kind)
@@ -100,7 +105,7 @@ class Publisher:
             (zmq.IPV6, int("[" in endpoint)),
         ):
             socket_.setsockopt(option, value)
-        connections = Connections(socket_, MAX_SUBSCRIBERS)
+        connections = Connections(socket_, MAX_SUBSCRIBERS, MAX_SENT_BYTES)
         scheme, _, path = endpoint.partition("://")
         try:
             if connects:
@@ -133,16 +138,18 @@ class Publisher:
         """Count subscribers that came and went, and resend a part of what they have asked for."""
         for connections in self._connections:
             connections.look()
-        if self._router is None:
+        if self._router is None or self._requests is None:
             return
         while len(self._replays) < MAX_REPLAYS:
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                parts = [part.bytes for part in self._requests.receive()]
             except zmq.Again:
                 break
-            if len(frames) == 3:  # else the answer could not be matched to a request
+            if len(parts) == _REQUEST_PARTS:  # else the answer could not be matched to a request
                 self.replays += 1
-                self._replays.append(_Replay(frames[0], int.from_bytes(frames[2], "big")))
+                self._replays.append(_Replay(parts[0], int.from_bytes(parts[2], "big")))
+            elif not parts:
+                break  # what was too long is skipped a slice in each tick
         budget = REPLAY_AT_ONCE
         for _ in range(len(self._replays)):
             replay = self._replays.popleft()

@@ -15,13 +15,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
 from tiercache.daemon.ground.connections import Connections
+from tiercache.daemon.ground.multipart import Multipart
 from tiercache.daemon.ground.run_directory import guard
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.unsent import SMALL_BYTES, Receiver, SmallAnswers, Unsent
@@ -38,6 +38,10 @@ CONNECTIONS_AT_ONCE, PARTS_AT_ONCE = 512, 64
 COPIED_BYTES = 64 << 10
 """Longer messages are decoded where ZeroMQ has them: a copy of the longest takes half a millisecond."""
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
+MAX_PARTS = 4
+"""Of a message: identity, header, a payload, and one too many, for which there is an answer."""
+MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES + (64 << 10)
+"""Of a header and a payload, with what ZeroMQ adds."""
 
 
 class Answer(NamedTuple):
@@ -107,7 +111,8 @@ class Router:
             (zmq.RCVHWM, MAX_OUTSTANDING),
         ):
             socket_.setsockopt(option, value)
-        self.connections = Connections(socket_, max_connections)
+        self.connections = Connections(socket_, max_connections, MAX_REQUEST_BYTES)
+        self._messages = Multipart(socket_, self.connections, MAX_PARTS)
         self._looking = False
         if prepare is not None:
             prepare(socket_)
@@ -146,27 +151,21 @@ class Router:
         return False
 
     def _serve_one(self) -> bool:
-        """Serve one request, if there is one."""
+        """Serve one request, or skip a part of what is no request, if there is something."""
         try:
-            identity = self._socket.recv(zmq.NOBLOCK)
+            message = self._messages.receive()
         except zmq.Again:
             self.empty_ns = time.perf_counter_ns()
             return False
-        header: bytes | memoryview = b""
-        parts = []
-        if self._socket.getsockopt(zmq.RCVMORE):
-            header = self._receive_header()
-        while self._socket.getsockopt(zmq.RCVMORE):
-            parts.append(self._socket.recv(copy=False))
-        answer = self._handle(identity, header, parts)
+        if not message:
+            return True
+        identity, header = message[0].bytes, self._header_of(message[1]) if len(message) > 1 else b""
+        answer = self._handle(identity, header, message[2:])
         if answer is not None:
             self.reply(identity, answer)
         return True
 
-    def _receive_header(self) -> bytes | memoryview:
-        frame = self._socket.recv(copy=False)
-        with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
-            self.connections.heard(int(frame.get(zmq.SRCFD)))
+    def _header_of(self, frame: zmq.Frame) -> bytes | memoryview:
         if self._asks_who:
             self.peer = str(frame.get("User-Id"))
         return frame.bytes if len(frame) < COPIED_BYTES else frame.buffer

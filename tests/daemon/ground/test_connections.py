@@ -23,7 +23,7 @@ class Told:
         self.now_s = 0.0
         self.events: list[tuple[int, int]] = []
         self.refused: list[int] = []
-        self.ours = Connections(socket, 3)
+        self.ours = Connections(socket, 3, 1000)
         self._pipe = self.ours._monitor
         monkeypatch.setattr(connections.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(connections.os, "dup", self._dup)
