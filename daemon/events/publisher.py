@@ -5,19 +5,24 @@
              ─► empty, topic, sequence number, batch      as many as are still kept, in order
              ─► empty, empty, -1, empty                   the end
 
-That is the protocol of vLLM's own publisher. Numbers begin at 0 in every life of the daemon. A subscriber that does not
-keep up loses batches, and notices by the numbers.
+That is the protocol of vLLM's own publisher. A subscriber that does not keep up loses batches, and notices by the
+numbers. So does one that was connected to an earlier life of the daemon: the numbers of a life begin with the time of
+its start in microseconds. The first batches of a life wait for subscribers to come back, and who comes later hears an
+empty batch, whose number tells what was missed. An answer that cannot begin with the batch that was asked for begins
+with `AllBlocksCleared`: who has missed batches may know of blocks that are gone.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import time
 from collections import deque
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from tiercache.daemon.ground.connections import Connections
@@ -36,6 +41,9 @@ REPLAY_AT_ONCE = 128
 REPLAY_TIMEOUT_S = 10.0
 """A subscriber that takes nothing for so long is given up."""
 LINGER_MS = 100
+RECONNECT_S = 1.0
+"""Subscribers of an earlier life come back meanwhile: ZeroMQ tries every 0.1 s. So long after each arrival an empty
+batch is published."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REQUEST_PARTS, _MAX_REQUEST_BYTES = 3, 1024
 MAX_SENT_BYTES = 4 << 20
@@ -72,6 +80,7 @@ class Publisher:
         connects: bool = False,
     ) -> None:
         self.batches = 0
+        self.first = time.time_ns() // 1000
         self.replays = 0
         self.buffer_bytes = 0
         self._endpoint = endpoint
@@ -87,6 +96,10 @@ class Publisher:
         self._router: zmq.Socket[bytes] | None = None
         self._requests: Multipart | None = None
         self._connections: list[Connections] = []
+        self._sent = 0  # batches given to the PUB, or lost before
+        self._arrivals = 0
+        self._held_until_s = time.monotonic() + RECONNECT_S
+        self._greet_at_s = math.inf
 
     def open(self) -> None:
         """Bind, or connect. Raises ConfigError for an unavailable address."""
@@ -126,18 +139,46 @@ class Publisher:
 
     def publish(self, batch: bytes) -> None:
         """Send a batch to all present subscribers, and keep it for those who ask later."""
-        if self._pub is not None:
-            self._pub.send_multipart((self._topic, self.batches.to_bytes(8, "big"), batch), zmq.NOBLOCK)
         self.batches += 1
         self._buffer.append(batch)
         self.buffer_bytes += len(batch)
         while len(self._buffer) > self._buffer_steps or self.buffer_bytes > MAX_BUFFER_BYTES:
             self.buffer_bytes -= len(self._buffer.popleft())
+        if time.monotonic() >= self._held_until_s:
+            self._send_new()
+
+    def _send_new(self) -> None:
+        """Give the PUB what it has not had. What is no longer kept is lost, as for a slow subscriber."""
+        kept = self.batches - len(self._buffer)
+        self._sent = max(self._sent, kept)
+        if self._pub is not None:
+            for batch in islice(self._buffer, self._sent - kept, None):
+                self._pub.send_multipart((self._topic, self._number(self._sent), batch), zmq.NOBLOCK)
+                self._sent += 1
+        self._sent = self.batches
+
+    def _number(self, place: int) -> bytes:
+        return (self.first + place).to_bytes(8, "big")
+
+    def _greet(self) -> None:
+        """Have those who have come hear of this life, even if nothing happens in it."""
+        arrivals, now_s = self._connections[0].arrivals, time.monotonic()
+        if arrivals != self._arrivals:
+            self._arrivals, self._greet_at_s = arrivals, min(self._greet_at_s, now_s + RECONNECT_S)
+        if now_s < self._held_until_s:
+            return
+        if self._sent < self.batches:
+            self._send_new()
+        if now_s >= self._greet_at_s:
+            self._greet_at_s = math.inf
+            self.publish(_batch())
 
     def tick(self) -> None:
         """Count subscribers that came and went, and resend a part of what they have asked for."""
         for connections in self._connections:
             connections.look()
+        if self._connections:
+            self._greet()
         if self._router is None or self._requests is None:
             return
         while len(self._replays) < MAX_REPLAYS:
@@ -160,15 +201,20 @@ class Publisher:
 
     def _send_again(self, router: zmq.Socket[bytes], replay: _Replay, budget: int) -> tuple[int, bool]:
         """Send at most `budget` batches; returns how many, and whether there is more to send."""
-        oldest = self.batches - len(self._buffer)
-        first = replay.following = max(replay.following, oldest)
+        oldest = self.first + self.batches - len(self._buffer)
+        missed = replay.following < oldest and oldest > self.first
+        first = max(replay.following, oldest)
         address = replay.identity, b""
         try:
+            if missed:
+                cleared = _batch({"type": "AllBlocksCleared"})
+                router.send_multipart((*address, self._topic, (oldest - 1).to_bytes(8, "big"), cleared), zmq.NOBLOCK)
+            replay.following = first
             for batch in islice(self._buffer, first - oldest, first - oldest + budget):
                 number = replay.following.to_bytes(8, "big")
                 router.send_multipart((*address, self._topic, number, batch), zmq.NOBLOCK)
                 replay.following += 1
-            over = replay.following >= self.batches
+            over = replay.following >= self.first + self.batches
             if over:
                 router.send_multipart((*address, b"", _END, b""), zmq.NOBLOCK)
         except zmq.Again:  # it reads more slowly than this
@@ -209,3 +255,7 @@ def _check_free(path: str) -> None:
                 raise FileExistsError(errno.EEXIST, path) from None
             return
     raise OSError(errno.EADDRINUSE, path)
+
+
+def _batch(*events: dict[str, str]) -> bytes:
+    return msgspec.msgpack.encode([time.time(), events, None])

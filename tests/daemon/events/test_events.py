@@ -13,7 +13,7 @@ import msgpack
 import msgspec
 import pytest
 import zmq
-from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
+from raw_client import VISIBLE, WAIT_S, Client, Daemon, daemon, new_chain
 from waiting import wait_until
 
 from tiercache.daemon.events.events import Events, NamedBlocks
@@ -144,7 +144,7 @@ def test_batches_come_in_order_and_can_be_had_again(tmp_path: Path) -> None:
         store(client, number, new_chain(1), [5])
         first, events = sub.next()
         live: list[Batch] = [(first, events)]
-        while live[-1][1][-1]["block_hashes"] != [5]:
+        while not live[-1][1] or live[-1][1][-1]["block_hashes"] != [5]:
             live.append(sub.next())
         assert [place for place, _ in live] == list(range(first, first + len(live)))
         events = [event for _, batch in live for event in batch if event["block_hashes"][0] not in joined]
@@ -153,11 +153,13 @@ def test_batches_come_in_order_and_can_be_had_again(tmp_path: Path) -> None:
         assert events[0]["parent_block_hash"] is None
         assert events[-1] == stored([5])
         everything = sub.replay(0)
-        assert everything[0] == (0, [CLEARED])
-        assert everything[first : first + len(live)] == live
-        assert sub.replay(first + 1) == everything[first + 1 :]
-        assert sub.replay(1 << 40) == []
-        assert client.stats()["kv_events"]["batches"] == len(everything)
+        begin, events = everything[0]
+        assert events == [CLEARED]
+        assert [place for place, _ in everything] == list(range(begin, begin + len(everything)))
+        assert everything[first - begin :][: len(live)] == live
+        assert sub.replay(first + 1)[: len(live) - 1] == live[1:]
+        assert sub.replay(1 << 60) == []
+        assert client.stats()["kv_events"]["batches"] >= len(everything)
 
 
 def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
@@ -179,12 +181,47 @@ def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
             join(sub, client)
             last = sub.replay(0)[-1][0]
         number, events = sub.next()
-        while number <= last or events[-1] != CLEARED:
+        while number <= last or events[-1:] != [CLEARED]:
             number, events = sub.next()
         with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:
-            assert sub.replay(0) == [(0, [CLEARED])]  # another life begins with nothing, and counts from 0
+            assert sub.all() == [CLEARED]  # another life begins with nothing, and its numbers with a later time
+            assert sub.replay(last)[0][0] > last
             store(client, client.namespace(), new_chain(1), [1])
             wait_until(lambda: sub.all() == [CLEARED, stored([1])])
+
+
+def test_an_idle_daemon_is_heard_after_a_kill(tmp_path: Path) -> None:
+    """By a subscriber that was there before, and by one that comes later."""
+    with subscriber(tmp_path) as sub, subscriber(tmp_path) as late:
+        running = Daemon(tmp_path / "run", *flags(tmp_path))
+        with running.process, connected(tmp_path) as client:
+            join(sub, client)
+            running.process.kill()
+        late.sub.disconnect(f"ipc://{tmp_path}/events")
+        while sub.sub.poll(0):
+            last, _ = sub.next()
+        with daemon(tmp_path / "run", *flags(tmp_path)):
+            first, events = sub.next()
+            assert (first > last, events) == (True, [CLEARED])
+            number, events = sub.next()
+            assert (number, events) == (first + 1, []), "for who came"
+            late.sub.connect(f"ipc://{tmp_path}/events")
+            while number <= first + 1:
+                number, events = late.next()
+            assert events == []
+            assert late.replay(last)[0] == (first, [CLEARED])
+
+
+def test_an_answer_that_has_lost_its_beginning_clears_first(tmp_path: Path) -> None:
+    with following(tmp_path, "--kv-events-buffer", "2") as (client, sub):
+        join(sub, client)
+        begin = sub.replay(0)[0][0]
+        for name in range(3):
+            store(client, client.namespace(), new_chain(1), [name])
+            wait_until(lambda: sub.replay(0)[-1][1][-1:] == [stored([name])])  # noqa: B023
+        (number, cleared), *rest = sub.replay(begin)
+        assert (cleared, [place for place, _ in rest]) == ([CLEARED], [number + 1, number + 2])
+        assert sub.replay(number + 1) == rest
 
 
 def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
