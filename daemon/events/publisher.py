@@ -1,14 +1,14 @@
-"""The sockets of KV events: a PUB, which binds or connects, and a ROUTER that resends what a subscriber has missed.
+"""The sockets of KV events: an XPUB, which binds or connects, and a ROUTER that resends what a subscriber has missed.
 
-    PUB      ─► topic, sequence number (8 bytes, big endian), batch
+    XPUB     ─► topic, sequence number (8 bytes, big endian), batch
     ROUTER   ◄─ empty, first sequence number wanted
              ─► empty, topic, sequence number, batch      as many as are still kept, in order
              ─► empty, empty, -1, empty                   the end
 
 That is the protocol of vLLM's own publisher. A subscriber that does not keep up loses batches, and notices by the
 numbers. So does one that was connected to an earlier life of the daemon: the numbers of a life begin with the time of
-its start in microseconds. The first batches of a life wait for subscribers to come back, and who comes later hears an
-empty batch, whose number tells what was missed. An answer that cannot begin with the batch that was asked for begins
+its start in microseconds. The first batches of a life wait for subscribers to come back, and who subscribes later hears
+an empty batch, whose number tells what was missed. An answer that cannot begin with the batch that was asked for begins
 with `AllBlocksCleared`: who has missed batches may know of blocks that are gone.
 """
 
@@ -19,6 +19,7 @@ import math
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -42,8 +43,10 @@ REPLAY_TIMEOUT_S = 10.0
 """A subscriber that takes nothing for so long is given up."""
 LINGER_MS = 100
 RECONNECT_S = 1.0
-"""Subscribers of an earlier life come back meanwhile: ZeroMQ tries every 0.1 s. So long after each arrival an empty
-batch is published."""
+"""The first batches wait so long: subscribers of an earlier life come back, since ZeroMQ tries every 0.1 s."""
+GREETED_AFTER_S = 0.2
+"""An empty batch is published so long after a subscription; those that come meanwhile share it."""
+SUBSCRIPTIONS_AT_ONCE = 1000
 _END = (-1).to_bytes(8, "big", signed=True)
 _REQUEST_PARTS, _MAX_REQUEST_BYTES = 3, 1024
 MAX_SENT_BYTES = 4 << 20
@@ -63,7 +66,7 @@ class Publisher:
     """Event loop only; never blocks.
 
     Args:
-        endpoint: of the PUB.
+        endpoint: of the XPUB.
         replay: endpoint of the ROUTER, or empty for none.
         topic: what every batch carries.
         buffer_steps: batches kept for resending, within MAX_BUFFER_BYTES.
@@ -96,14 +99,14 @@ class Publisher:
         self._router: zmq.Socket[bytes] | None = None
         self._requests: Multipart | None = None
         self._connections: list[Connections] = []
-        self._sent = 0  # batches given to the PUB, or lost before
-        self._arrivals = 0
+        self._sent = 0  # batches given to the XPUB, or lost before
         self._held_until_s = time.monotonic() + RECONNECT_S
         self._greet_at_s = math.inf
 
     def open(self) -> None:
         """Bind, or connect. Raises ConfigError for an unavailable address."""
-        self._pub = self._open(zmq.PUB, "kv_events", self._endpoint, self._connects)
+        self._pub = self._open(zmq.XPUB, "kv_events", self._endpoint, self._connects)
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tell of each subscription, not of new topics alone
         if self._replay_endpoint:
             self._router = self._open(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -148,7 +151,7 @@ class Publisher:
             self._send_new()
 
     def _send_new(self) -> None:
-        """Give the PUB what it has not had. What is no longer kept is lost, as for a slow subscriber."""
+        """Give the XPUB what it has not had. What is no longer kept is lost, as for a slow subscriber."""
         kept = self.batches - len(self._buffer)
         self._sent = max(self._sent, kept)
         if self._pub is not None:
@@ -160,11 +163,13 @@ class Publisher:
     def _number(self, place: int) -> bytes:
         return (self.first + place).to_bytes(8, "big")
 
-    def _greet(self) -> None:
-        """Have those who have come hear of this life, even if nothing happens in it."""
-        arrivals, now_s = self._connections[0].arrivals, time.monotonic()
-        if arrivals != self._arrivals:
-            self._arrivals, self._greet_at_s = arrivals, min(self._greet_at_s, now_s + RECONNECT_S)
+    def _greet(self, pub: zmq.Socket[bytes]) -> None:
+        """Have those who subscribe hear of this life, even if nothing happens in it."""
+        now_s = time.monotonic()
+        with suppress(zmq.Again):
+            for _ in range(SUBSCRIPTIONS_AT_ONCE):
+                if pub.recv(zmq.NOBLOCK)[:1] == b"\x01":
+                    self._greet_at_s = min(self._greet_at_s, now_s + GREETED_AFTER_S)
         if now_s < self._held_until_s:
             return
         if self._sent < self.batches:
@@ -177,8 +182,8 @@ class Publisher:
         """Count subscribers that came and went, and resend a part of what they have asked for."""
         for connections in self._connections:
             connections.look()
-        if self._connections:
-            self._greet()
+        if self._pub is not None:
+            self._greet(self._pub)
         if self._router is None or self._requests is None:
             return
         while len(self._replays) < MAX_REPLAYS:

@@ -56,11 +56,10 @@ class Connections:
 
     Attributes:
         refused: connections that were shut down so far.
-        arrivals: connections that came so far, or that were made to another listener.
     """
 
     def __init__(self, socket_: zmq.Socket[bytes], most: int, most_bytes: int) -> None:
-        self.refused = self.arrivals = 0
+        self.refused = 0
         self._socket = socket_
         self._most = most
         self._most_bytes = most_bytes
@@ -74,7 +73,7 @@ class Connections:
         self._heard: set[int] = set()  # since all events were last read
         self._leaving: set[int] = set()
         socket_.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
         address = f"inproc://connections-{id(self)}"
         socket_.monitor(address, events)
         self._monitor = socket_.context.socket(zmq.PAIR)
@@ -117,8 +116,6 @@ class Connections:
             return False
         event = parse_monitor_message(message)
         kind, fd = event["event"], event["value"]
-        if kind in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
-            self.arrivals += 1
         if kind == zmq.EVENT_ACCEPTED:
             self._all.add(fd)
             self._greeting[fd] = time.monotonic()

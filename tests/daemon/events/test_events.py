@@ -215,6 +215,8 @@ def test_an_idle_daemon_is_heard_after_a_kill(tmp_path: Path) -> None:
 def test_an_answer_that_has_lost_its_beginning_clears_first(tmp_path: Path) -> None:
     with following(tmp_path, "--kv-events-buffer", "2") as (client, sub):
         join(sub, client)
+        while sub.next()[1]:
+            """Until the empty batch that follows a subscription."""
         begin = sub.replay(0)[0][0]
         for name in range(3):
             store(client, client.namespace(), new_chain(1), [name])
