@@ -144,10 +144,12 @@ def test_batches_come_in_order_and_can_be_had_again(tmp_path: Path) -> None:
         store(client, number, new_chain(1), [5])
         first, events = sub.next()
         live: list[Batch] = [(first, events)]
-        while not live[-1][1] or live[-1][1][-1]["block_hashes"] != [5]:
+        while [event.get("block_hashes") for event in live[-1][1]][-1:] != [[5]]:
             live.append(sub.next())
         assert [place for place, _ in live] == list(range(first, first + len(live)))
-        events = [event for _, batch in live for event in batch if event["block_hashes"][0] not in joined]
+        events = [
+            event for _, batch in live for event in batch if event != CLEARED and event["block_hashes"][0] not in joined
+        ]
         names = [name for event in events for name in event["block_hashes"]]
         assert names == [1, b"\x02" * 32, 3, (1 << 64) - 4, 5]
         assert events[0]["parent_block_hash"] is None
@@ -197,19 +199,17 @@ def test_an_idle_daemon_is_heard_after_a_kill(tmp_path: Path) -> None:
         with running.process, connected(tmp_path) as client:
             join(sub, client)
             running.process.kill()
-        late.sub.disconnect(f"ipc://{tmp_path}/events")
+        late.sub.disconnect(f"ipc://{tmp_path}/events")  # and connects when the daemon has long been there
         while sub.sub.poll(0):
             last, _ = sub.next()
         with daemon(tmp_path / "run", *flags(tmp_path)):
-            first, events = sub.next()
-            assert (first > last, events) == (True, [CLEARED])
-            number, events = sub.next()
-            assert (number, events) == (first + 1, []), "for who came"
-            late.sub.connect(f"ipc://{tmp_path}/events")
-            while number <= first + 1:
-                number, events = late.next()
-            assert events == []
-            assert late.replay(last)[0] == (first, [CLEARED])
+            for one in (sub, late):
+                if one is late:
+                    one.sub.connect(f"ipc://{tmp_path}/events")
+                number, _ = one.next()
+                begin, events = one.replay(last)[0]
+                assert number >= begin > last
+                assert events == [CLEARED]
 
 
 def test_an_answer_that_has_lost_its_beginning_clears_first(tmp_path: Path) -> None:
