@@ -106,6 +106,8 @@ class FakeServer:
         asked: method, key and range of each request.
         hook: called with method and key before each answer: None to answer as a server does, or status and body.
         ranges: answer with 206; else with 200 and the whole object.
+        excess: follows the bytes of each range.
+        cut: answers that their client did not read to the end.
         clock_ahead: of the client's, as S3 compares it with the time in each request's signature.
     """
 
@@ -114,6 +116,8 @@ class FakeServer:
         self.asked: list[tuple[str, str, str]] = []
         self.hook: Callable[[str, str], tuple[int, bytes] | None] = lambda method, key: None
         self.ranges = True
+        self.excess = b""
+        self.cut = 0
         self.clock_ahead = timedelta(0)
         self.gate = threading.Event()
         self.gate.set()
@@ -187,7 +191,8 @@ class FakeServer:
         if start >= len(value):
             return self._answer(request, 416, b"<Error><Code>InvalidRange</Code></Error>")
         stop = min(stop + 1, len(value))
-        self._answer(request, 206, value[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(value)}"})
+        place = {"Content-Range": f"bytes {start}-{stop - 1}/{len(value)}"}
+        self._answer(request, 206, value[start:stop] + self.excess, place)
 
     def _put(self, request: BaseHTTPRequestHandler) -> None:
         key = self._key(request)
@@ -217,3 +222,4 @@ class FakeServer:
                 request.wfile.write(body[1:])
             except OSError:
                 request.close_connection = True  # the client has given up
+                self.cut += 1

@@ -199,7 +199,7 @@ class ObjectConnection:
         if start != offset or stop - start > room:
             text = f"{self._settings.address}: the server sends another range than it was asked for"
             raise StoreError(StoreProblem.PROTOCOL, text)
-        data = await found.bytes_async()
+        data = await _body(found, stop - start)
         return data if len(data) == stop - start else Fate.MISFIT
 
     async def _fetch_whole(self, key: str, offset: int, room: int, ranged: bool) -> Any:
@@ -207,7 +207,7 @@ class ObjectConnection:
         size = found.meta["size"]
         if size > (MAX_WHOLE_BYTES if ranged else room) or size < offset:
             return Fate.MISFIT
-        data = await found.bytes_async()
+        data = await _body(found, size)
         if len(data) != size:
             return Fate.MISFIT
         return memoryview(data)[offset : offset + room] if ranged else data
@@ -238,9 +238,11 @@ class ObjectConnection:
     async def _read_note(self, key: str) -> bytes | None:
         try:
             found = await self._obstore.get_async(self._shared.bucket, key)
-            if found.meta["size"] > MAX_NOTE_BYTES:
+            size = found.meta["size"]
+            if size > MAX_NOTE_BYTES:
                 return None
-            return bytes(await found.bytes_async())
+            note = bytes(await _body(found, size))
+            return note if len(note) == size else None
         except Exception as error:
             if troubles.is_missing(error):
                 return None
@@ -260,6 +262,16 @@ class ObjectConnection:
             return await self._read_note(key) or value
         await self._obstore.put_async(self._shared.bucket, key, value, use_multipart=False)
         return value
+
+
+async def _body(found: Any, length: int) -> Any:
+    """The bytes of an answer, of which `length` were promised; one that is longer is read little further."""
+    data: Any = b""
+    async for part in found.stream(min_chunk_size=length + 1):
+        data = part if not len(data) else bytes(data) + bytes(part)
+        if len(data) > length:
+            break
+    return data
 
 
 def _is_taken(error: Exception) -> bool:

@@ -64,9 +64,6 @@ def failing(call: Callable[[], object]) -> StoreError:
     return caught.value
 
 
-# --- a real server -------------------------------------------------------------------------------
-
-
 # --- a server that answers as it is told ---------------------------------------------------------
 
 
@@ -130,6 +127,19 @@ def test_an_announced_length_beyond_all_room_is_not_read(
     line = connect(fake.url())
     assert read(line, [b"a"], 5, 1000) == [Fate.MISFIT]
     assert line.exists([], [b"n"], soon()).notes == [None]
+
+
+def test_a_body_that_is_longer_than_it_says_is_not_read_to_its_end(
+    fake: FakeServer, connect: Callable[[str], Connection]
+) -> None:
+    """As an endless one would fill the memory."""
+    line, pack = connect(fake.url()), content(7, 10_000)
+    put(line, {b"a": pack})
+    fake.excess = bytes(64 << 20)
+    assert read(line, [b"a"], 4, 96, 5000) == [Fate.MISFIT]
+    wait_until(lambda: fake.cut, "the server to notice")
+    fake.excess = b""
+    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
 
 
 @pytest.mark.stress
