@@ -59,8 +59,9 @@ class Pending(Generic[R]):
 class Channels:
     """All channels of one session, no more than the daemon allows. Thread-safe.
 
-    A thread without a channel waits while half as many threads as there may be channels hold some. A thread that holds
-    one gets a second at once, so that waiting threads cannot deadlock with it.
+    A thread without a channel waits while half as many threads as there may be channels hold some; the one that has
+    waited longest is next. A thread that holds one gets a second at once, so that waiting threads cannot deadlock with
+    it.
 
     Args:
         endpoint, session, generation: from the daemon's `Welcome`.
@@ -88,6 +89,7 @@ class Channels:
         self._changed = threading.Condition(threading.Lock())
         self._most = most
         self._holders: dict[int, int] = {}  # threads, and how many channels each has checked out
+        self._waiting: deque[int] = deque()  # threads
         self._idle: list[Channel] = []
         self._late: deque[Channel] = deque()
         self.attendant = 0
@@ -284,11 +286,16 @@ class Channels:
     def _check_out(self, timeout_s: float) -> Channel:
         thread = threading.get_ident()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._may_hold(thread), timeout_s):
-                text = f"requests of {len(self._holders)} threads of this client are under way: ask less at once"
-                raise RequestRefused(ErrorCode.LIMIT.value, text)
-            if self._closed:
-                raise DaemonUnavailable(self._why_closed)
+            self._waiting.append(thread)
+            try:
+                if not self._changed.wait_for(lambda: self._may_hold(thread), timeout_s):
+                    text = f"requests of {len(self._holders)} threads of this client are under way: ask less at once"
+                    raise RequestRefused(ErrorCode.LIMIT.value, text)
+                if self._closed:
+                    raise DaemonUnavailable(self._why_closed)
+            finally:
+                self._waiting.remove(thread)
+                self._changed.notify_all()
             # A late channel will do as well: its missing replies are recognized by their request ids.
             channel = self._idle.pop() if self._idle else self._late.popleft() if self._late else None
             self._holders[thread] = self._holders.get(thread, 0) + 1
@@ -304,8 +311,9 @@ class Channels:
         return channel
 
     def _may_hold(self, thread: int) -> bool:
-        free = thread in self._holders or thread == self.attendant or len(self._holders) < max(1, self._most // 2)
-        return self._closed or free
+        if self._closed or thread in self._holders or thread == self.attendant:
+            return True
+        return self._waiting[0] == thread and len(self._holders) < max(1, self._most // 2)
 
     def _let_go(self, thread: int) -> None:
         with self._changed:
@@ -313,7 +321,7 @@ class Channels:
             if left:
                 self._holders[thread] = left
             else:
-                self._changed.notify()
+                self._changed.notify_all()
 
     def _check_in(self, channel: Channel, *, owed: int = 0, broken: bool = False) -> None:
         with self._changed:
