@@ -19,7 +19,7 @@ from tiercache.daemon.hints.hints import Hints
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Learner, Policy
-from tiercache.daemon.policies.fresh_stores import FreshStores
+from tiercache.daemon.policies.fresh_stores import SHARE, FreshStores
 from tiercache.daemon.policies.lru import LeafLRU
 from tiercache.daemon.policies.turnover import Turnover
 
@@ -71,6 +71,14 @@ class Policies:
         maker = POLICIES[policy] if isinstance(policy, str) else policy
         self._made = maker(self.turnover, secret)
         self.predictor = self._made.learner
+
+    def stored_bytes(self) -> int:
+        """What clients have stored so far."""
+        return self.turnover.stored_bytes
+
+    def window_bytes(self) -> int:
+        """How much is stored while a block is fresh; see `fresh_stores`."""
+        return int(SHARE * self.turnover.room_bytes())
 
     @property
     def alike_in_runs(self) -> bool:

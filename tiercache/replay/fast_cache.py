@@ -84,7 +84,9 @@ class FastCache:
         self._predictor, self._turnover = policies.predictor, policies.turnover
         self._dram = _Tier(policies, sizes.dram_bytes // spec.frame_bytes)
         self._prompts = PromptEnds()
-        self._tails = ChainEnds(self._dram.index, self._prompts, lambda: self.now_s)
+        self._tails = ChainEnds(
+            self._dram.index, self._prompts, lambda: self.now_s, policies.stored_bytes, policies.window_bytes
+        )
         self._headroom = -(-sizes.headroom_bytes // spec.frame_bytes)
         room_bytes = sizes.dram_bytes - sizes.headroom_bytes
         policies.turnover.room_bytes = lambda: room_bytes

@@ -106,7 +106,7 @@ class Space:
         self._namespaces_of: Counter[str] = Counter()  # number of namespaces, by tenant
         self.policies = policies
         self.prompts = PromptEnds()
-        self.tails = ChainEnds(self.index, self.prompts, policies.clock_s)
+        self.tails = ChainEnds(self.index, self.prompts, policies.clock_s, policies.stored_bytes, policies.window_bytes)
         self._policies: dict[int, dict[str, Policy]] = {}  # by frame size, by account
         self.quotas = quotas or Quotas({})
         self.quotas_below = quotas_below or Quotas({})

@@ -73,7 +73,8 @@ class Slots:
         self._catalog = catalog
         self._index = index
         self._make = partial(space.policies.hinted, below=True)
-        self.tails = ChainEnds(index, space.prompts, space.policies.clock_s)
+        policies = space.policies
+        self.tails = ChainEnds(index, space.prompts, policies.clock_s, policies.stored_bytes, policies.window_bytes)
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._soon = soon
         self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them

@@ -103,3 +103,16 @@ def test_a_writer_has_so_many_ends_and_no_more(monkeypatch: pytest.MonkeyPatch) 
     for number in range(50):
         h.length(ns, branch(number))
     assert len(h.cache.space.prompts._ends) == 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_ends_of_chains_take_no_room_from_what_is_in_use(policy: str) -> None:
+    """Whole chains hang on them: with all of these kept, what was used a moment ago would be all there is to evict."""
+    h = SmallCache(frames=40, policy=policy)
+    ns = h.space()
+    hot = branch(*range(1, 5))
+    h.store(ns, hot)
+    for number in range(5, 60):
+        h.store(ns, branch(*range(4 * number, 4 * number + 4)))
+        assert h.length(ns, hot) == 4
+    h.check()
