@@ -57,6 +57,27 @@ def test_layers_must_agree() -> None:
         Pool.from_layers([np.zeros((4, 8))], block_axis=2)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(4, 12), st.integers(1, 4)), min_size=2, max_size=3),
+    st.integers(1, 4),
+)
+def test_parts_of_a_pool_share_no_memory(parts: list[tuple[int, int, int]], blocks: int) -> None:
+    """Against a set of bytes; strides are at least as long as parts."""
+    memory = np.zeros(200, np.uint8)
+    arrays = [
+        np.lib.stride_tricks.as_strided(memory[base:], (blocks, length), (stride, 1)) for base, stride, length in parts
+    ]
+    taken = [
+        base + block * stride + at for base, stride, length in parts for block in range(blocks) for at in range(length)
+    ]
+    if len(set(taken)) == len(taken):
+        assert Pool.from_layers(arrays).block_bytes == sum(length for _, _, length in parts)
+    else:
+        with pytest.raises(LayoutError, match="parts of the pool overlap"):
+            Pool.from_layers(arrays)
+
+
 def test_block_ids_are_checked() -> None:
     pool = Pool.from_blocks(np.zeros((4, 8), np.uint8))
     assert pool.check_ids([3, 3]).tolist() == [3, 3]
@@ -65,8 +86,10 @@ def test_block_ids_are_checked() -> None:
             pool.check_ids(ids)
     with pytest.raises(LayoutError, match="twice"):
         pool.check_ids([3, 3], writing=True)
-    with pytest.raises(LayoutError, match="flat list"):
-        pool.check_ids(np.zeros((2, 2), np.int64))
+    for wrong in (np.zeros((2, 2), np.int64), [0.9, 1.2], [True, False], ["1"], 3):
+        with pytest.raises(LayoutError, match="flat list of integers"):
+            pool.check_ids(wrong)  # type: ignore[arg-type]
+    assert pool.check_ids([]).tolist() == []
     frozen = np.zeros((4, 8), np.uint8)
     frozen.flags.writeable = False
     assert Pool.from_blocks(frozen).check_ids([1]).tolist() == [1]
@@ -114,7 +137,7 @@ def test_a_stopped_copy_says_how_many_leading_blocks_are_complete(
 ) -> None:
     monkeypatch.setattr("tiercache.copies.memcpy.SHARED_FROM_BYTES", 1 << 40)  # two threads: see test_memcpy
     half = MERGE_BYTES // 2
-    pools = [np.zeros((6, half), np.uint8)] if not layered else [np.zeros((6, half // 2), np.uint8)] * 2
+    pools = [np.zeros((6, half // (1 + layered)), np.uint8) for _ in range(1 + layered)]
     source = np.ones((6, half), np.uint8)
     ids = np.arange(6)
     done = CpuCopier(Pool.from_layers(pools)).copy_in(addresses(source, [0, 1, 2, 3, 4, 5]), ids, StopAfter(2))

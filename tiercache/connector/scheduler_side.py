@@ -209,6 +209,8 @@ class SchedulerSide:
 
 
 def check_keys(keys: bytes) -> None:
-    """Raise ValueError for keys that are cut off."""
+    """Raise TypeError for keys that are no bytes, ValueError for keys that are cut off."""
+    if not isinstance(keys, (bytes, bytearray, memoryview)):
+        raise TypeError(f"keys are bytes, one key after another, not {type(keys).__name__}")
     if len(keys) % KEY_BYTES:
         raise ValueError(f"keys are {KEY_BYTES} bytes each, and these are {len(keys)} bytes")

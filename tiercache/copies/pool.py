@@ -110,6 +110,8 @@ class Pool:
                     f"{first.shape[block_axis]} on {first.device}: all must be equal"
                 )
             segments += _segments(view, block_axis, f"array {number}")
+        if _overlap(segments, views[0].shape[block_axis]):
+            raise LayoutError("parts of the pool overlap: the same memory would be loaded twice; pass each array once")
         writable = all(view.writable for view in views)
         return cls(segments, views[0].shape[block_axis], views[0].device, writable, list(arrays))
 
@@ -118,9 +120,10 @@ class Pool:
 
         With `writing` the blocks are about to be overwritten: no id may come twice.
         """
-        ids = np.asarray(block_ids, np.int64)
-        if ids.ndim != 1:
+        given = np.asarray(block_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise LayoutError("block ids must be a flat list of integers")
+        ids = given.astype(np.int64, copy=False)
         listed = ids.tolist()
         if listed and (min(listed) < 0 or max(listed) >= self.num_blocks):
             raise LayoutError(f"block ids must be 0 to {self.num_blocks - 1}, not {min(listed)} to {max(listed)}")
@@ -179,6 +182,33 @@ def _segments(view: _View, block_axis: int, name: str) -> list[Segment]:
     parts = view.shape[0] if block_axis == 1 else 1
     step = view.strides[0] if block_axis == 1 else 0
     return [Segment(view.address + part * step, stride, length) for part in range(parts)]
+
+
+def _overlap(segments: Sequence[Segment], num_blocks: int) -> bool:
+    """Whether two segments share a byte."""
+    by_address = sorted(segments)
+    ends: list[tuple[int, Segment]] = []  # of those whose memory may reach the next ones
+    for segment in by_address:
+        ends = [(end, other) for end, other in ends if end > segment.base]
+        if any(_share(other, segment, num_blocks) for _, other in ends):
+            return True
+        ends.append((segment.base + (num_blocks - 1) * segment.stride + segment.bytes, segment))
+    return False
+
+
+def _share(one: Segment, other: Segment, num_blocks: int) -> bool:
+    """Whether two segments share a byte; the first begins first, and their memory interleaves."""
+    if num_blocks == 1:
+        return one.base + one.bytes > other.base
+    if one.stride == other.stride:
+        # The other's block 0 lies behind the beginning of block k of the first, and before that of block k + 1.
+        k, offset = divmod(other.base - one.base, one.stride)
+        return (k < num_blocks and offset < one.bytes) or (k + 1 < num_blocks and offset + other.bytes > one.stride)
+    blocks = np.arange(num_blocks, dtype=np.int64)
+    starts = np.concatenate([one.base + blocks * one.stride, other.base + blocks * other.stride])
+    lengths = np.repeat([one.bytes, other.bytes], num_blocks)
+    order = np.argsort(starts, kind="stable")
+    return bool((starts[order][:-1] + lengths[order][:-1] > starts[order][1:]).any())
 
 
 # --- copying -----------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def fingerprint_files(paths: Iterable[str | Path]) -> str:
 
 def _token_bytes(tokens: Tokens) -> bytes:
     values = np.asarray(tokens)
-    if values.size and (values.min() < 0 or values.max() > 0xFFFFFFFF):
-        raise ValueError("token ids must be 0 to 4294967295")
+    if values.size and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 0xFFFFFFFF):
+        raise ValueError("token ids must be integers from 0 to 4294967295")
     return values.astype("<u4", copy=False).tobytes()
 
 
