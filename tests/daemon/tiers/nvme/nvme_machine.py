@@ -14,7 +14,7 @@ Between the steps the books are checked, and whether a daemon that starts now wo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -433,22 +433,35 @@ class NvmeMachine(RuleBasedStateMachine):
         self.rig.forget_dram()
         self.come_to_rest()
         self.model.in_dram.clear()
-        missing = {name for name in self.model.promised | here if name not in self.found()}
+        missing = self.whole(self.model.promised | here) - self.found()
         assert not missing, f"lost: {missing}"
         self.model.promised |= here
+
+    def ends(self) -> Iterator[tuple[Namespace, bytes]]:
+        """Where a request may end: a chain for a namespace of chains, and each start of it for one of windows."""
+        for space in self.spaces:
+            for chain in CHAINS:
+                length = len(chain) // KEY_BYTES
+                for end in range(1 if space.table.windowed else length, length + 1):
+                    yield space, chain[: KEY_BYTES * end]
+
+    def names(self, space: Namespace, keys: bytes) -> set[Name]:
+        """The blocks that a request for these has: all, or the last ones if they are of a window."""
+        blocks = len(keys) // KEY_BYTES
+        return {self.name(space, keys, number) for number in range(first_of_window(space, blocks), blocks)}
 
     def found(self) -> set[Name]:
         """What can be loaded now; what DRAM alone has is offered to the disks once more."""
         found = set[Name]()
-        for space in self.spaces:
-            for chain in CHAINS:
-                ends = range(1, len(chain) // KEY_BYTES + 1) if space.table.windowed else [len(chain) // KEY_BYTES]
-                for end in ends:
-                    blocks = self.load(space, chain[: KEY_BYTES * end])
-                    found.update(self.name(space, chain, number) for number in range(blocks))
-                    if space.table.windowed:
-                        found -= {self.name(space, chain, number) for number in range(blocks - WINDOW)}
+        for space, keys in self.ends():
+            found |= self.names(space, keys[: KEY_BYTES * self.load(space, keys)])
         return found
+
+    def whole(self, names: set[Name]) -> set[Name]:
+        """Those of `names` that can be found: a block of a window only if all others of the window are there."""
+        windows = [self.names(space, keys) for space, keys in self.ends() if space.table.windowed]
+        alone = {name for window in windows for name in window}
+        return (names - alone) | {name for window in windows if window <= names for name in window}
 
     def load(self, space: Namespace, keys: bytes) -> int:
         lease = self.rig.match([space], keys)

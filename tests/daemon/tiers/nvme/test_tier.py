@@ -14,7 +14,7 @@ import pytest
 from catalog_bench import fill
 from chains import chain_of, key_of
 from cluster import BLOCK_BYTES, Cluster, content
-from machines import in_first_ring
+from machines import in_first_ring, in_stress
 from nvme_machine import NvmeMachine
 from waiting import wait_until
 
@@ -24,6 +24,7 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 DEADLINE_S = 60.0
 
 TestTier = in_first_ring(NvmeMachine, examples=60, steps=50)
+TestTierForLong = pytest.mark.timeout(1200)(in_stress(NvmeMachine, examples=150, steps=80))
 
 
 @pytest.fixture

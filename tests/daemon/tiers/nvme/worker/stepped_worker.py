@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -45,6 +44,7 @@ from tiercache.daemon.tiers.nvme.worker import (
     packets,
     records,
     remote_catalog,
+    remote_directory,
     remote_queue,
 )
 from tiercache.daemon.tiers.nvme.worker.blocks_line import BlocksLine
@@ -73,10 +73,9 @@ SMALL = (
 
 
 class HandTime:
-    """The module `time`, on a clock that only a test moves."""
+    """The module `time`, on a clock that only a test moves. No slice of work is ever too long."""
 
-    perf_counter_ns = staticmethod(time.perf_counter_ns)
-    monotonic_ns = staticmethod(time.monotonic_ns)
+    perf_counter_ns = monotonic_ns = staticmethod(lambda: 0)
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -131,6 +130,64 @@ class HandLoop:
             for line in [line for line in callbacks if is_ready(line, event)]:
                 if line in callbacks:
                     callbacks[line]()
+
+
+class HandThread:
+    """The thread of tasks, which runs only while a test waits in `run`: to its next wait, or to its end.
+
+    In the place of all that it waits for: a task (`queue.SimpleQueue`), a process (`threading.Condition`), an answer
+    (`receive_message`). Nobody else runs meanwhile, so nothing needs a lock.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: deque[Any] = deque()
+        self.waits_for: Callable[[], object] | None = None
+        self.over = False
+        self._goes_on, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Called in the thread."""
+        self.waits_for = condition
+        self._waits.release()
+        self._goes_on.acquire()
+
+    def begin(self) -> None:
+        """It has been started."""
+        assert self._waits.acquire(timeout=60)
+
+    def run(self) -> bool:
+        """To its next wait; False where it still waits for what it waited for."""
+        if self.over or self.waits_for is None or not self.waits_for():
+            return False
+        self._goes_on.release()
+        assert self._waits.acquire(timeout=60)
+        return True
+
+    def put(self, task: Any) -> None:
+        self.tasks.append(task)
+        while task is None and self.run():  # the end is not put off
+            pass
+
+    def get(self) -> Any:
+        self.wait_for(lambda: self.tasks)
+        task = self.tasks.popleft()
+        if task is None:
+            self.over = True
+            self._waits.release()
+        return task
+
+    def receive_message(self, line: socket.socket) -> bytes | None:
+        self.wait_for(lambda: is_ready(line, select.POLLIN))
+        return receive_message(line)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
 
 
 def is_ready(line: socket.socket, event: int) -> bool:
@@ -389,7 +446,9 @@ class Child:
         self.rows._send_status()
 
     def answer_file(self, says_so: bool) -> None:
-        """Do what a thread of the daemon asks for; without `says_so` the process ends before it answers."""
+        """Do what the thread of tasks asks for, if it does; without `says_so` the process ends before it answers."""
+        if not is_ready(self._lines[0], select.POLLIN):
+            return
         message = receive_message(self._lines[0])
         assert message is not None
         asked = messages.decode_question(message)
@@ -481,8 +540,14 @@ class SteppedWorker:
         self.child: Child | None = None
         self._pid = self._first_pid = 0
         self._patches = ExitStack()
-        for module in (directory_worker, remote_queue, remote_catalog):
+        for module in (directory_worker, remote_queue, remote_catalog, disk_queue):
             self._patches.enter_context(patch.object(module, "time", self.clock))
+        for module, name, value in (
+            (remote_queue, "queue", SimpleNamespace(SimpleQueue=lambda: self.tasks)),
+            (remote_directory, "threading", SimpleNamespace(Condition=lambda: self.tasks)),
+            (remote_directory, "receive_message", lambda line: self.tasks.receive_message(line)),
+        ):
+            self._patches.enter_context(patch.object(module, name, value))
         self._patches.enter_context(patch.object(directory_worker, "Supervisor", HandSupervisor))
         for module, name, value in SMALL:
             self._patches.enter_context(patch.object(module, name, value))
@@ -496,6 +561,7 @@ class SteppedWorker:
     def open(self) -> None:
         """Open the directory, as a keeper does: with a process that does it well."""
         self.loop = HandLoop(self.clock)
+        self.tasks = HandThread()
         plan = Plan(self.path, CAP_BYTES, SEGMENT_BYTES)
         self.worker = DirectoryWorker(plan, "", self._arena, self.loop)  # type: ignore[arg-type]
         self.supervisor: HandSupervisor = self.worker._supervisor  # type: ignore[assignment]
@@ -507,6 +573,7 @@ class SteppedWorker:
         assert self.child is not None
         self.child.open()
         thread.join(60)
+        self.tasks.begin()
         assert opened[0].queue() is self.worker.queue
         self.queue, self.catalog, self.directory = self.worker.queue, self.worker.catalog, self.worker.directory
 
@@ -570,20 +637,22 @@ class SteppedWorker:
         self.child = None
 
     def answer_task(self, says_so: bool) -> None:
-        """The process answers the question of the thread of tasks; what came of it is on its way to the loop."""
-        child, before = self.serving, len(self.loop.soon)
+        """The process answers the question of the thread of tasks, if there is one."""
+        child = self.serving
         assert child is not None
         child.answer_file(says_so)
-        if says_so:
-            wait_until(lambda: len(self.loop.soon) > before, "the end of the task")
-        else:
+        if not child.alive:
             self.supervisor.now = None
 
     def stop(self) -> None:
         """Close the catalog and the queue, as a keeper does. What a process still has is abandoned."""
+        before = len(self.loop.soon)
         closing = threading.Thread(target=self.catalog.close, args=(60.0,), daemon=True)
         closing.start()
-        wait_until(lambda: (self._turn_to_the_end(), not closing.is_alive())[1], "the catalog is closed")
+        wait_until(lambda: len(self.loop.soon) > before, "the loop is asked to close the catalog")
+        while not self.catalog._closed.is_set():
+            self._turn_to_the_end()
+        closing.join(60)
         self.queue.stop(self.clock.now_s)
 
     def _turn_to_the_end(self) -> None:
@@ -602,7 +671,9 @@ class SteppedWorker:
             self.join_reopening()
             self.child.goes()
             self.child = None
-        self.queue._task_thread.join(60)
+        while self.tasks.run():
+            pass
+        assert self.tasks.over
 
     def end(self) -> None:
         self._arena.close()

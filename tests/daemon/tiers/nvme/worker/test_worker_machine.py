@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from machines import in_first_ring
+from machines import in_first_ring, in_stress
 from stepped_worker import BURIALS, ROWS, SEGMENT_BYTES, Durable, SteppedWorker
-from waiting import wait_until
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
@@ -30,7 +29,7 @@ from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 FRAMES = 12
 MOST_SEGMENTS = 3
 PLACES = 4
-OK, CANCELLED, PENDING, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.PENDING, DiskOutcome.ABANDONED
+OK, CANCELLED, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.ABANDONED
 
 STEPS = (
     *("p.serve_blocks", "p.serve_rows", "p.tell_status"),  # of the process
@@ -222,9 +221,6 @@ class WorkerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.world.loop.turn()
             self.note()
-            child, task = self.world.serving, self.task
-            if task is not None and child is not None and self.segment in child.directory.segments:
-                wait_until(lambda: task.outcome is not PENDING)  # noqa: B023  # made by the process before: no question
 
     @rule(seconds=st.sampled_from([0.003, 0.003, 0.6, 1.0, 5.5]))
     def time_passes(self, seconds: float) -> None:
@@ -253,10 +249,14 @@ class WorkerMachine(RuleBasedStateMachine):
             self.world.serving.work()
             self.turn()
 
+    @rule()
+    def run_task(self) -> None:
+        """The thread of tasks goes on to its next wait."""
+        self.world.tasks.run()
+
     @rule(says_so=st.booleans())
     def answer_task(self, says_so: bool = True) -> None:
-        child, task = self.world.serving, self.task
-        if child is not None and task is not None and task.outcome is PENDING:
+        if self.world.serving is not None:
             self.world.answer_task(says_so)
 
     @rule(how=st.sampled_from(["is killed", "is killed", "exits", "closes 1", "closes 2"]))
@@ -432,7 +432,9 @@ class WorkerMachine(RuleBasedStateMachine):
                 self.world.clock.now_s += 0.6
             else:
                 self.work()
+                self.run_task()
                 self.answer_task()
+            self.run_task()
             self.load_rows()
             self.world.clock.now_s += 0.01
             self.turn()
@@ -476,6 +478,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
+TestWorkersForLong = pytest.mark.timeout(1200)(in_stress(WorkerMachine, examples=200, steps=100))
 
 
 @pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
