@@ -236,7 +236,7 @@ class MemoryRunner:
 class MemoryDirectory:
     """Implements `DirectoryFiles`."""
 
-    direct, direct_reason, kept_bytes, trouble = False, "in memory", 0, ""
+    direct, direct_reason, kept_bytes, trouble = True, "", 0, ""
     worker_pid = worker_starts = 0
 
     def __init__(self, plan: Plan, disk: MemoryDisk, disks: dict[Path, MemoryDisk], before: Home | None) -> None:
@@ -247,26 +247,26 @@ class MemoryDirectory:
         self.superblock = Superblock(disk.directory_id, disk.segment_bytes, 0)
         former = frozenset() if before is None else before.former | {before.directory_id}
         self.home: Home | None = Home(disk.directory_id, None, former - {disk.directory_id})
-        self._disk, self._disks = disk, disks
+        self.disk, self._disks = disk, disks
 
     @property
     def segments(self) -> list[int]:
-        return sorted(self._disk.segments)
+        return sorted(self.disk.segments)
 
     @property
     def max_segments(self) -> int:
-        return self._disk.most_segments
+        return self.disk.most_segments
 
     def fd(self, segment_id: int) -> int:
         """In memory a segment's number does as its descriptor."""
         return segment_id
 
     def create_segment(self, segment_id: int) -> None:
-        self._disk.asked("segment")
-        self._disk.segments[segment_id] = bytearray(self.segment_bytes)
+        self.disk.asked("segment")
+        self.disk.segments[segment_id] = bytearray(self.segment_bytes)
 
     def look(self) -> str:
-        return self._disk.away or ("" if self._disks[self.path] is self._disk else "another one is there")
+        return self.disk.away or ("" if self._disks[self.path] is self.disk else "another one is there")
 
     def close(self) -> None:
         pass

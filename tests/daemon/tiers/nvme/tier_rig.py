@@ -203,6 +203,8 @@ class TierRig:
                 own |= set(shelf.slots.tails)
                 flying = writes._flying  # rule: those complete and not visible yet hold their parents
                 own |= {entry for name, entry in writes._held.items() if flying[name].shelf is shelf}
+                if self.tier.grants is not None:
+                    own |= {grant.pin for grant in self.tier.grants.leases.values() if grant.shelf is shelf}
                 assert pinned <= own, "an entry is pinned for ever"
 
     # --- blocks ----------------------------------------------------------------------------------
