@@ -444,7 +444,15 @@ class NvmeMachine(RuleBasedStateMachine):
         """Another disk is mounted at its place; perhaps the one that was there before."""
         at = disk % len(self.disks)
         self.disks[at], self.others[at] = self.others[at], self.disks[at]
-        self.rig.at[self.rig.dirs[at]] = self.disks[at]
+        self.mount()
+
+    @rule()
+    def mount_at_each_others_places(self) -> None:
+        self.disks.reverse()
+        self.mount()
+
+    def mount(self) -> None:
+        self.rig.at.update(zip(self.rig.dirs, self.disks, strict=True))
         self.calm, self.suspect = False, True
         self.model.promised.clear()
 

@@ -114,15 +114,3 @@ async def test_a_tenant_has_one_quota_over_all_directories_and_namespaces(clock:
     assert await rig.load(free, chain_of("free", 60)) == 60
     assert await rig.load(two, chain_of("two5", 6)) == 6
     await rig.close()
-
-
-@on_clock
-async def test_a_namespace_by_the_start_of_its_fingerprint(clock: Clock) -> None:
-    rig = await rig_with([MemoryDisk(0, clock)], {})
-    fingerprint = rig.namespace(PAGE).fingerprint
-    await rig.close()
-    rig = await rig_with([MemoryDisk(1, clock)], {f"ns:{fingerprint[:12]}": 6})
-    await store(rig, rig.namespace(PAGE), chain_of("x", 20))
-    await store(rig, rig.namespace(PAGE, rank=1), chain_of("x", 20))
-    assert (below(rig, rig.namespace(PAGE)), below(rig, rig.namespace(PAGE, rank=1))) == (6, 20)
-    await rig.close()

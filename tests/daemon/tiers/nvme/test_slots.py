@@ -12,7 +12,6 @@ from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.index.chain_ends import TAIL_S
-from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import Granted
@@ -149,21 +148,6 @@ async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(cl
 
 
 @on_clock
-async def test_a_block_is_let_in_only_for_one_that_is_worth_no_more(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, space = await full(clock)
-    [shelf] = rig.shelves
-    monkeypatch.setattr(shelf.slots.policy(PAGE), "worth", lambda entry: 2.0)
-    taken = shelf.take_slots(space, b"", AHEAD)
-    assert not shelf.admits(space, 1.0)
-    assert shelf.admits(space, 2.0)
-    for slot in taken:
-        shelf.allocator.give_back(slot)
-    await rig.crash()
-
-
-@on_clock
 async def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(clock: Clock) -> None:
     """Room for a child is not made by evicting its ancestors, unless there is nothing else: then the last one goes."""
     rig = await rig_on(clock)
@@ -234,48 +218,6 @@ def test_the_end_of_a_direct_store_waits_for_what_follows(monkeypatch: pytest.Mo
         slots.evict_of("", 1 << 40)
         assert (writers.length(a), list(slots.tails)) == (0, [])
         rig.check()
-        await rig.crash()
-
-    scenario()
-
-
-def test_a_direct_store_loses_nothing_to_room_that_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes nearly all slots: the end that its writer may continue stays, as no block waits for the room."""
-
-    @on_clock
-    async def scenario(clock: Clock) -> None:
-        rig = await rig_on(clock)
-        writers, chain = Writers(rig, monkeypatch), chain_of("a", SLOTS - 1)
-        assert await writers.store(writers.one, chain) == SLOTS - 1
-        await rig.until(lambda: not rig.cache.work())
-        assert writers.length(chain) == SLOTS - 1
-        more = chain_of("b", 2)
-        assert await writers.store(writers.other, more) == 2, "but a block that waits gets its slot"
-        assert writers.length(more) == 2
-        rig.check()
-        await rig.crash()
-
-    scenario()
-
-
-def test_ends_below_many_keys_that_are_flushed_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each key would walk all of them again: a flush of a key of many namespaces took quadratic time."""
-
-    @on_clock
-    async def scenario(clock: Clock) -> None:
-        rig = await rig_on(clock)
-        writers, chains, walks = Writers(rig, monkeypatch), [chain_of(name, 2) for name in "abc"], list[int]()
-        for keys in chains:
-            assert await writers.store(writers.one, keys) == 2
-        tails, let_go = writers.slots.tails, writers.slots.tails.let_go_detached
-        tails.let_go_detached = lambda: (walks.append(len(list(tails))), let_go())[1]  # type: ignore[func-returns-value, method-assign]
-        for keys in chains:
-            rig.tier.flush([writers.namespace], key_of(keys, 0), lambda blocks, durable: None)
-        rig.tier.work()
-        assert (walks, list(tails)) == ([3], [])
-        rig.tier.work()
-        assert walks == [3]
-        assert rig.shelves[0].table(writers.namespace).get(chains[0]) == NO_ENTRY
         await rig.crash()
 
     scenario()

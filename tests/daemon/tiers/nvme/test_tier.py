@@ -19,7 +19,6 @@ from nvme_machine import NvmeMachine
 from waiting import wait_until
 
 import tiercache
-from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 
 DEADLINE_S = 60.0
 
@@ -52,106 +51,6 @@ def test_blocks_come_back_after_a_kill_and_flushed_ones_stay_away(cluster: Clust
     cluster.start()
     cluster.wait_loaded()
     assert (cluster.load(kept), cluster.load(part)) == (100, 10)
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("seed", range(2))
-def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
-    """Store, load and flush at random over a small cap; kill -9; what comes back is right or nothing."""
-    rng = random.Random(seed)
-    cluster = Cluster(tmp_path, arena="4MiB", nvme_size="24MiB", nvme_segment="4MiB")
-    chains = [chain_of(str(number), rng.randrange(5, 60)) for number in range(16)]
-    back = 0
-    for _ in range(15):
-        for _ in range(rng.randrange(5, 25)):
-            chain = rng.choice(chains)
-            action = rng.random()
-            if action < 0.55:
-                cluster.store(chain)
-            elif action < 0.95:
-                cluster.load(chain)
-            else:
-                cluster.connector.flush(key=key_of(chain, rng.randrange(len(chain) // 16)))
-        cluster.kill()
-        cluster.start()
-        back += sum(cluster.load(chain) for chain in rng.sample(chains, 4))
-    cluster.wait_loaded()
-    back += sum(map(cluster.load, chains))
-    assert back > 0, "no block ever came back: the test has checked nothing"
-    assert cluster.connector.client.stats()["counters"]["invariant_failures"] == 0
-    cluster.stop()
-
-
-# --- damage between two lives -----------------------------------------------------------------------
-
-
-def _truncate(directory: Path) -> None:
-    os.truncate(next((directory / "segments").glob("*.seg")), 1 << 20)
-
-
-def _garble(directory: Path) -> None:
-    (directory / "index.db").write_bytes(random.Random(1).randbytes(100_000))
-
-
-def _garble_log(directory: Path) -> None:
-    with (directory / "index.db-wal").open("ab") as file:
-        file.write(random.Random(2).randbytes(50_000))
-
-
-def _forget(directory: Path) -> None:
-    for path in directory.glob("index.db*"):
-        path.unlink()
-
-
-def _damage_superblock(directory: Path) -> None:
-    data = bytearray((directory / "superblock").read_bytes())
-    data[20] ^= 1
-    (directory / "superblock").write_bytes(data)
-
-
-def _put_foreign_files(directory: Path) -> None:
-    (directory / "notes.txt").write_text("mine")
-    (directory / "segments" / "00000009.seg.old").write_bytes(b"x" * 5000)
-    (directory / "segments" / "99999999.seg").write_bytes(b"x" * 5000)
-
-
-DAMAGE: dict[Callable[[Path], None], set[int]] = {
-    _put_foreign_files: {5},
-    _garble_log: {0, 1, 2, 3, 4, 5},
-    _truncate: {0},
-    lambda directory: next((directory / "segments").glob("*.seg")).unlink(): {0},
-    _forget: {0},
-    _garble: {0},
-    _damage_superblock: {0},
-}
-"""What is done to a directory, and how much of a chain of five blocks may be there afterwards."""
-
-
-@pytest.mark.stress
-@pytest.mark.usefixtures("carrier")
-def test_damaged_directories_lose_their_blocks_and_work_again(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, directories=len(DAMAGE), nvme_size="448MiB")
-    chains = [chain_of(str(number), 5) for number in range(60)]
-    for chain in chains:
-        cluster.store(chain)
-    cluster.wait_written()
-    cluster.kill()
-    homes = {row.key: path for path in cluster.directories for _, row in check_rows(path) if row is not None}
-    assert set(homes.values()) == set(cluster.directories)
-    for damage, directory in zip(DAMAGE, cluster.directories, strict=True):
-        damage(directory)
-    cluster.start()
-    cluster.wait_loaded()
-    for chain in chains:
-        number = cluster.directories.index(homes[key_of(chain, 0)])
-        assert cluster.load(chain) in list(DAMAGE.values())[number], f"directory {number}"
-    for chain in chains:
-        cluster.store(chain)
-    cluster.wait_written()
-    cluster.restart()
-    assert [cluster.load(chain) for chain in chains] == [5] * len(chains)
-    cluster.stop()
-    assert (cluster.directories[0] / "notes.txt").read_text() == "mine"
 
 
 # --- kills under load -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from chains import chain_of, key_of
 from played import played
 from tier_rig import TierRig
-from window_rig import spaces_of
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import ReadLease
@@ -18,6 +17,11 @@ from tiercache.daemon.tiers.nvme.direct import extents
 from tiercache.protocol.messages import Extent
 
 Named = Callable[[Namespace, int], list[Extent]]
+
+
+def spaces_of(rig: TierRig) -> list[Namespace]:
+    """A model with both: a chain and a window."""
+    return [rig.namespace(), rig.namespace(window_blocks=3)]
 
 
 def _extents(rig: TierRig, spaces: list[Namespace], chain: bytes) -> tuple[ReadLease, Named]:

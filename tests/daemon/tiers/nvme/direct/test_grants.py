@@ -133,23 +133,6 @@ def test_places_are_blocks_in_a_segment(cluster: Cluster, writer: Writer) -> Non
 
 
 @pytest.mark.stress
-def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, writer: Writer) -> None:
-    chain = chain_of("a", 10)
-    reply = writer.granted(chain, ttl_ms=200)
-    wait_until(lambda: held(cluster) == (0, 10), "its lease has expired")
-    other = Writer(cluster)
-    second = other.granted(chain)
-    assert not set(slots(second)) & set(slots(reply)), "they may still be written to"
-    assert other.commit(second.lease, other.write(second, chain)) == [VISIBLE] * 10
-    assert other.commit(reply.lease, [1] * 10) == [DROPPED] * 10, "another instance cannot end it"
-    assert held(cluster) == (0, 10)
-    assert writer.commit(reply.lease, writer.write(reply, chain)) == [DROPPED] * 10
-    assert held(cluster) == (0, 0)
-    other.client.close()
-    assert cluster.load(chain) == 10
-
-
-@pytest.mark.stress
 def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
     reply = writer.granted(chain_of("a", 3), ttl_ms=300)
     for _ in range(3):
