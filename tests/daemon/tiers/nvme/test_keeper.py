@@ -63,20 +63,6 @@ async def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> N
     await rig.close()
 
 
-@played
-async def test_the_figures_of_a_directory_are_the_same_whether_it_is_open_or_not(tmp_path: Path) -> None:
-    rig = TierRig(tmp_path)
-    [before] = rig.tier.stats()["directories"]
-    await rig.open()
-    [after] = rig.tier.stats()["directories"]
-    assert before.keys() == after.keys()
-    assert (before["state"], after["state"]) == ("opening", "ok")
-    for name in ("checksum_failures", "other_key_blocks", "write_failures", "open_failures"):
-        assert before[name] == 0
-    assert before["errors"] == {str(number): 0 for number in (errno.EIO, errno.ENOSPC, errno.EROFS)}
-    await rig.close()
-
-
 # --- while it runs ------------------------------------------------------------------------------------
 
 

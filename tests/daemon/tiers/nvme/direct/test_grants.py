@@ -133,22 +133,6 @@ def test_places_are_blocks_in_a_segment(cluster: Cluster, writer: Writer) -> Non
 
 
 @pytest.mark.stress
-def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
-    reply = writer.granted(chain_of("a", 3), ttl_ms=300)
-    for _ in range(3):
-        answer = writer.client.call(messages.Renew, leases=[reply.lease, 5], ttl_ms=5000)
-        assert isinstance(answer, messages.Renewed)
-        assert answer.alive == b"\x01\x00"
-    assert held(cluster) == (1, 0)
-    writer.client.call(messages.Renew, leases=[reply.lease], ttl_ms=1)
-    wait_until(lambda: held(cluster) == (0, 3), "its lease has expired")
-    writer.abort(reply.lease, False)
-    assert held(cluster) == (0, 3)
-    writer.abort(reply.lease, True)
-    assert held(cluster) == (0, 0)
-
-
-@pytest.mark.stress
 def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -> None:
     """4 MiB are 64 blocks, those in quarantine included."""
     first = writer.granted(chain_of("a", 40))

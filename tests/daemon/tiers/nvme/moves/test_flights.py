@@ -68,24 +68,6 @@ async def test_what_waited_for_a_block_becomes_visible_in_slices_and_is_in_fligh
     await rig.close()
 
 
-@on_clock
-async def test_what_waited_for_a_block_that_failed_is_lost_in_slices(clock: Clock) -> None:
-    rig, disk, space = await rig_on(clock)
-    writes = rig.tier._writes
-    await first_is_late(rig, disk, space)
-    disk.failing.add("write")
-    disk.step(commits=False)
-    rounds = 0
-    while not writes.idle:
-        before, _ = len(writes._flying), writes.settle()
-        assert before - len(writes._flying) <= SETTLED_AT_ONCE
-        rounds += 1
-        rig.check()
-    assert rounds >= BLOCKS // SETTLED_AT_ONCE
-    assert rig.tier.stats()["write_failed_blocks"] == 1
-    await rig.close()
-
-
 # --- parents ----------------------------------------------------------------------------------------
 
 

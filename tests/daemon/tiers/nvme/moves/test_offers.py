@@ -9,8 +9,6 @@ from chains import chain_of
 from played import play
 from tier_rig import TierRig
 
-from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import USED, Touch
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.moves.offers import CHAINS_AT_ONCE, MAX_BYTES
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
@@ -59,25 +57,6 @@ def test_chains_of_many_namespaces_are_looked_for_in_slices(tmp_path: Path, monk
         await rig.settled()
         assert rig.tier.stats()["written_blocks"] == 2 * 3 * MANY, "each chain was offered again"
         rig.check()
-        await rig.close()
-
-    play(scenario)
-
-
-def test_policies_learn_from_the_first_slice_and_are_told_of_every_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other requests may come between two slices."""
-
-    async def scenario() -> None:
-        rig, spaces = await _stored(tmp_path)
-        touches, asked = list[Touch](), Touch(by_client=True, counts=True, request_class=7)
-        monkeypatch.setattr(Index, "touch", lambda index, entry, how: touches.append(how))
-        rig.tier.matched(spaces, chain_of("a", 3), 3, 3, asked)
-        while not rig.tier._offers.idle:  # rule: a part of the tier
-            rig.tier.work()
-        assert touches == [asked] * CHAINS_AT_ONCE + [USED] * (MANY - CHAINS_AT_ONCE)
-        monkeypatch.undo()
         await rig.close()
 
     play(scenario)

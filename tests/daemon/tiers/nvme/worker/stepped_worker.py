@@ -23,12 +23,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from memory_disks import MemoryCatalog, MemoryDisk
 from waiting import wait_until
 
 from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.helper_processes.process import ProcessError, ProcessProblem
-from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.disk import queue as disk_queue
 from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
@@ -240,114 +240,27 @@ class StepCarrier:
             self.finished([self.moved.popleft()])
 
 
-class Durable:
-    """What a directory's database holds, from process to process."""
+class StepCatalog(MemoryCatalog):
+    """A catalog in memory, whose answers reach the daemon when a test says."""
 
-    def __init__(self) -> None:
-        self.rows: dict[int, tuple[Any, ...]] = {}
-        self.epochs: dict[int, int] = {}
-        self.tombstones: dict[bytes, int] = {}
-
-    def apply(self, method: str, arguments: Sequence[Any]) -> None:
-        match method, arguments:
-            case ("insert", (place, row)):
-                self.rows[place] = tuple(row)
-            case ("insert_many", (places, rows)):
-                self.rows.update(zip(places, map(tuple, rows), strict=True))
-            case ("delete", (place,)):
-                self.rows.pop(place, None)
-            case ("delete_many", (places,)):
-                for place in places:
-                    self.rows.pop(place, None)
-            case ("raise_epoch", (number, epoch)):
-                self.epochs[number] = max(epoch, self.epochs.get(number, 0))
-            case ("add_tombstone", (_, key, epoch)):
-                self.tombstones[key] = epoch
-            case ("remove_tombstone", (_, key)):
-                self.tombstones.pop(key, None)
-            case _:
-                raise AssertionError(f"no catalog has {method}")
-
-
-ROWS = ("insert", "insert_many", "delete", "delete_many")
-BURIALS = ("remove_tombstone",)
-KEPT = ("raise_epoch", "add_tombstone")
-
-
-class StepCatalog:
-    """Keeps the contract of `Catalog`: changes are committed in order, and answered, when a test says."""
-
-    def __init__(self, durable: Durable, post: Callable[..., object]) -> None:
-        self.error = ""
-        self.written_bytes = 0
-        self._durable, self._post_answers = durable, post
-        self._waiting: list[tuple[str, Sequence[Any], Callable[[bool], None]]] = []
-        self._kept: list[tuple[str, Sequence[Any]]] = []
-        self._answers: list[tuple[Callable[[bool], None], bool]] = []
-        self._refused_rows = False
-
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        return lambda *arguments, done: self._waiting.append((method, arguments, done))
-
-    def bytes_on_disk(self) -> int:
-        return 4096 * len(self._durable.rows)
-
-    def load(self, on_ready: Callable[[], None], batch_rows: int) -> StepLoading:
-        return StepLoading(self._durable, batch_rows)
-
-    def close(self, timeout_s: float) -> bool:
-        self.commit(len(self._waiting))
-        self.answer()
-        return not self.error
-
-    def commit(self, count: int = 1) -> None:
-        """Write so many of the changes that wait, behind those that were kept."""
-        some, self._waiting = self._waiting[:count], self._waiting[count:]
-        for method, arguments in self._kept:
-            self._durable.apply(method, arguments)
-        self._kept.clear()
-        self.error = ""
-        for method, arguments, done in some:
-            ok = not (method in BURIALS and self._refused_rows)
-            if ok:
-                self._durable.apply(method, arguments)
-            self._answers.append((done, ok))
+    def __init__(self, disk: MemoryDisk, post: Callable[..., object]) -> None:
+        super().__init__(disk)
+        self._post_answers = post
 
     def fail(self) -> None:
-        """The disk is full: nothing that waits is written."""
-        self.error = "full"
-        for method, arguments, done in self._waiting:
-            if method in KEPT:
-                self._kept.append((method, arguments))
-            self._refused_rows |= method in ROWS
-            self._answers.append((done, False))
-        self._waiting.clear()
+        """The disk is full for a second: nothing that waits is written."""
+        self._disk.failing = {"commit"}
+        self.commit()
+        self._disk.failing = set()
 
     def answer(self) -> None:
         """Tell what became of changes, those of a batch together."""
-        answers, self._answers = self._answers, []
-        if answers:
-            self._post_answers(lambda: [done(ok) for done, ok in answers])
+        self._post_answers(lambda: None)
 
-
-class StepLoading:
-    """All rows of a database, in batches that are ready at once."""
-
-    damaged, error = 0, ""
-
-    def __init__(self, durable: Durable, batch_rows: int) -> None:
-        rows = [(place, Row(*row)) for place, row in sorted(durable.rows.items())]
-        self._batches = [RowBatch.of(rows[at : at + batch_rows]) for at in range(0, len(rows), batch_rows)]
-
-    def next_batch(self) -> RowBatch | None:
-        return self._batches.pop(0) if self._batches else None
-
-    @property
-    def finished(self) -> bool:
-        return not self._batches
-
-    def cancel(self) -> None:
-        self._batches.clear()
+    def close(self, timeout_s: float) -> bool:
+        written = super().close(timeout_s)
+        self.answer()
+        return written
 
 
 class Child:
@@ -397,7 +310,7 @@ class Child:
         self.directory.open()
         assert self.directory.home is not None
         self.rows = RowsLine(self._lines[2])
-        self.catalog = StepCatalog(self._world.durable, self.rows.post)
+        self.catalog = StepCatalog(self._world.disk, self.rows.post)
         self.rows._catalog = self.catalog  # type: ignore[assignment]
         with patch.object(disk_queue, "start_carrier", self._start_carrier):
             self.blocks = BlocksLine(self._lines[1], self.directory, "")
@@ -466,7 +379,7 @@ class Child:
                 step()
         if self.alive:
             self.serve_rows()
-            self.catalog.commit(99)
+            self.catalog.commit()
             self.catalog.answer()
             self.rows._send_status()
 
@@ -536,7 +449,10 @@ class SteppedWorker:
     def __init__(self, root: Path, frames: int) -> None:
         self.path = root / "nvme"
         self.clock = HandTime()
-        self.durable = Durable()
+        self.disk = MemoryDisk(0, lambda: self.clock.now_s)
+        """Has the rows of all processes; their blocks are in real files."""
+        for number in (1, 2):
+            self.disk.database.namespaces[number] = SavedNamespace(number, str(number), b"", 0)
         self.child: Child | None = None
         self._pid = self._first_pid = 0
         self._patches = ExitStack()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 from dataclasses import replace
@@ -16,11 +15,9 @@ from played import played
 from waiting import state_of
 from worker_rig import WorkerRig
 
-from tiercache.daemon.helper_processes import pulse
 from tiercache.daemon.tiers.nvme.worker import directory_worker
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import KEY_BYTES
 
 
 def worker_of(rig: WorkerRig) -> DirectoryWorker:
@@ -102,29 +99,6 @@ async def test_a_directory_that_is_named_by_two_paths_is_refused_as_the_daemon_s
 
 @pytest.mark.stress
 @played
-async def test_a_process_that_is_stopped_while_it_opens_the_directory_is_killed(
-    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pulse, "PING_S", 0.05)
-    monkeypatch.setattr(directory_worker, "LIMITS", replace(directory_worker.LIMITS, silent_s=1.0))
-    stopped, open_on = list[int](), DirectoryWorker._open_on
-
-    def stop(worker: DirectoryWorker, its: Any, *others: Any) -> Any:
-        if not stopped:
-            stopped.append(its.pid)
-            os.kill(its.pid, signal.SIGSTOP)
-        return open_on(worker, its, *others)
-
-    monkeypatch.setattr(DirectoryWorker, "_open_on", stop)
-    rig = await WorkerRig(tmp_path).open()
-    await rig.until(lambda: bool(rig.shelves))
-    assert state_of(stopped[0]) == ""
-    assert f"{rig.dirs[0]} does not answer: it is killed" in caplog.text
-    await rig.close()
-
-
-@pytest.mark.stress
-@played
 async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = replace(directory_worker.LIMITS, first_pause_s=0.01, longest_pause_s=0.02)
     monkeypatch.setattr(directory_worker, "LIMITS", limits)
@@ -149,47 +123,4 @@ async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, mo
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert [child for child in children if state_of(child) == "Z"] == []
     rig.check()
-    await rig.close()
-
-
-@pytest.mark.stress
-@played
-async def test_many_kills_lose_nothing_that_is_durable(tmp_path: Path) -> None:
-    """Store, load and flush chains while processes are killed or stopped; compare every block."""
-    chance = random.Random(2)
-    rig = await WorkerRig(tmp_path, disks=2, arena_regions=4, nvme_bytes=48 << 20).open()
-    space, durable, loaded = rig.namespace(), dict[bytes, int](), 0
-    for number in range(50):
-        chain = chain_of(str(number), chance.randrange(1, 30))
-        rig.store(space, chain)
-        if chance.random() < 0.3:
-            await rig.settled()
-            durable[chain] = len(chain) // KEY_BYTES
-        victim = chance.randrange(len(rig.shelves))
-        pid = rig.pid(victim)
-        if pid and chance.random() < 0.5:
-            os.kill(pid, signal.SIGSTOP)
-            rig.cache.work()
-        if chance.random() < 0.5:
-            rig.forget_dram()
-        leases = [rig.match([space], other) for other in chance.sample(sorted(durable), min(2, len(durable)))]
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-        for lease in leases:
-            if lease is not None:
-                await rig.until(lambda: lease.over or lease.lease_id not in rig.cache.reads.growing.leases)  # noqa: B023
-                loaded += rig.read(lease, space)
-        if pid:
-            await rig.replaced(pid, victim)
-        if chance.random() < 0.1:
-            assert await rig.flush()
-            durable.clear()
-        rig.check()
-    await rig.settled()
-    rig.forget_dram()
-    assert {chain: await rig.load(space, chain) for chain in durable} == durable
-    await rig.close()
-    rig = await WorkerRig(tmp_path, disks=2, arena_regions=4, nvme_bytes=48 << 20).open()
-    assert {chain: await rig.load(rig.namespace(), chain) for chain in durable} == durable
-    assert loaded > 0
     await rig.close()

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from machines import in_first_ring, in_stress
-from stepped_worker import BURIALS, ROWS, SEGMENT_BYTES, Durable, SteppedWorker
+from memory_disks import Database
+from stepped_worker import SEGMENT_BYTES, SteppedWorker
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
@@ -29,6 +30,8 @@ from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 FRAMES = 12
 MOST_SEGMENTS = 3
 PLACES = 4
+ROWS = ("insert", "insert_many", "delete", "delete_many")
+BURIALS = ("remove_tombstone",)
 OK, CANCELLED, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.ABANDONED
 
 STEPS = (
@@ -55,6 +58,30 @@ class Change:
         self.method, self.arguments = method, arguments
         self.answers: list[bool] = []
 
+    def results(self) -> dict[Any, Any]:
+        """What it makes of the database; see `contents`."""
+        match self.method, self.arguments:
+            case ("insert", (place, row)):
+                return {place: row}
+            case ("insert_many", (places, rows)):
+                return dict(zip(places, rows, strict=True))
+            case ("delete", (place,)):
+                return {place: None}
+            case ("delete_many", (places,)):
+                return dict.fromkeys(places)
+            case ("raise_epoch", (number, epoch)):
+                return {f"epoch {number}": epoch}
+            case (_, (_, key, *epoch)):
+                return {key: epoch[0] if epoch else None}
+        raise AssertionError(f"no catalog has {self.method}")
+
+
+def contents(database: Database) -> dict[Any, Any]:
+    """Rows by place, epochs of namespaces, tombstones by key."""
+    epochs = {f"epoch {number}": its.epoch for number, its in database.namespaces.items()}
+    rows = {place: tuple(row) for place, row in database.rows.items()}
+    return {**rows, **epochs, **{key: epoch for (_, key), epoch in database.tombstones.items()}}
+
 
 class WorkerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -80,9 +107,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def start_over(self) -> None:
         """A catalog has been opened: its rows are there to be loaded."""
         self.changes: list[Change] = []
-        self.before = Durable()
-        for name, values in vars(self.world.durable).items():
-            setattr(self.before, name, dict(values))
+        self.before = self.world.disk.database.copy()
         self.loaded: dict[int, tuple[Any, ...]] = {}
         self.loading = self.world.catalog.load(lambda: None, 2)
         self.own_ends = 0
@@ -382,32 +407,15 @@ class WorkerMachine(RuleBasedStateMachine):
 
     def check_durable(self) -> None:
         """The database holds what was confirmed, and nothing that was not asked for."""
-        durable = self.world.durable
-        for table in ("rows", "epochs", "tombstones"):
-            allowed: dict[Any, list[Any]] = {key: [value] for key, value in getattr(self.before, table).items()}
-            model = Durable()
-            for change in self.changes:
-                for name, values in vars(self.before).items():
-                    setattr(model, name, dict(values))
-                model.rows = dict.fromkeys(range(PLACES))  # type: ignore[misc]
-                keys = self.keys_of(change) if self.table_of(change) == table else []
-                model.apply(change.method, change.arguments)
-                for key in keys:
-                    result = getattr(model, table).get(key)
-                    others = allowed.get(key, [None]) if change.answers != [True] else []
-                    allowed[key] = [*others, result]
-            for key, values in allowed.items():
-                found = getattr(durable, table).get(key)
-                assert found in values, f"{table} {key}: {found}, not one of {values}"
-
-    def table_of(self, change: Change) -> str:
-        return "rows" if change.method in ROWS else "epochs" if change.method == "raise_epoch" else "tombstones"
-
-    def keys_of(self, change: Change) -> list[Any]:
-        first = change.arguments[0]
-        if change.method in ROWS:
-            return first if isinstance(first, list) else [first]
-        return [first if change.method == "raise_epoch" else change.arguments[1]]
+        allowed = {name: [value] for name, value in contents(self.before).items()}
+        for change in self.changes:
+            for name, value in change.results().items():
+                others = allowed.get(name, [None]) if change.answers != [True] else []
+                allowed[name] = [*others, value]
+        found = contents(self.world.disk.database)
+        assert found.keys() <= allowed.keys()
+        for name, values in allowed.items():
+            assert found.get(name) in values, f"{name}: {found.get(name)}, not one of {values}"
 
     # --- the end -------------------------------------------------------------------------------------
 
