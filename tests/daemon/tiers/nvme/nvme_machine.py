@@ -296,8 +296,9 @@ class NvmeMachine(RuleBasedStateMachine):
         tier=st.sampled_from(["all", "all", "nvme"]),
         before=st.integers(0, 5),
         then=then,
+        looks=st.booleans(),
     )
-    def flush(self, key: bytes, tier: str, before: int, then: tuple[int, int, bool]) -> None:
+    def flush(self, key: bytes, tier: str, before: int, then: tuple[int, int, bool], looks: bool = False) -> None:
         """All of it or from a key on, perhaps while its chain moves: asked for now, answered some time later, once."""
         chain = next((one for one in CHAINS if key in one), CHAINS[0])
         if before < 3:
@@ -323,6 +324,18 @@ class NvmeMachine(RuleBasedStateMachine):
 
         self.rig.tier.flush(every, key, answered)
         self.go(then)
+        if looks:
+            self.look()
+
+    @rule()
+    def look(self) -> None:
+        """Everything that can be had some time later is right."""
+        self.go_on(6)
+        leases = [(space, self.rig.match([space], keys)) for space, keys in self.ends()]
+        self.go_on(6)
+        for space, lease in leases:
+            if lease is not None:
+                self.read(Held(lease, [space], dict(self.model.floor)))
 
     # --- clients that write to the disk themselves -----------------------------------------------------
 

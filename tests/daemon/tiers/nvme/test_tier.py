@@ -15,15 +15,27 @@ from catalog_bench import fill
 from chains import chain_of, key_of
 from cluster import BLOCK_BYTES, Cluster, content
 from machines import in_first_ring, in_stress
-from nvme_machine import NvmeMachine
+from nvme_machine import CHAINS, NvmeMachine
 from waiting import wait_until
 
 import tiercache
 
 DEADLINE_S = 60.0
 
-TestTier = in_first_ring(NvmeMachine, examples=60, steps=50)
+TestTier = in_first_ring(NvmeMachine, examples=40, steps=50)
 TestTierForLong = pytest.mark.timeout(1200)(in_stress(NvmeMachine, examples=150, steps=80))
+
+
+@pytest.mark.parametrize("small_slices", [False, True])
+@pytest.mark.parametrize("space", [0, 1, 2])
+@pytest.mark.parametrize("key", [b"", key_of(CHAINS[0], 0), key_of(CHAINS[0], 3)], ids=["all", "root", "key"])
+def test_what_is_flushed_while_it_is_written_stays_away(key: bytes, space: int, small_slices: bool) -> None:
+    machine = NvmeMachine()
+    machine.begin(directories=1, roomy=True, small_slices=small_slices, quota=False, codecs=["raw"])
+    machine.flush(key, "all", space, (0, 0, False))
+    machine.look()
+    machine.recheck()
+    machine.teardown()
 
 
 @pytest.fixture

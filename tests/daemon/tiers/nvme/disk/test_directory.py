@@ -17,7 +17,6 @@ from tiercache.daemon.tiers.nvme.disk.superblock import (
     DamagedSuperblock,
     Superblock,
 )
-from tiercache.errors import ConfigError, DirectoryUnavailable
 
 MIB = 1 << 20
 
@@ -152,38 +151,6 @@ def test_a_file_system_without_direct_io_is_used_through_the_cache(
     assert flags & os.O_DIRECT == 0
     assert not (path / "probe").exists()
     directory.close()
-
-
-def test_a_full_disk_opens_for_reading(path: Path) -> None:
-    lived_in(path)
-    disk = ObedientDisk()
-
-    def hook(name: str, size: int) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    disk.hook = hook
-    directory = opened(path, disk=disk)
-    assert (directory.segments, directory.direct) == ([1, 7], True)
-    with pytest.raises(OSError, match="full"):
-        directory.create_segment(2)
-    assert directory.segments == [1, 7]
-    assert not segment_path(directory, 2).exists()
-    directory.close()
-
-
-def test_a_disk_that_cannot_be_used_is_one_clear_line(path: Path, tmp_path: Path) -> None:
-    disk = ObedientDisk()
-
-    def hook(name: str, size: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    disk.hook = hook
-    with pytest.raises(DirectoryUnavailable, match="cannot be used: Input/output error: see dmesg"):
-        opened(path, disk=disk)
-    opened(path).close()  # the lock was let go of
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is no directory, or is below a file"):
-        opened(tmp_path / "file")
 
 
 # --- segments ------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from played import played
 from waiting import state_of
 from worker_rig import WorkerRig
 
-from tiercache.daemon.tiers.nvme.worker import directory_worker
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
 
@@ -94,33 +92,4 @@ async def test_a_directory_that_is_named_by_two_paths_is_refused_as_the_daemon_s
     rig = WorkerRig(tmp_path, dirs=[tmp_path / "one", tmp_path / "other"])
     with pytest.raises(ConfigError, match="is another path of one that is named already: name each once"):
         await rig.tier.open()
-    await rig.close()
-
-
-@pytest.mark.stress
-@played
-async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = replace(directory_worker.LIMITS, first_pause_s=0.01, longest_pause_s=0.02)
-    monkeypatch.setattr(directory_worker, "LIMITS", limits)
-    rig = await WorkerRig(tmp_path).open()
-    space, chain = rig.namespace(), chain_of("a", 20)
-    await rig.store_below([space], chain)
-    await rig.replaced(rig.signal(signal.SIGKILL))
-
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    await rig.until(lambda: worker_of(rig)._opened_by is not None)
-    assert await rig.load(space, chain) == 20
-    before = held()
-    for number in range(30):
-        if number % 2:
-            rig.forget_dram()
-            rig.match([space], chain)
-        await rig.replaced(rig.signal(signal.SIGKILL))
-    assert await rig.load(space, chain) == 20
-    await rig.until(lambda: held() <= before)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert [child for child in children if state_of(child) == "Z"] == []
-    rig.check()
     await rig.close()
