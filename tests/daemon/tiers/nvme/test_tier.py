@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from catalog_bench import fill
 from chains import chain_of, key_of
-from cluster import BLOCK_BYTES, Cluster, content
+from cluster import Cluster
 from machines import in_first_ring, in_stress
 from nvme_machine import CHAINS, NvmeMachine
 from waiting import wait_until
-
-import tiercache
 
 DEADLINE_S = 60.0
 
@@ -138,85 +133,4 @@ def test_a_disk_that_is_full_is_read_and_written_again_when_it_has_room(mount: C
     for chain in (kept, *others):
         cluster.load(chain)
     assert cluster.load(new) > 0, "its last blocks may have made room for later ones"
-    cluster.stop()
-
-
-class Customer(threading.Thread):
-    """Stores and loads without end. Whatever happens to the daemon, each call is a right hit or a miss."""
-
-    def __init__(self, cluster: Cluster, number: int, chains: list[bytes]) -> None:
-        super().__init__(daemon=True)
-        self.rng = random.Random(number)
-        self.chains = chains
-        self.stopping = threading.Event()
-        self.hits = 0
-        self.failure: BaseException | None = None
-        self.pool = np.zeros((64, BLOCK_BYTES), np.uint8)
-        self.connector = tiercache.connect(
-            cluster.daemon.address,
-            namespace=cluster.spec,
-            pool=tiercache.Pool.from_blocks(self.pool),
-            request_timeout_s=2.0,  # rule: the daemon is killed meanwhile
-            load_timeout_s=5.0,  # rule: the daemon is killed meanwhile
-        )
-
-    def run(self) -> None:
-        try:
-            while not self.stopping.is_set():
-                self._call(self.rng.choice(self.chains))
-        except BaseException as failure:
-            self.failure = failure
-            raise
-        finally:
-            self.connector.close()
-
-    def _call(self, chain: bytes) -> None:
-        count = len(chain) // 16
-        if self.rng.random() < 0.4:
-            for number in range(count):
-                self.pool[number] = content(key_of(chain, number))
-            self.connector.store(chain, range(count))
-            return
-        match = self.connector.match(chain)
-        self.pool[:] = 0
-        good = self.connector.load(match, range(match.blocks)) if match.blocks else 0
-        for number in range(good):
-            assert np.array_equal(self.pool[number], content(key_of(chain, number))), f"block {number} is wrong"
-        self.hits += good
-
-
-def moved_blocks(cluster: Cluster) -> int:
-    stats = cluster.nvme()
-    return int(stats["written_blocks"] + stats["promoted_blocks"])
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("carrier")
-def test_kills_under_load_of_several_clients(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, arena="6MiB", directories=2, nvme_size="20MiB", nvme_segment="4MiB")
-    rng = random.Random(1)
-    chains = [chain_of(str(number), rng.randrange(5, 60)) for number in range(12)]
-    customers = [Customer(cluster, number, chains) for number in range(3)]
-    for customer in customers:
-        customer.start()
-    try:
-        for _ in range(6):
-            hits = [customer.hits for customer in customers]
-            wait_until(
-                lambda: all(one.hits > before for one, before in zip(customers, hits, strict=True)),  # noqa: B023
-                "all customers have hits again",
-            )
-            enough = rng.randrange(50, 400)
-            wait_until(lambda: moved_blocks(cluster) > enough, "there is work for the disks")  # noqa: B023
-            kill_now(cluster)
-            cluster.start()
-    finally:
-        for customer in customers:
-            customer.stopping.set()
-        for customer in customers:
-            customer.join(DEADLINE_S)
-    assert [customer.failure for customer in customers] == [None] * 3
-    assert not any(customer.is_alive() for customer in customers), "no call hangs"
-    cluster.wait_loaded()
     cluster.stop()

@@ -21,7 +21,6 @@ from tiercache.daemon.tiers.forms.cipher import (
     load_cipher,
     whose,
 )
-from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.errors import ConfigError
 
@@ -89,17 +88,6 @@ def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path:
     again = memoryview(bytearray(len(stored)))
     cipher.seal(plain, owner, again)
     assert again != stored, "each block is sealed under a nonce of its own"
-
-
-def test_lengths_that_a_row_may_have() -> None:
-    sealed = codecs.SEALED
-    assert plausible_length(codecs.RAW, 8192, 8192)
-    assert not plausible_length(codecs.RAW, 8220, 8192)
-    assert plausible_length(sealed, 8220, 8192)
-    assert not plausible_length(sealed, 8192, 8192)
-    assert plausible_length(sealed | 0x21, 100, 8192)
-    assert not plausible_length(sealed | 0x21, 28, 8192)
-    assert not plausible_length(sealed | 0x21, 8221, 8192)
 
 
 @pytest.mark.parametrize(

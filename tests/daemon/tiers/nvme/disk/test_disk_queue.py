@@ -159,7 +159,9 @@ def test_short_and_interrupted_transfers_go_on(one_worker: Rig, most: int) -> No
 
     rig.disk.hook = hook
     written = rig.store(range(8), 8192)
+    rig.fill(18, b"\x55" * 8192)
     assert rig.run([rig.read_op(op, 10 + place) for place, op in enumerate(written)]) == [OK] * 8
+    assert rig.frame(18, 8192) == b"\x55" * 8192, "nothing is moved beyond the last one"
     for place in range(8):
         assert rig.frame(10 + place, 8192) == content(place, 8192)
     assert calls > 16

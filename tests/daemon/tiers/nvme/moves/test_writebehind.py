@@ -12,7 +12,7 @@ from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
-from tiercache.daemon.tiers.nvme.moves import flights, writebehind
+from tiercache.daemon.tiers.nvme.moves import writebehind
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 SEGMENT_BYTES = 16 << 20
@@ -64,26 +64,6 @@ async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> 
     assert slots == [slots[0] + number * BLOCK_BYTES for number in range(30)]
     rig.forget_dram()
     assert await rig.load(space, chain) == 30
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_a_run_ends_where_the_queue_of_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "MAX_IN_FLIGHT", 7)
-    rig = await TierRig(tmp_path).open()
-    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 20)
-    gate = rig.disks[rig.dirs[0]].gate
-    rig.store(space, chain_of("makes the segment", 1))
-    await rig.settled()
-    gate.clear()
-    rig.store(space, chain)
-    await rig.until(lambda: shelf.queue.in_flight > 0)
-    assert (shelf.queue.in_flight, rig.tier.stats()["write_queue_blocks"]) == (7, 13)
-    rig.check()
-    gate.set()
-    await rig.settled()
-    assert shelf.table(space).blocks == 21
     rig.check()
     await rig.close()
 

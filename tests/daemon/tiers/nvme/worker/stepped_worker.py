@@ -245,13 +245,13 @@ class StepCatalog(MemoryCatalog):
 
     def __init__(self, disk: MemoryDisk, post: Callable[..., object]) -> None:
         super().__init__(disk)
-        self._post_answers = post
+        self.disk, self._post_answers = disk, post
 
     def fail(self) -> None:
         """The disk is full for a second: nothing that waits is written."""
-        self._disk.failing = {"commit"}
+        self.disk.failing = {"commit"}
         self.commit()
-        self._disk.failing = set()
+        self.disk.failing = set()
 
     def answer(self) -> None:
         """Tell what became of changes, those of a batch together."""
