@@ -495,7 +495,7 @@ class NvmeMachine(RuleBasedStateMachine):
         self.model.restarted()
         self.start()
 
-    @rule(grace_s=st.sampled_from([0.0, 30.0, 30.0]), all_is_dirty=st.booleans())
+    @rule(grace_s=st.sampled_from([0.0, 3.0, 3.0]), all_is_dirty=st.booleans())
     def stop(self, grace_s: float, all_is_dirty: bool) -> None:
         well, self.held = self.calm and self.roomy and self.all_are_open(), []
         if all_is_dirty:

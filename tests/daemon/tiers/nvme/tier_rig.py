@@ -130,7 +130,7 @@ class TierRig:
     async def _keep_moving(self) -> None:
         while True:
             self.step_disks()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01 if self.memory else 0.001)
 
     async def crash(self, landed: int = 0) -> None:
         """As much like kill -9 as one process allows: nothing that waits is written any more.
