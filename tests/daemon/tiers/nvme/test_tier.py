@@ -12,7 +12,7 @@ from catalog_bench import fill
 from chains import chain_of, key_of
 from cluster import Cluster
 from machines import in_first_ring, in_stress
-from nvme_machine import CHAINS, NvmeMachine
+from nvme_machine import CHAINS, KEYS, NvmeMachine
 from waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -29,6 +29,18 @@ def test_what_is_flushed_while_it_is_written_stays_away(key: bytes, space: int, 
     machine.begin(directories=1, roomy=True, small_slices=small_slices, quota=False, codecs=["raw"])
     machine.flush(key, "all", space, (0, 0, False))
     machine.look()
+    machine.recheck()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("space", range(4))
+def test_what_dram_alone_has_is_written_before_the_daemon_ends(space: int) -> None:
+    machine = NvmeMachine()
+    machine.begin(directories=2, roomy=True, small_slices=False, quota=False, codecs=["raw"])
+    for chain in CHAINS:
+        machine.store(space, chain, 7, 0, (0, 0, False))
+    machine.stop(3.0, all_is_dirty=True)
+    assert len(machine.model.promised) >= len(KEYS)
     machine.recheck()
     machine.teardown()
 
