@@ -313,7 +313,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(lines=st.sampled_from([3, 3, 3, 2, 0]))
     def start_next(self, lines: int = 3) -> None:
-        if self.world.child is None and not self.world.given_up:
+        if self.world.child is None:
             self.world.start_child(lines)
 
     @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost", "gone"]))
@@ -403,7 +403,9 @@ class WorkerMachine(RuleBasedStateMachine):
         if child is not None:
             assert child.is_good
             assert set(self.world.directory.segments) <= set(child.directory.segments)
-        assert self.may_give_up or not self.world.given_up, "there is no reason to give the directory up"
+        if self.world.given_up:
+            assert self.may_give_up, "there is no reason to give the directory up"
+            assert not self.world.directory.worker_pid, "a directory that was given up is not used again"
 
     def check_durable(self) -> None:
         """The database holds what was confirmed, and nothing that was not asked for."""
