@@ -133,40 +133,6 @@ def test_a_follower_has_the_daemons_sets(tmp_path: Path, seed: int) -> None:
     play(scenario)
 
 
-def both(rig: TierRig, follows: Follower) -> tuple[list[int], list[int]]:
-    """The tokens of what there is, in DRAM and on NVMe."""
-    follows.catch_up()
-    return tuple(sorted(token for _, token in follows.here[name].values()) for name in ("CPU", "STORAGE"))  # type: ignore[return-value]
-
-
-def test_of_an_earlier_life_nothing_is_said(tmp_path: Path) -> None:
-    """Tokens are not on the disk. What is stored below such a block has its parent's hash all the same."""
-
-    async def scenario() -> None:
-        chain, first = chain_of("lives", 4), TierRig(tmp_path)
-        await first.open()
-        first.store(first.namespace(), chain[: 2 * KEY_BYTES])
-        await first.settled()
-        await first.close()
-        with follower() as follows:
-            rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace = rig.namespace()
-            assert await rig.load(namespace, chain) == 2
-            follows.catch_up()
-            assert follows.seen == {"AllBlocksCleared": 1}
-            follows.here["CPU"][hash_of(key_of(chain, 1))] = None, 1  # what the follower cannot know
-            follows.here["STORAGE"][hash_of(key_of(chain, 1))] = None, 1
-            rig.store(namespace, chain, 2, named=names_of(chain, 2))
-            await rig.settled()
-            assert both(rig, follows) == ([1, 2, 3], [1, 2, 3])
-            rig.forget_dram()
-            await rig.flush()
-            assert both(rig, follows) == ([1], [1])  # and no event says that those have left
-            await rig.close()
-
-    play(scenario)
-
-
 # --- rows and slots ---------------------------------------------------------------------------------
 
 
