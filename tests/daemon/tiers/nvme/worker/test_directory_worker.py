@@ -11,15 +11,38 @@ from typing import Any
 import pytest
 from chains import chain_of
 from played import played
+from tier_rig import TierRig
 from waiting import state_of
-from worker_rig import WorkerRig
 
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
 
 
+class WorkerRig(TierRig):
+    """`TierRig`, with a process for each directory."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        super().__init__(root, nvme_workers="on", **settings)
+
+    def pid(self, number: int = 0) -> int:
+        """Of the process of a directory; 0 while there is none."""
+        pid = self.shelves[number].directory.worker_pid  # type: ignore[attr-defined]
+        assert isinstance(pid, int)
+        return pid
+
+    def signal(self, what: signal.Signals) -> int:
+        """Send a signal to the process; returns its pid."""
+        pid = self.pid()
+        os.kill(pid, what)
+        return pid
+
+    async def replaced(self, pid: int) -> None:
+        """Another process serves the directory."""
+        await self.until(lambda: self.pid() not in (0, pid))
+
+
 def worker_of(rig: WorkerRig) -> DirectoryWorker:
-    its = rig.shelf().directory._end.__self__  # type: ignore[attr-defined]
+    its = rig.shelves[0].directory._end.__self__  # type: ignore[attr-defined]
     assert isinstance(its, DirectoryWorker)
     return its
 
@@ -54,12 +77,12 @@ async def test_a_directory_that_was_replaced_meanwhile_is_opened_again(tmp_path:
     rig = await WorkerRig(tmp_path).open()
     space, chain = rig.namespace(), chain_of("a", 20)
     await rig.store_below([space], chain)
-    before, pid = rig.shelf(), rig.signal(signal.SIGSTOP)
+    before, pid = rig.shelves[0], rig.signal(signal.SIGSTOP)
     shutil.move(rig.dirs[0], tmp_path / "moved")
     (tmp_path / "other").mkdir(mode=0o700)
     os.rename(tmp_path / "other", rig.dirs[0])
     os.kill(pid, signal.SIGKILL)
-    await rig.until(lambda: bool(rig.shelves) and rig.shelf() is not before)
+    await rig.until(lambda: bool(rig.shelves) and rig.shelves[0] is not before)
     await rig.loaded()
     assert await rig.load(space, chain) == 0
     await rig.store_below([space], chain)
