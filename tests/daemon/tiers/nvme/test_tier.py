@@ -15,8 +15,6 @@ from machines import in_first_ring, in_stress
 from nvme_machine import CHAINS, KEYS, NvmeMachine
 from waiting import wait_until
 
-DEADLINE_S = 60.0
-
 TestTier = in_first_ring(NvmeMachine, examples=40, steps=50)
 TestTierForLong = pytest.mark.timeout(1200)(in_stress(NvmeMachine, examples=150, steps=80))
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tier_rig
 from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.moves.flights import SETTLED_AT_ONCE, Flight
-from tiercache.protocol.namespaces import NamespaceSpec
 
 PAGE = 4096
 NOWHERE = Path("/nowhere")
@@ -125,35 +121,4 @@ async def test_two_blocks_that_are_each_the_parent_of_the_other_both_end(clock: 
     await rig.work(5)
     await rig.settled()
     rig.check()
-    await rig.close()
-
-
-# --- forms of blocks --------------------------------------------------------------------------------
-
-
-def noise(key: bytes, length: int) -> bytes:
-    return np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(length)
-
-
-def space_of(rig: TierRig, dtype: str) -> Namespace:
-    spec = NamespaceSpec(engine="t", layout="l", dtype=dtype, block_size=1, block_bytes=32 << 10)
-    return rig.cache.space.open_namespace(spec)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "content", "codec"),
-    [("bfloat16", noise, codecs.RAW), ("float32", tier_rig.content, codecs.codec_number("lz4", 4))],
-    ids=["does not get smaller", "elements of 4 bytes"],
-)
-@on_clock
-async def test_the_form_suits_the_block(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, dtype: str, content: Callable[[bytes, int], bytes], codec: int
-) -> None:
-    monkeypatch.setattr(tier_rig, "content", content)
-    disk = MemoryDisk(0, clock, segment_bytes=256 << 10)
-    rig = await TierRig(NOWHERE, disks=[disk], nvme_codec="lz4").open()
-    space, chain = space_of(rig, dtype), chain_of("a", 4)
-    await rig.store_below([space], chain)
-    assert await rig.load(space, chain) == 4
-    assert {row[6] for row in disk.database.rows.values()} == {codec}
     await rig.close()
