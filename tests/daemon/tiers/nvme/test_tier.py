@@ -43,6 +43,15 @@ def test_what_dram_alone_has_is_written_before_the_daemon_ends(space: int) -> No
     machine.teardown()
 
 
+def test_a_block_whose_write_a_flush_of_another_has_voided_is_written_before_the_daemon_ends() -> None:
+    machine = NvmeMachine()
+    machine.begin(directories=1, roomy=True, small_slices=True, quota=False, codecs=["raw"])
+    machine.flush(key_of(CHAINS[0], 3), "all", 1, (2, 0, False))
+    machine.stop(3.0, all_is_dirty=False)
+    machine.recheck()
+    machine.teardown()
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
