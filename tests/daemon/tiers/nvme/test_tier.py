@@ -19,37 +19,108 @@ TestTier = in_first_ring(NvmeMachine, examples=40, steps=50)
 TestTierForLong = pytest.mark.timeout(1200)(in_stress(NvmeMachine, examples=150, steps=80))
 
 
+# --- what the machine seldom comes to by chance ------------------------------------------------------
+
+NOTHING = 0, 0, False
+
+
+def begun(small_slices: bool = False, directories: int = 1) -> NvmeMachine:
+    machine = NvmeMachine()
+    machine.begin(directories=directories, roomy=True, small_slices=small_slices, quota=False, codecs=["raw"])
+    return machine
+
+
+def filled() -> NvmeMachine:
+    """A chain is on the disk, and not in DRAM."""
+    machine = begun()
+    machine.store(0, CHAINS[0], 7, 0, NOTHING)
+    machine.come_to_rest()
+    machine.forget_dram(NOTHING)
+    return machine
+
+
+def end(machine: NvmeMachine) -> None:
+    machine.look()
+    machine.nothing_is_wrong()
+    machine.recheck()
+    machine.teardown()
+
+
 @pytest.mark.parametrize("small_slices", [False, True])
 @pytest.mark.parametrize("space", [0, 1, 2])
 @pytest.mark.parametrize("key", [b"", key_of(CHAINS[0], 0), key_of(CHAINS[0], 3)], ids=["all", "root", "key"])
 def test_what_is_flushed_while_it_is_written_stays_away(key: bytes, space: int, small_slices: bool) -> None:
-    machine = NvmeMachine()
-    machine.begin(directories=1, roomy=True, small_slices=small_slices, quota=False, codecs=["raw"])
-    machine.flush(key, "all", space, (0, 0, False))
-    machine.look()
-    machine.recheck()
-    machine.teardown()
+    machine = begun(small_slices)
+    machine.flush(key, "all", space, NOTHING)
+    end(machine)
 
 
 @pytest.mark.parametrize("space", range(4))
 def test_what_dram_alone_has_is_written_before_the_daemon_ends(space: int) -> None:
-    machine = NvmeMachine()
-    machine.begin(directories=2, roomy=True, small_slices=False, quota=False, codecs=["raw"])
+    machine = begun(directories=2)
     for chain in CHAINS:
-        machine.store(space, chain, 7, 0, (0, 0, False))
+        machine.store(space, chain, 7, 0, NOTHING)
     machine.stop(3.0, all_is_dirty=True)
     assert len(machine.model.promised) >= len(KEYS)
-    machine.recheck()
-    machine.teardown()
+    end(machine)
 
 
 def test_a_block_whose_write_a_flush_of_another_has_voided_is_written_before_the_daemon_ends() -> None:
-    machine = NvmeMachine()
-    machine.begin(directories=1, roomy=True, small_slices=True, quota=False, codecs=["raw"])
+    machine = begun(small_slices=True)
     machine.flush(key_of(CHAINS[0], 3), "all", 1, (2, 0, False))
     machine.stop(3.0, all_is_dirty=False)
-    machine.recheck()
-    machine.teardown()
+    end(machine)
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+@pytest.mark.parametrize("how", ["all", "some", "late"])
+def test_what_a_client_writes_by_itself_is_there_unless_it_was_flushed(how: str, is_flushed: bool) -> None:
+    machine = filled()
+    machine.grant(0, CHAINS[1], 2, 7, 0, NOTHING)
+    assert machine.grants, "slots below blocks that are there"
+    if is_flushed:
+        machine.flush(key_of(CHAINS[1], 2), "all", 5, NOTHING)
+    machine.end_grant(0, how, NOTHING)
+    expected = 0 if is_flushed or how == "late" else 4 if how == "all" else 1
+    assert machine.rig.tier.stats()["direct_stored_blocks"] == expected
+    end(machine)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_is_flushed_while_another_disk_is_there_stays_away_when_the_first_is_back(restarts: bool) -> None:
+    """Or the flush was not said to be durable, where the daemon ends in between."""
+    machine = filled()
+    machine.replace(0)
+    machine.wait(30.0)
+    machine.come_to_rest()
+    machine.flush(b"", "all", 5, NOTHING)
+    machine.go_on(6)
+    assert machine.answers == [[False]], "and that is said at once"
+    if restarts:
+        machine.kill(0, 0, 0, back=True)
+    else:
+        machine.replace(0)
+        machine.wait(30.0)
+    machine.come_to_rest()
+    assert len(machine.found()) == (6 + len(machine.spaces) if restarts else 0)
+    end(machine)
+
+
+def test_a_flush_that_a_disk_has_not_recorded_is_told_again_when_it_is_back() -> None:
+    machine = filled()
+    machine.fail(0, "commit")
+    machine.flush(b"", "all", 5, NOTHING)
+    machine.take_away(0)
+    for _ in range(3):
+        machine.wait(30.0)
+        machine.go_on(6)
+    assert not machine.rig.shelves
+    machine.take_away(0)
+    machine.fail(0, "commit")
+    end(machine)
+
+
+# --- with real daemons -------------------------------------------------------------------------------
 
 
 @pytest.fixture
