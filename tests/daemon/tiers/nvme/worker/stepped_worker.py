@@ -358,19 +358,21 @@ class Child:
     def tell_status(self) -> None:
         self.rows._send_status()
 
-    def answer_file(self, says_so: bool) -> None:
-        """Do what the thread of tasks asks for, if it does; without `says_so` the process ends before it answers."""
+    def answer_file(self, says: str) -> bool:
+        """Answer the thread of tasks: it is `done`, or the disk is `full`; or end before the answer, `ends`."""
         if not is_ready(self._lines[0], select.POLLIN):
-            return
+            return False
         message = receive_message(self._lines[0])
         assert message is not None
         asked = messages.decode_question(message)
         assert isinstance(asked, messages.CreateSegment)
-        self.directory.create_segment(asked.segment)
-        if says_so:
-            self._say(messages.Good())
-        else:
+        if says != "full":
+            self.directory.create_segment(asked.segment)
+        if says == "ends":
             self.end(1)
+        else:
+            self._say(messages.Good() if says == "done" else messages.Bad(errno.ENOSPC))
+        return True
 
     def work(self) -> None:
         """Everything that there is to do, once."""
@@ -552,13 +554,22 @@ class SteppedWorker:
         self.supervisor.on_gone(self.child)
         self.child = None
 
-    def answer_task(self, says_so: bool) -> None:
-        """The process answers the question of the thread of tasks, if there is one."""
+    def answer_task(self, says: str) -> bool:
+        """The process answers the question of the thread of tasks, if there is one; see `Child.answer_file`."""
         child = self.serving
         assert child is not None
-        child.answer_file(says_so)
+        answered = child.answer_file(says)
         if not child.alive:
             self.supervisor.now = None
+        return answered
+
+    def add_region(self, region_id: int) -> Region:
+        """The arena grows by a page."""
+        fd = create_region(PAGE_BYTES, "test")
+        region = Region(region_id, fd, PAGE_BYTES)
+        self._arena.add(region, fd)
+        os.close(fd)
+        return region
 
     def stop(self) -> None:
         """Close the catalog and the queue, as a keeper does. What a process still has is abandoned."""

@@ -23,12 +23,12 @@ class Blocks:
         self.world, self.queue = world, world.queue
         self.ended: list[AnyOp] = []
 
-    def read(self, pages: int = 1, priority: DiskPriority = LOAD) -> ReadOp:
+    def read(self, pages: int = 1, priority: DiskPriority = LOAD, address: int = NOWHERE) -> ReadOp:
         length = pages * PAGE_BYTES
         op = ReadOp(
             done=self.ended.append,
             slot=1 << 48,
-            address=NOWHERE,
+            address=address,
             length=length,
             key=bytes(16),
             fingerprint="name",
@@ -75,6 +75,12 @@ def test_small_blocks_do_not_keep_a_large_load_waiting(blocks: Blocks, monkeypat
     for _ in range(6):
         blocks.turn(2)
     assert set(blocks.ended) == {large, *small, *later}
+
+
+def test_blocks_go_to_a_region_that_is_younger_than_the_process(blocks: Blocks) -> None:
+    op = blocks.read(address=blocks.world.add_region(1).address)
+    blocks.turn()
+    assert blocks.ended == [op], "it finds the frame, and no block"
 
 
 def test_a_backlog_in_the_process_is_no_fault_of_the_disk(blocks: Blocks) -> None:

@@ -97,6 +97,8 @@ class WorkerMachine(RuleBasedStateMachine):
         self.flying: dict[AnyOp, Flight] = {}
         self.ended: list[AnyOp] = []
         self.task: TaskOp | None = None
+        self.disk_was_full = False
+        """So the task was answered."""
         self.start_over()
         self.add_segment()
         self.settle()
@@ -200,7 +202,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def add_segment(self) -> None:
         if self.task is None and self.segment < MOST_SEGMENTS:
             self.segment += 1
-            segment = self.segment
+            segment, self.disk_was_full = self.segment, False
             self.task = TaskOp(done=self.ended.append, call=lambda: self.world.directory.create_segment(segment))
             self.submit(self.task, DiskPriority.WRITE, Flight(-1, b""))
 
@@ -274,15 +276,16 @@ class WorkerMachine(RuleBasedStateMachine):
             self.world.serving.work()
             self.turn()
 
-    @rule()
-    def run_task(self) -> None:
+    @rule(times=st.integers(1, 2))
+    def run_task(self, times: int = 1) -> None:
         """The thread of tasks goes on to its next wait."""
-        self.world.tasks.run()
+        for _ in range(times):
+            self.world.tasks.run()
 
-    @rule(says_so=st.booleans())
-    def answer_task(self, says_so: bool = True) -> None:
-        if self.world.serving is not None:
-            self.world.answer_task(says_so)
+    @rule(says=st.sampled_from(["done", "full", "ends"]))
+    def answer_task(self, says: str = "done") -> None:
+        if self.world.serving is not None and self.world.answer_task(says):
+            self.disk_was_full = says == "full"
 
     @rule(how=st.sampled_from(["is killed", "is killed", "exits", "closes 1", "closes 2"]))
     def end_process(self, how: str) -> None:
@@ -357,6 +360,8 @@ class WorkerMachine(RuleBasedStateMachine):
             outcomes = {OK, CANCELLED, *([ABANDONED] if stopped else [])}
             if isinstance(op, TaskOp):
                 self.task = None
+                if self.disk_was_full:
+                    outcomes = {DiskOutcome.IO_ERROR, *([ABANDONED] if stopped else [])}
                 assert op.outcome in outcomes or self.world.given_up
                 if op.outcome is OK:
                     self.slots += [self.segment << 48 | at for at in range(0, SEGMENT_BYTES, PAGE_BYTES)]
@@ -533,4 +538,15 @@ def test_a_process_that_is_silent_or_has_closed_a_line_is_killed(how: str) -> No
             machine.work()
     machine.turn()
     assert child.process.returncode == (None if how == "answers" else -9)
+    machine.teardown()
+
+
+def test_a_segment_for_which_the_disk_has_no_room_is_not_made() -> None:
+    machine = WorkerMachine()
+    machine.add_segment()
+    machine.run_task(times=2)  # it takes the task, and asks
+    machine.answer_task("full")
+    machine.run_task()
+    machine.turn()
+    assert (machine.task, machine.world.directory.segments) == (None, [1])
     machine.teardown()
