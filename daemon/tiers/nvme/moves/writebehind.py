@@ -29,7 +29,7 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.moves.flights import Flights, Name
+from tiercache.daemon.tiers.nvme.moves.flights import Flight, Flights, Name
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement, near
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 
@@ -130,6 +130,11 @@ class WriteBehind(Flights):
         Blocks that cannot be written before `end_s` (on the clock of `NvmeTier`) are given up.
         """
         self._rest, self._end_s = iter(blocks), end_s
+
+    def _lose(self, write: Flight, failed: bool = False) -> None:
+        super()._lose(write, failed)
+        if self._end_s < math.inf and not failed:  # perhaps a flush of other blocks was in between: it is still dirty
+            self.add(write.namespace, write.key, asked_again=True)
 
     @property
     def queued(self) -> int:

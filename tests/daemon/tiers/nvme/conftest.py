@@ -6,10 +6,7 @@ import pytest
 from catalog_bench import bench
 from disk_rig import ObedientDisk
 
-from tiercache.daemon.tiers import promotion
-from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
 from tiercache.daemon.tiers.nvme import keeper
-from tiercache.daemon.tiers.nvme.moves import offers, shelf_source
 
 __all__ = ["bench"]
 
@@ -29,19 +26,3 @@ def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ObedientDisk, "offers_aio", request.param == "aio")
     monkeypatch.setenv("TIERCACHE_NVME_IO", request.param)
     return str(request.param)
-
-
-@pytest.fixture(params=["at once", "in slices"])
-def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs with the usual and with the smallest slices."""
-    if request.param == "in slices":
-        for module, name in (
-            (growing_run, "PINS"),
-            (growing_leases, "PINS"),
-            (read_leases, "PINS"),
-            (runs, "PINS"),
-            (shelf_source, "PINS"),
-            (promotion, "GROW_NS"),
-            (offers, "LOOKED_AT_ONCE"),
-        ):
-            monkeypatch.setattr(module, name, 1)

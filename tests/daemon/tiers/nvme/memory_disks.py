@@ -90,7 +90,7 @@ class MemoryDisk:
         """Room for so many segments."""
         self.most_segments = segments
         self.segment_bytes = segment_bytes
-        self.directory_id = hashlib.blake2b(bytes([number]), digest_size=16).digest()
+        self.directory_id = hashlib.blake2b(number.to_bytes(4, "little"), digest_size=16).digest()
         self.clock_s = clock_s
         self.segments: dict[int, bytearray] = {}
         self.database = Database()
@@ -104,6 +104,7 @@ class MemoryDisk:
         self.written: list[bytes] = []
         """Keys of the blocks written in this life."""
         self.read: list[bytes] = []
+        self.is_open = False
         self.catalog: MemoryCatalog | None = None
         self.queue: MemoryQueue | None = None
         self._history = [self.database.copy()]  # since the last commit that was synced, that one included
@@ -133,6 +134,7 @@ class MemoryDisk:
         if self.queue is not None:
             self.queue.crash(landed)
         self.catalog = self.queue = None
+        self.is_open = False
         self.written, self.read = [], []
 
     def lose_power(self, commits: int, pages: int) -> None:
@@ -228,6 +230,8 @@ class MemoryRunner:
         disk = self.disks[plan.path]
         if disk.away:
             raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: {disk.away}")
+        if disk.is_open:
+            raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: its lock is taken, at another path")
         directory = MemoryDirectory(plan, disk, self.disks, before)
         catalog = disk.catalog = MemoryCatalog(disk)
         return OpenDirectory(directory, catalog, catalog.state(), lambda: MemoryQueue(directory, disk))
@@ -236,7 +240,7 @@ class MemoryRunner:
 class MemoryDirectory:
     """Implements `DirectoryFiles`."""
 
-    direct, direct_reason, kept_bytes, trouble = False, "in memory", 0, ""
+    direct, direct_reason, kept_bytes, trouble = True, "", 0, ""
     worker_pid = worker_starts = 0
 
     def __init__(self, plan: Plan, disk: MemoryDisk, disks: dict[Path, MemoryDisk], before: Home | None) -> None:
@@ -247,29 +251,30 @@ class MemoryDirectory:
         self.superblock = Superblock(disk.directory_id, disk.segment_bytes, 0)
         former = frozenset() if before is None else before.former | {before.directory_id}
         self.home: Home | None = Home(disk.directory_id, None, former - {disk.directory_id})
-        self._disk, self._disks = disk, disks
+        self.disk, self._disks = disk, disks
+        disk.is_open = True
 
     @property
     def segments(self) -> list[int]:
-        return sorted(self._disk.segments)
+        return sorted(self.disk.segments)
 
     @property
     def max_segments(self) -> int:
-        return self._disk.most_segments
+        return self.disk.most_segments
 
     def fd(self, segment_id: int) -> int:
         """In memory a segment's number does as its descriptor."""
         return segment_id
 
     def create_segment(self, segment_id: int) -> None:
-        self._disk.asked("segment")
-        self._disk.segments[segment_id] = bytearray(self.segment_bytes)
+        self.disk.asked("segment")
+        self.disk.segments[segment_id] = bytearray(self.segment_bytes)
 
     def look(self) -> str:
-        return self._disk.away or ("" if self._disks[self.path] is self._disk else "another one is there")
+        return self.disk.away or ("" if self._disks[self.path] is self.disk else "another one is there")
 
     def close(self) -> None:
-        pass
+        self.disk.is_open = False
 
 
 class _Change(NamedTuple):

@@ -14,7 +14,7 @@ Between the steps the books are checked, and whether a daemon that starts now wo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -31,10 +31,13 @@ from tier_rig import TierRig
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.tiers import promotion
 from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
-from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.lower_tier import Granted
 from tiercache.daemon.tiers.nvme import flushes, recovery
 from tiercache.daemon.tiers.nvme.moves import flights, offers, shelf_source
+from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.protocol.messages import BlockState
 
 T = TypeVar("T")
@@ -119,6 +122,21 @@ class Model:
 
 
 @dataclass
+class Grant:
+    """Slots that a client writes to by itself, and the bytes for each."""
+
+    owner: Owner
+    got: Granted
+    disk: MemoryDisk
+    data: list[bytes]
+    checksums: list[int]
+
+    def write(self) -> None:
+        for place, data in zip(self.got.extents, self.data, strict=True):
+            self.disk.segments[place.segment][place.offset : place.offset + len(data)] = data
+
+
+@dataclass
 class Held:
     """A lease of the client, and the oldest generations that were allowed when it was given."""
 
@@ -130,8 +148,14 @@ class Held:
 class NvmeMachine(RuleBasedStateMachine):
     """See the module."""
 
-    @initialize(directories=st.integers(1, 2), roomy=st.booleans(), small_slices=st.booleans(), quota=st.booleans())
-    def begin(self, directories: int, roomy: bool, small_slices: bool, quota: bool) -> None:
+    @initialize(
+        directories=st.integers(1, 2),
+        roomy=st.booleans(),
+        small_slices=st.booleans(),
+        quota=st.booleans(),
+        codecs=st.sampled_from([["raw"], ["lz4", "raw"]]),
+    )
+    def begin(self, directories: int, roomy: bool, small_slices: bool, quota: bool, codecs: list[str]) -> None:
         self.clock = Clock()
         self.loop = ClockLoop(self.clock)
         self.errors: list[dict[str, Any]] = []
@@ -145,6 +169,8 @@ class NvmeMachine(RuleBasedStateMachine):
         segments = 64 if roomy else 2
         self.disks = [MemoryDisk(number, self.clock, segments, SEGMENT_BYTES) for number in range(directories)]
         self.quota = {"tenant": 5 * PAGE} if quota and not roomy else {}
+        self.codecs, self.lives = codecs, 0
+        """Of the daemon's lives in turn."""
         self.model = Model()
         self.suspect = False
         """A disk may have other bytes than it was given."""
@@ -154,7 +180,15 @@ class NvmeMachine(RuleBasedStateMachine):
         self.come_to_rest()
 
     def start(self) -> None:
+        self.lives += 1
         self.held: list[Held] = []
+        self.grants: list[Grant] = []
+        self.writers = [Owner(name * 16) for name in (b"b", b"c")]
+        self.others = [
+            MemoryDisk(10 * self.lives + number, self.clock, disk.most_segments, SEGMENT_BYTES)
+            for number, disk in enumerate(self.disks)
+        ]
+        """Disks that may be put in the places of those."""
         self.answers: list[list[bool]] = []
         """Of the flushes of this life."""
         self.calm = not any(disk.hung or disk.failing or disk.away for disk in self.disks)
@@ -165,7 +199,9 @@ class NvmeMachine(RuleBasedStateMachine):
             arena_regions=8 if self.roomy else 2,
             region_bytes=REGION_BYTES,
             limits=CacheLimits(quarantine_bytes=1 << 30, quota_below=self.quota, pin_share=1.0),
+            nvme_codec=self.codecs[self.lives % len(self.codecs)],
         )
+        self.rig.memory += self.others
         self.run(self.rig.tier.open(0.001))
         self.spaces = [self.rig.namespace(size, rank, window, tenant="tenant") for size, rank, window in SPACES]
 
@@ -187,7 +223,7 @@ class NvmeMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             assert not self.errors, self.errors
             self.rig.check()
-            for disk in self.disks:
+            for disk in self.rig.memory:
                 assert disk.check() == []
 
     # --- what clients do -----------------------------------------------------------------------------
@@ -260,8 +296,9 @@ class NvmeMachine(RuleBasedStateMachine):
         tier=st.sampled_from(["all", "all", "nvme"]),
         before=st.integers(0, 5),
         then=then,
+        looks=st.booleans(),
     )
-    def flush(self, key: bytes, tier: str, before: int, then: tuple[int, int, bool]) -> None:
+    def flush(self, key: bytes, tier: str, before: int, then: tuple[int, int, bool], looks: bool = False) -> None:
         """All of it or from a key on, perhaps while its chain moves: asked for now, answered some time later, once."""
         chain = next((one for one in CHAINS if key in one), CHAINS[0])
         if before < 3:
@@ -287,6 +324,71 @@ class NvmeMachine(RuleBasedStateMachine):
 
         self.rig.tier.flush(every, key, answered)
         self.go(then)
+        if looks:
+            self.look()
+
+    @rule()
+    def look(self) -> None:
+        """Everything that can be had some time later is right."""
+        self.go_on(6)
+        leases = [(space, self.rig.match([space], keys)) for space, keys in self.ends()]
+        self.go_on(6)
+        for space, lease in leases:
+            if lease is not None:
+                self.read(Held(lease, [space], dict(self.model.floor)))
+
+    # --- clients that write to the disk themselves -----------------------------------------------------
+
+    @rule(
+        space=st.sampled_from([0, 1, 3]), chain=chains, first=st.integers(0, 4), length=lengths, writer=disks, then=then
+    )
+    def grant(
+        self, space: int, chain: bytes, first: int, length: int, writer: int, then: tuple[int, int, bool]
+    ) -> None:
+        its, owner = self.spaces[space], self.writers[writer]
+        first = min(first, len(chain) // KEY_BYTES - 1)
+        parent, keys = key_of(chain, first - 1) if first else b"", chain[KEY_BYTES * first :][: KEY_BYTES * length]
+        grants = self.rig.tier.grants
+        assert grants is not None
+        got = grants.reserve(owner, its, parent, keys, 2.0)
+        if got.lease_id:
+            wanted = [key_of(keys, got.present + number) for number in range(len(got.extents))]
+            names = [(its.fingerprint, key) for key in wanted]
+            data = [self.bytes_of(its, name, self.model.generation.get(name, 0)) for name in names]
+            length_bytes = its.spec.block_bytes
+            seeds = [block_seed(key, its.fingerprint, length_bytes, codecs.RAW, CHECKSUM_LANES) for key in wanted]
+            sums = [block_checksum(one, seed, CHECKSUM_LANES) for one, seed in zip(data, seeds, strict=True)]
+            shelf = next(one for one in self.rig.shelves if str(one.directory.path) == got.directory)
+            self.grants.append(Grant(owner, got, shelf.directory.disk, data, sums))  # type: ignore[attr-defined]
+        self.go(then)
+
+    @precondition(lambda self: self.grants)
+    @rule(which=st.integers(0, 9), how=st.sampled_from(["all", "all", "some", "late", "never"]), then=then)
+    def end_grant(self, which: int, how: str, then: tuple[int, int, bool]) -> None:
+        """Its blocks are complete, or some of them; or none, and perhaps it goes on writing for a while."""
+        grant, grants = self.grants.pop(which % len(self.grants)), self.rig.tier.grants
+        assert grants is not None
+        grant.write()
+        if how in ("all", "some"):
+            checksums = grant.checksums if how == "all" else grant.checksums[:1]
+            grants.commit(grant.owner, grant.got.lease_id, checksums)
+        elif how == "late":
+            grants.abort(grant.owner, grant.got.lease_id, False)
+            self.go(then)
+            grant.write()
+        if how in ("late", "never"):
+            grants.abort(grant.owner, grant.got.lease_id, True)
+        self.go(then)
+
+    @rule(writer=disks, process=st.booleans())
+    def lose_writer(self, writer: int, process: bool) -> None:
+        """Its session ends, and perhaps its process, which then writes no more."""
+        owner = self.writers[writer]
+        self.rig.cache.session_lost(owner)
+        if process:
+            self.rig.cache.process_gone(owner)
+            self.grants = [grant for grant in self.grants if grant.owner is not owner]
+            self.writers[writer] = Owner(owner.instance)
 
     # --- what the daemon and its disks do ------------------------------------------------------------
 
@@ -294,7 +396,7 @@ class NvmeMachine(RuleBasedStateMachine):
         """What follows a step."""
         rounds, moves, commits = then
         self.run(self.rig.work(rounds))
-        for disk in self.disks:
+        for disk in self.rig.memory:
             disk.step(moves, rounds, commits)
 
     @rule(rounds=st.integers(1, 5))
@@ -350,6 +452,23 @@ class NvmeMachine(RuleBasedStateMachine):
         its = self.disks[disk % len(self.disks)]
         its.away, self.calm = "" if its.away else "the test took it", False
 
+    @rule(disk=disks)
+    def replace(self, disk: int) -> None:
+        """Another disk is mounted at its place; perhaps the one that was there before."""
+        at = disk % len(self.disks)
+        self.disks[at], self.others[at] = self.others[at], self.disks[at]
+        self.mount()
+
+    @rule()
+    def mount_at_each_others_places(self) -> None:
+        self.disks.reverse()
+        self.mount()
+
+    def mount(self) -> None:
+        self.rig.at.update(zip(self.rig.dirs, self.disks, strict=True))
+        self.calm, self.suspect = False, True
+        self.model.promised.clear()
+
     @rule(disk=disks, which=st.integers(0, 99))
     def damage(self, disk: int, which: int) -> None:
         if self.disks[disk % len(self.disks)].damage(which):
@@ -358,10 +477,17 @@ class NvmeMachine(RuleBasedStateMachine):
 
     # --- lives ---------------------------------------------------------------------------------------
 
-    @rule(landed=st.integers(0, 15), commits=st.sampled_from([0, 0, 1, 9]), pages=st.sampled_from([0, 0, 0, 0x8421]))
-    def kill(self, landed: int, commits: int, pages: int) -> None:
-        """With a loss of power if commits or pages are lost."""
+    @rule(
+        landed=st.integers(0, 15),
+        commits=st.sampled_from([0, 0, 1, 9]),
+        pages=st.sampled_from([0, 0, 0, 0x8421]),
+        back=st.booleans(),
+    )
+    def kill(self, landed: int, commits: int, pages: int, back: bool) -> None:
+        """With a loss of power if commits or pages are lost. `back`: a disk that was replaced is at its place again."""
         self.run(self.rig.crash(landed))
+        if back:
+            self.replace(0)
         for disk in self.disks if commits or pages else ():
             self.suspect = True
             disk.lose_power(commits, pages)
@@ -369,14 +495,16 @@ class NvmeMachine(RuleBasedStateMachine):
         self.model.restarted()
         self.start()
 
-    @rule(grace_s=st.sampled_from([0.0, 30.0]))
-    def stop(self, grace_s: float) -> None:
+    @rule(grace_s=st.sampled_from([0.0, 3.0, 3.0]), all_is_dirty=st.booleans())
+    def stop(self, grace_s: float, all_is_dirty: bool) -> None:
         well, self.held = self.calm and self.roomy and self.all_are_open(), []
+        if all_is_dirty:
+            self.flush(b"", "nvme", 5, (2, 3, True))
         left = self.run(self.rig.close(grace_s))
         if well and grace_s:
             assert left == 0
             self.model.promised |= self.model.in_dram
-        for disk in self.disks:
+        for disk in self.rig.memory:
             disk.crash()
         self.model.restarted()
         self.start()
@@ -412,7 +540,9 @@ class NvmeMachine(RuleBasedStateMachine):
         """Once all is well again everything comes to an end, and nothing is lost that DRAM or the disks have."""
         while self.held:
             self.read(self.held.pop())
-        for disk in self.disks:
+        while self.grants:
+            self.end_grant(0, "never", (0, 0, False))
+        for disk in self.rig.memory:
             disk.failing, disk.hung, disk.away = set(), False, ""
         self.clock.now_s += 60.0  # the pauses after failures are over
         self.come_to_rest()
@@ -422,6 +552,11 @@ class NvmeMachine(RuleBasedStateMachine):
             assert all(key == b"" for _, key in disk.database.tombstones), "a note of a flush stays for ever"
         if not self.roomy:
             self.found()
+            self.come_to_rest()
+            for account, limit_bytes in (
+                self.quota.items() if self.calm and self.lives == 1 else ()
+            ):  # no disk came back
+                assert self.rig.tier.fairness.used_bytes(account) <= limit_bytes, "a quota does not hold"
             return
         if self.suspect:  # what is damaged is noticed when it is read, and dropped
             self.rig.forget_dram()
@@ -433,22 +568,35 @@ class NvmeMachine(RuleBasedStateMachine):
         self.rig.forget_dram()
         self.come_to_rest()
         self.model.in_dram.clear()
-        missing = {name for name in self.model.promised | here if name not in self.found()}
+        missing = self.whole(self.model.promised | here) - self.found()
         assert not missing, f"lost: {missing}"
         self.model.promised |= here
+
+    def ends(self) -> Iterator[tuple[Namespace, bytes]]:
+        """Where a request may end: a chain for a namespace of chains, and each start of it for one of windows."""
+        for space in self.spaces:
+            for chain in CHAINS:
+                length = len(chain) // KEY_BYTES
+                for end in range(1 if space.table.windowed else length, length + 1):
+                    yield space, chain[: KEY_BYTES * end]
+
+    def names(self, space: Namespace, keys: bytes) -> set[Name]:
+        """The blocks that a request for these has: all, or the last ones if they are of a window."""
+        blocks = len(keys) // KEY_BYTES
+        return {self.name(space, keys, number) for number in range(first_of_window(space, blocks), blocks)}
 
     def found(self) -> set[Name]:
         """What can be loaded now; what DRAM alone has is offered to the disks once more."""
         found = set[Name]()
-        for space in self.spaces:
-            for chain in CHAINS:
-                ends = range(1, len(chain) // KEY_BYTES + 1) if space.table.windowed else [len(chain) // KEY_BYTES]
-                for end in ends:
-                    blocks = self.load(space, chain[: KEY_BYTES * end])
-                    found.update(self.name(space, chain, number) for number in range(blocks))
-                    if space.table.windowed:
-                        found -= {self.name(space, chain, number) for number in range(blocks - WINDOW)}
+        for space, keys in self.ends():
+            found |= self.names(space, keys[: KEY_BYTES * self.load(space, keys)])
         return found
+
+    def whole(self, names: set[Name]) -> set[Name]:
+        """Those of `names` that can be found: a block of a window only if all others of the window are there."""
+        windows = [self.names(space, keys) for space, keys in self.ends() if space.table.windowed]
+        alone = {name for window in windows for name in window}
+        return (names - alone) | {name for window in windows if window <= names for name in window}
 
     def load(self, space: Namespace, keys: bytes) -> int:
         lease = self.rig.match([space], keys)

@@ -33,21 +33,6 @@ def below(rig: TierRig, *spaces: Namespace) -> int:
 
 
 @on_clock
-async def test_a_tenant_at_its_quota_evicts_its_own_leaves(clock: Clock) -> None:
-    rig = await rig_with([MemoryDisk(0, clock)], {"a": 24})
-    a, b = rig.namespace(PAGE, tenant="a"), rig.namespace(PAGE, tenant="b")
-    other, old, new = chain_of("other", 40), chain_of("old", 20), chain_of("new", 20)
-    await store(rig, b, other)
-    await store(rig, a, old)
-    await store(rig, a, new)
-    assert (below(rig, a), below(rig, b)) == (24, 40)
-    assert rig.tier.fairness.used_bytes(a.account_below) == 24 * PAGE
-    rig.forget_dram()
-    assert [await rig.load(a, new), await rig.load(a, old), await rig.load(b, other)] == [20, 4, 40]
-    await rig.close()
-
-
-@on_clock
 async def test_what_does_not_fit_is_not_written_and_counted(clock: Clock) -> None:
     rig = await rig_with([MemoryDisk(0, clock)], {"a": 10})
     a, chain = rig.namespace(PAGE, tenant="a"), chain_of("long", 30)
@@ -113,16 +98,4 @@ async def test_a_tenant_has_one_quota_over_all_directories_and_namespaces(clock:
     rig.forget_dram()
     assert await rig.load(free, chain_of("free", 60)) == 60
     assert await rig.load(two, chain_of("two5", 6)) == 6
-    await rig.close()
-
-
-@on_clock
-async def test_a_namespace_by_the_start_of_its_fingerprint(clock: Clock) -> None:
-    rig = await rig_with([MemoryDisk(0, clock)], {})
-    fingerprint = rig.namespace(PAGE).fingerprint
-    await rig.close()
-    rig = await rig_with([MemoryDisk(1, clock)], {f"ns:{fingerprint[:12]}": 6})
-    await store(rig, rig.namespace(PAGE), chain_of("x", 20))
-    await store(rig, rig.namespace(PAGE, rank=1), chain_of("x", 20))
-    assert (below(rig, rig.namespace(PAGE)), below(rig, rig.namespace(PAGE, rank=1))) == (6, 20)
     await rig.close()

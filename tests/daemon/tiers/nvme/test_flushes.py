@@ -36,18 +36,6 @@ class Shelf:
         return 1
 
 
-def flush(flushes: Flushes, shelves: list[Shelf], *away: Path) -> bool:
-    """Flush one namespace of two; whether that is durable."""
-    answers: list[bool] = []
-    told: Any = shelves
-    which: Any = ["n"]
-    closed = [(path, True) for path in away]
-    flush = flushes.begin(which, b"k", lambda blocks, durable: answers.append(durable), told, lambda: closed)
-    flush.forget(which)
-    flush.end()
-    return answers == [True]
-
-
 def opened(flushes: Flushes, path: Path, name: str) -> Shelf:
     shelf = Shelf(name, path)
     told: Any = shelf
@@ -55,56 +43,9 @@ def opened(flushes: Flushes, path: Path, name: str) -> Shelf:
     return shelf
 
 
-def kept_for_a() -> tuple[list[str], Flushes, list[bool]]:
-    """Two keys of six namespaces, flushed while a directory was not open; the answers as they come."""
-    every: Any = [str(number) for number in range(6)]
-    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
-    for key in (b"a", b"b"):
-        flushes.begin(every, key, lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
-    return every, flushes, answers
-
-
 def gone(flushes: Flushes, shelf: Shelf) -> None:
     which: Any = shelf
     flushes.gone(which)
-
-
-def test_disks_that_come_back_at_each_others_places_are_told() -> None:
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every, lambda: 0.0)
-    one, two = opened(flushes, A, "1"), opened(flushes, B, "2")
-    assert flush(flushes, [one, two])
-    assert not flush(flushes, [one], B)
-    two, one = opened(flushes, A, "2"), opened(flushes, B, "1")
-    assert two.flushed == [("n", b"k")], "before any block of it is served"
-    assert flush(flushes, [one, two]), "both directories are open"
-
-
-def test_a_flush_is_not_durable_while_a_replaced_disk_is_away() -> None:
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every, lambda: 0.0)
-    opened(flushes, A, "1")
-    two = opened(flushes, A, "2")
-    assert not flush(flushes, [two])
-    one = opened(flushes, A, "1")
-    assert one.flushed == [("n", b"k")]
-
-
-@pytest.mark.parametrize("said", [None, False])
-@pytest.mark.parametrize("there", [A, B])
-def test_what_a_disk_has_not_confirmed_is_flushed_when_it_is_back(said: bool | None, there: Path) -> None:
-    every: Any = ["n", "m"]
-    flushes = Flushes(lambda: every, lambda: 0.0)
-    one = opened(flushes, A, "1")
-    one.hangs = True
-    assert not flush(flushes, [one])
-    if said is False:
-        one.asked[0](False)
-    gone(flushes, one)
-    again = opened(flushes, there, "1")
-    assert again.flushed == [("n", b"k")]
-    gone(flushes, again)
-    assert opened(flushes, there, "1").flushed == [], "the directory has confirmed the flush"
 
 
 def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_others(
@@ -187,32 +128,3 @@ def test_a_directory_that_was_open_between_two_parts_is_told_again() -> None:
     again = opened(flushes, A, "1")
     assert {namespace for namespace, _ in again.flushed} == set(every)
     assert answers == [True]
-
-
-def test_what_was_kept_is_told_in_slices_and_rows_are_loaded_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 4)
-    every, flushes, answers = kept_for_a()
-    one = opened(flushes, A, "1")
-    told = [len(one.flushed)]
-    while flushes.work():
-        told.append(len(one.flushed))
-        assert one.loads == 0
-    assert told == [4, 8]
-    assert one.flushed == [(name, key) for key in (b"a", b"b") for name in every]
-    assert answers == [True, True]
-    assert one.loads == 1
-    assert not flushes.work()
-    assert one.loads == 1
-
-
-def test_at_the_end_a_directory_is_told_the_rest_and_its_rows_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
-    every: Any = [str(number) for number in range(7)]
-    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
-    flushes.begin(every, b"k", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)]).end()
-    one = opened(flushes, A, "1")
-    flushes.close()
-    assert one.flushed == [(name, b"k") for name in every]
-    assert answers == [True]
-    assert not flushes.work()
-    assert one.loads == 0

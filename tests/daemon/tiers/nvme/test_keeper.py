@@ -63,20 +63,6 @@ async def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> N
     await rig.close()
 
 
-@played
-async def test_the_figures_of_a_directory_are_the_same_whether_it_is_open_or_not(tmp_path: Path) -> None:
-    rig = TierRig(tmp_path)
-    [before] = rig.tier.stats()["directories"]
-    await rig.open()
-    [after] = rig.tier.stats()["directories"]
-    assert before.keys() == after.keys()
-    assert (before["state"], after["state"]) == ("opening", "ok")
-    for name in ("checksum_failures", "other_key_blocks", "write_failures", "open_failures"):
-        assert before[name] == 0
-    assert before["errors"] == {str(number): 0 for number in (errno.EIO, errno.ENOSPC, errno.EROFS)}
-    await rig.close()
-
-
 # --- while it runs ------------------------------------------------------------------------------------
 
 
@@ -116,33 +102,6 @@ async def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_p
     await rig.close()
 
 
-@pytest.mark.parametrize("moment", ["while nothing is there", "while another one is there"])
-@played
-async def test_what_was_flushed_while_a_directory_was_away_does_not_come_back_with_it(
-    tmp_path: Path, moment: str
-) -> None:
-    """The directory that took its place recorded the flush, but the flush was about the other one."""
-    rig = await filled(tmp_path, disks=1)
-    [home] = rig.dirs
-    await take_away(rig, tmp_path / "elsewhere")
-    if moment == "while nothing is there":
-        assert not await rig.flush(), "it may come back after a restart"
-    home.mkdir()
-    await rig.until(lambda: states(rig) == ["ok"])
-    if moment == "while another one is there":
-        assert not await rig.flush(key_of(CHAINS[0], 3)), "only the daemon remembers this flush"
-        assert not await rig.flush(key_of(CHAINS[1], 0))
-    home.rename(tmp_path / "new")
-    (tmp_path / "elsewhere").rename(home)
-    await rig.until(lambda: not rig.shelves)
-    await rig.until(lambda: states(rig) == ["ok"])
-    await rig.loaded()
-    left = [0] * len(CHAINS) if moment == "while nothing is there" else [3, 0] + [8] * (len(CHAINS) - 2)
-    assert await found(rig) == left
-    rig.check()
-    await rig.close()
-
-
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, MIB // 2)], ids=["deleted", "truncated"])
 @played
 async def test_segments_that_are_deleted_or_truncated_in_use_are_noticed(
@@ -157,19 +116,6 @@ async def test_segments_that_are_deleted_or_truncated_in_use_are_noticed(
     assert rig.shelves[0].directory.segments == [int(path.stem) for path in others]
     assert set(await found(rig)) <= {*range(9)}
     rig.check()
-    await rig.close()
-
-
-@played
-async def test_counters_outlive_the_directory(tmp_path: Path) -> None:
-    rig = await filled(tmp_path, disks=1)
-    [before] = rig.tier.stats()["directories"]
-    await take_away(rig, tmp_path / "elsewhere")
-    [away] = rig.tier.stats()["directories"]
-    assert away["writes"] == before["writes"] == 8 * len(CHAINS)
-    (tmp_path / "elsewhere").rename(rig.dirs[0])
-    await rig.until(lambda: states(rig) == ["ok"])
-    assert rig.tier.stats()["directories"][0]["writes"] == before["writes"]
     await rig.close()
 
 

@@ -18,7 +18,6 @@ from keeper_rig import filled, found, states
 from played import play, played
 from tier_rig import TierRig
 
-from tiercache.daemon.tiers.nvme.disk.segment_files import segment_name
 from tiercache.daemon.tiers.nvme.disk.superblock import FORMAT_VERSION, Superblock
 from tiercache.daemon.tiers.nvme.opening import fitted_segment_bytes
 
@@ -60,21 +59,6 @@ async def test_a_smaller_cap_takes_segments_away_when_that_is_allowed(
     await again.settled()
     again.check()
     await again.close()
-
-
-@played
-async def test_the_file_of_another_at_the_name_of_the_next_segment_stops_nothing(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    [shelf] = rig.shelves
-    strange = rig.dirs[0] / "segments" / segment_name(1)
-    strange.write_bytes(b"of another program")
-    rig.store(rig.namespace(), chain_of("a", 5))
-    await rig.until(lambda: bool(shelf.health.reason))
-    shelf.health.off_until_s = 0.0
-    await rig.settled()
-    assert rig.tier.stats()["blocks"] == 5
-    assert strange.read_bytes() == b"of another program"
-    await rig.close()
 
 
 # --- files that are not what they should be ---------------------------------------------------------

@@ -99,25 +99,6 @@ async def test_rows_that_are_refused_go_from_the_ends_of_chains(
 
 
 @on_clock
-async def test_a_flush_while_rows_load_is_later_than_all_of_them_and_frees_every_slot_once(clock: Clock) -> None:
-    """Also when the flushes that raised the epoch before are already forgotten."""
-    disk, chain = await lived_in(clock, chain_of("a", 12)), chain_of("a", 12)
-    for by_key in (True, False):
-        rig = TierRig(NOWHERE, disks=[disk])
-        await rig.tier.open()
-        assert rig.shelves[0].loading
-        assert await rig.flush(key_of(chain, 6) if by_key else b"")
-        await rig.loaded()
-        assert await rig.load(rig.namespace(PAGE), chain) == (6 if by_key else 0)
-        await rig.until(lambda: rig.shelves[0].allocator.used_bytes == (6 * PAGE if by_key else 0))  # noqa: B023
-        rig.check()
-        await rig.crash()
-    rig = await TierRig(NOWHERE, disks=[disk]).open()
-    assert rig.tier.stats()["blocks"] == 0
-    await rig.close()
-
-
-@on_clock
 async def test_a_row_that_makes_a_chain_of_a_window_is_no_row(clock: Clock) -> None:
     chain = chain_of("a", 5)
     disk = await lived_in(clock, chain, window_blocks=3)

@@ -99,24 +99,3 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
         await rig.close()
 
     play(scenario)
-
-
-def test_a_flush_notes_nothing_of_namespaces_that_a_disk_knows_nothing_of(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        rig, namespaces = await _filled(tmp_path)
-        others = [rig.namespace(block_bytes=8192, rank=rank) for rank in range(RANKS)]
-        answers: list[tuple[int, bool]] = []
-        for key in (b"", chain_of("a", 1)):
-            rig.tier.flush(others, key, lambda blocks, durable: answers.append((blocks, durable)))
-        assert answers == [(0, True)] * 2
-        assert not any(rig.shelves[0].registry.knows(one) for one in others)
-        rig.store(others[0], chain_of("a", 2))
-        await rig.settled()
-        assert await rig.flush()
-        rig.check()
-        assert await rig.load(others[0], chain_of("a", 2)) == 0
-        await rig.close()
-        state = read_state(rig.dirs[0])
-        assert len(state.namespaces) == len(namespaces) + 1
-
-    play(scenario)

@@ -18,7 +18,6 @@ from tier_rig import TierRig
 from tiercache.daemon.events.events import Events, Named, NamedBlocks
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.tiers.nvme import keeper
 from tiercache.protocol.messages import KEY_BYTES, ReceivedRun, pack_indices
 
 
@@ -134,78 +133,6 @@ def test_a_follower_has_the_daemons_sets(tmp_path: Path, seed: int) -> None:
     play(scenario)
 
 
-def test_the_blocks_of_a_directory_that_goes_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        monkeypatch.setattr(keeper, "LOOK_S", 0.02)
-        with follower() as follows:
-            rig = await TierRig(tmp_path, disks=2, events=follows.events).open()
-            for number in range(12):
-                chain = chain_of(str(number), 4)
-                rig.store(rig.namespace(), chain, named=names_of(chain))
-            await rig.settled()
-            rig.dirs[0].rename(tmp_path / "elsewhere")
-            await rig.until(lambda: len(rig.shelves) == 1 and rig.tier._keepers[0].leaving is None)
-            await compare(rig, follows)
-            assert 0 < len(follows.here["STORAGE"]) < 48
-            await rig.close()
-
-    play(scenario)
-
-
-def both(rig: TierRig, follows: Follower) -> tuple[list[int], list[int]]:
-    """The tokens of what there is, in DRAM and on NVMe."""
-    follows.catch_up()
-    return tuple(sorted(token for _, token in follows.here[name].values()) for name in ("CPU", "STORAGE"))  # type: ignore[return-value]
-
-
-def test_a_block_is_stored_anew_in_each_tier_that_it_comes_to(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with follower() as follows:
-            rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace, chain = rig.namespace(), chain_of("tiers", 3)
-            rig.store(namespace, chain, named=names_of(chain))
-            assert both(rig, follows) == ([0, 1, 2], [])
-            await rig.settled()
-            assert both(rig, follows) == ([0, 1, 2], [0, 1, 2])
-            rig.forget_dram()
-            assert both(rig, follows) == ([], [0, 1, 2])
-            assert await rig.load(namespace, chain) == 3
-            assert both(rig, follows) == ([0, 1, 2], [0, 1, 2])
-            await rig.flush(key_of(chain, 1))
-            assert both(rig, follows) == ([0], [0])
-            await rig.close()
-
-    play(scenario)
-
-
-def test_of_an_earlier_life_nothing_is_said(tmp_path: Path) -> None:
-    """Tokens are not on the disk. What is stored below such a block has its parent's hash all the same."""
-
-    async def scenario() -> None:
-        chain, first = chain_of("lives", 4), TierRig(tmp_path)
-        await first.open()
-        first.store(first.namespace(), chain[: 2 * KEY_BYTES])
-        await first.settled()
-        await first.close()
-        with follower() as follows:
-            rig = await TierRig(tmp_path, events=follows.events).open()
-            namespace = rig.namespace()
-            assert await rig.load(namespace, chain) == 2
-            follows.catch_up()
-            assert follows.seen == {"AllBlocksCleared": 1}
-            follows.here["CPU"][hash_of(key_of(chain, 1))] = None, 1  # what the follower cannot know
-            follows.here["STORAGE"][hash_of(key_of(chain, 1))] = None, 1
-            rig.store(namespace, chain, 2, named=names_of(chain, 2))
-            await rig.settled()
-            assert both(rig, follows) == ([1, 2, 3], [1, 2, 3])
-            rig.forget_dram()
-            await rig.flush()
-            assert both(rig, follows) == ([1], [1])  # and no event says that those have left
-            await rig.close()
-
-    play(scenario)
-
-
 # --- rows and slots ---------------------------------------------------------------------------------
 
 
@@ -230,25 +157,3 @@ async def test_nothing_more_is_unlinked_while_the_index_is_behind(clock: Clock) 
     assert shelf.allocator.used_bytes == 0
     rig.check()
     await rig.close()
-
-
-@on_clock
-async def test_a_row_that_was_refused_is_asked_for_again(clock: Clock) -> None:
-    """The block is found at once; without its row the next life would not know of it."""
-    disk = MemoryDisk(0, clock)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    space, chain = rig.namespace(4096), chain_of("a", 20)
-    rig.store(space, chain_of("first", 1))
-    await rig.settled()
-    rig.store(space, chain[: 16 * 8])  # begun before the database fails
-    await rig.work(2)
-    disk.failing.add("commit")
-    await rig.until(lambda: bool(rig.shelves[0]._unrecorded))
-    disk.failing.clear()
-    await rig.until(lambda: not rig.shelves[0]._unrecorded and not rig.shelves[0].catalog.error)
-    await rig.settled()
-    await rig.crash()
-    again = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    assert await again.load(again.namespace(4096), chain) == 8
-    again.check()
-    await again.close()

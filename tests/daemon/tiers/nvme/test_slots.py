@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import KEY_BYTES, chain_of, key_of
+from chains import chain_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
-from tiercache.daemon.index.chain_ends import TAIL_S
-from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.lower_tier import Granted
 from tiercache.daemon.tiers.nvme import slots as slots_module
-from tiercache.protocol.messages import CommitState
 
 PAGE = 4096
 SLOTS = 32
@@ -116,17 +111,6 @@ async def test_another_size_gets_one_segment_of_a_full_disk(clock: Clock) -> Non
 
 
 @on_clock
-async def test_a_block_too_large_for_any_segment_stops_no_other(clock: Clock) -> None:
-    rig = await rig_on(clock)
-    large, small = rig.namespace(16 * PAGE, rank=1), rig.namespace(PAGE)
-    rig.store(large, chain_of("large", 2))
-    rig.store(small, chain_of("small", 5))
-    await rig.settled()
-    assert (blocks(rig), rig.tier.stats()["skipped_too_large"] > 0) == (5, True)
-    await rig.close()
-
-
-@on_clock
 async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(clock: Clock) -> None:
     rig = await rig_on(clock, segments=1)
     [disk], [shelf], space = rig.memory, rig.shelves, rig.namespace(PAGE)
@@ -149,21 +133,6 @@ async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(cl
 
 
 @on_clock
-async def test_a_block_is_let_in_only_for_one_that_is_worth_no_more(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, space = await full(clock)
-    [shelf] = rig.shelves
-    monkeypatch.setattr(shelf.slots.policy(PAGE), "worth", lambda entry: 2.0)
-    taken = shelf.take_slots(space, b"", AHEAD)
-    assert not shelf.admits(space, 1.0)
-    assert shelf.admits(space, 2.0)
-    for slot in taken:
-        shelf.allocator.give_back(slot)
-    await rig.crash()
-
-
-@on_clock
 async def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(clock: Clock) -> None:
     """Room for a child is not made by evicting its ancestors, unless there is nothing else: then the last one goes."""
     rig = await rig_on(clock)
@@ -175,107 +144,3 @@ async def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(clock: Cl
     assert await rig.load(space, chain) == blocks(rig)
     rig.check()
     await rig.close()
-
-
-# --- ends of chains that a client stores past DRAM ------------------------------------------------
-
-
-class Writers:
-    """Clients that store past DRAM; the blocks that they claim to have written are never read."""
-
-    def __init__(self, rig: TierRig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rig = rig
-        monkeypatch.setattr(type(rig.shelves[0].directory), "direct", True)
-        self.namespace = rig.namespace(PAGE)
-        self.one, self.other = Owner(b"b" * 16), Owner(b"c" * 16)
-        self.slots = rig.shelves[0].slots
-
-    async def store(self, owner: Owner, keys: bytes, parent: bytes = b"") -> int:
-        """Store a run in as many grants as it takes; returns how many of its blocks became visible."""
-        grants, got, stored = self.rig.tier.grants, Granted(), 0
-        assert grants is not None
-
-        def granted() -> bool:
-            nonlocal got
-            got = grants.reserve(owner, self.namespace, parent, keys[stored * KEY_BYTES :], 60.0)
-            return not got.soon
-
-        while stored * KEY_BYTES < len(keys):
-            await self.rig.until(granted)
-            if not got.lease_id:
-                break
-            states = grants.commit(owner, got.lease_id, [1] * len(got.extents))
-            assert states == [CommitState.VISIBLE] * len(states)
-            stored += len(states)
-            parent = key_of(keys, stored - 1)
-        return stored
-
-    def length(self, keys: bytes) -> int:
-        return self.rig.tier.length(self.namespace, keys, len(keys) // KEY_BYTES)
-
-
-def test_the_end_of_a_direct_store_waits_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_clock
-    async def scenario(clock: Clock) -> None:
-        rig = await rig_on(clock)
-        writers, (a, b) = Writers(rig, monkeypatch), (chain_of("a", 6), chain_of("b", 4))
-        slots = writers.slots
-        assert await writers.store(writers.one, a[: 3 * KEY_BYTES]) == 3
-        assert await writers.store(writers.other, b) == 4
-        rig.cache.session_lost(writers.other)
-        assert slots.evict_of("", 4 * PAGE) == 4 * PAGE
-        assert (writers.length(a), writers.length(b)) == (3, 0), "the end of the one chain is kept for its writer"
-        assert await writers.store(writers.one, a[3 * KEY_BYTES :], key_of(a, 2)) == 3
-        assert [rig.shelves[0].index.key[entry] for entry in slots.tails] == [key_of(a, 5)]
-        assert slots.evict_of("", PAGE) == PAGE, "it gives way where nothing else is left"
-        assert writers.length(a) == 5
-        assert await writers.store(writers.one, key_of(a, 5), key_of(a, 4)) == 1
-        clock.now_s += TAIL_S
-        slots.evict_of("", 1 << 40)
-        assert (writers.length(a), list(slots.tails)) == (0, [])
-        rig.check()
-        await rig.crash()
-
-    scenario()
-
-
-def test_a_direct_store_loses_nothing_to_room_that_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes nearly all slots: the end that its writer may continue stays, as no block waits for the room."""
-
-    @on_clock
-    async def scenario(clock: Clock) -> None:
-        rig = await rig_on(clock)
-        writers, chain = Writers(rig, monkeypatch), chain_of("a", SLOTS - 1)
-        assert await writers.store(writers.one, chain) == SLOTS - 1
-        await rig.until(lambda: not rig.cache.work())
-        assert writers.length(chain) == SLOTS - 1
-        more = chain_of("b", 2)
-        assert await writers.store(writers.other, more) == 2, "but a block that waits gets its slot"
-        assert writers.length(more) == 2
-        rig.check()
-        await rig.crash()
-
-    scenario()
-
-
-def test_ends_below_many_keys_that_are_flushed_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each key would walk all of them again: a flush of a key of many namespaces took quadratic time."""
-
-    @on_clock
-    async def scenario(clock: Clock) -> None:
-        rig = await rig_on(clock)
-        writers, chains, walks = Writers(rig, monkeypatch), [chain_of(name, 2) for name in "abc"], list[int]()
-        for keys in chains:
-            assert await writers.store(writers.one, keys) == 2
-        tails, let_go = writers.slots.tails, writers.slots.tails.let_go_detached
-        tails.let_go_detached = lambda: (walks.append(len(list(tails))), let_go())[1]  # type: ignore[func-returns-value, method-assign]
-        for keys in chains:
-            rig.tier.flush([writers.namespace], key_of(keys, 0), lambda blocks, durable: None)
-        rig.tier.work()
-        assert (walks, list(tails)) == ([3], [])
-        rig.tier.work()
-        assert walks == [3]
-        assert rig.shelves[0].table(writers.namespace).get(chains[0]) == NO_ENTRY
-        await rig.crash()
-
-    scenario()

@@ -130,7 +130,7 @@ class TierRig:
     async def _keep_moving(self) -> None:
         while True:
             self.step_disks()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01 if self.memory else 0.001)
 
     async def crash(self, landed: int = 0) -> None:
         """As much like kill -9 as one process allows: nothing that waits is written any more.
@@ -203,6 +203,8 @@ class TierRig:
                 own |= set(shelf.slots.tails)
                 flying = writes._flying  # rule: those complete and not visible yet hold their parents
                 own |= {entry for name, entry in writes._held.items() if flying[name].shelf is shelf}
+                if self.tier.grants is not None:
+                    own |= {grant.pin for grant in self.tier.grants.leases.values() if grant.shelf is shelf}
                 assert pinned <= own, "an entry is pinned for ever"
 
     # --- blocks ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from catalog_bench import WAIT_S, Answers, Bench, row
 
 from tiercache.daemon.tiers.nvme.catalog import database
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
-from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_database, check_rows
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.catalog.rows import RECORD_BYTES, Row, pack_row, place_of
 from tiercache.errors import ConfigError
 
@@ -187,26 +187,6 @@ def leaves(path: Path) -> list[int]:
         for at in range(4096, len(whole), 4096)
         if whole[at] == 13 and int.from_bytes(whole[at + 3 : at + 5], "big") > 20
     ]
-
-
-def test_a_torn_page_hides_its_own_rows_only(bench: Bench) -> None:
-    rows = {place_of(segment, slot): row(segment * 100 + slot) for segment in range(8) for slot in range(90)}
-    bench.filled(rows)
-    torn = leaves(bench.path)[3]
-    with bench.path.open("r+b") as file:
-        file.seek(torn)
-        file.write(b"\xff" * 4096)
-    catalog, state = bench.open()
-    assert not state.fresh
-    found = bench.rows(catalog)
-    assert found.items() < rows.items()
-    assert len(found) >= len(rows) - 60  # the page's 45 rows are the last of a segment and the first of the next
-    assert catalog._loading is not None
-    assert catalog._loading.error
-    catalog.close(WAIT_S)
-    assert check_database(bench.directory)
-    assert bench.open()[1].fresh  # the next start does not go on with it
-    assert len(bench.set_aside()) == 1
 
 
 def test_a_place_with_a_flipped_bit_hides_no_other(bench: Bench) -> None:

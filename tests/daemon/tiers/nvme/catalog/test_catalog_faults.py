@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_bench import ID, WAIT_S, Answers, Bench, fill, row
+from catalog_bench import ID, WAIT_S, Answers, Bench, row
 
 from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
 from tiercache.daemon.tiers.nvme.catalog import writer
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, SavedNamespace, Tombstone
-from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
+from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.errors import CatalogUnavailable
 
 
@@ -146,32 +146,6 @@ def small_disk(mount: Callable[[str], Path]) -> Iterator[Bench]:
     bench = Bench(mount("1m"))
     yield bench
     bench.close()
-
-
-def test_a_full_disk_and_room_again(small_disk: Bench) -> None:
-    catalog, _ = small_disk.open()
-    answers = Answers()
-    catalog.insert(1, row(1), answers(1))
-    small_disk.loop.until(lambda: answers.got == [(1, True)])
-    filler = fill(small_disk.directory)
-    number = 1
-    while answers.got[-1] == (number, True):  # the log has some room of its own
-        number += 1
-        catalog.insert(number, row(number), answers(number))
-        small_disk.loop.until(lambda: len(answers.got) == number)  # noqa: B023
-    assert catalog.error
-    assert dict(check_rows(small_disk.directory)) == {place: row(place) for place in range(1, number)}
-    catalog.add_namespace(1, "aa", b"x", done=answers("namespace"))
-    catalog.delete(1, answers("delete"))
-    small_disk.loop.until(lambda: len(answers.got) == number + 2)
-    assert answers.got[-2:] == [("namespace", False), ("delete", False)]
-    filler.unlink()
-    small_disk.loop.until(lambda: not catalog.error)
-    catalog.delete(1, answers("again"))
-    small_disk.loop.until(lambda: answers.got[-1] == ("again", True))
-    assert catalog.close(WAIT_S)
-    assert read_state(small_disk.directory).namespaces == [SavedNamespace(1, "aa", b"x", 0)]
-    assert small_disk.reopened() == {place: row(place) for place in range(2, number)}
 
 
 def test_a_read_only_directory_loses_nothing(small_disk: Bench) -> None:

@@ -68,23 +68,6 @@ def test_a_bad_block_is_found_and_forgotten(cluster: Cluster) -> None:
 # --- the command line ----------------------------------------------------------------------------
 
 
-def test_command_on_a_daemon(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster.store(chain_of("a", 30))
-    cluster.wait_written()
-    address = ["--address", str(cluster.run_dir)]
-    assert main(["check", *address]) == 0
-    assert capsys.readouterr().out == f"daemon at {cluster.run_dir}: clean: 60 blocks, 30 read from disks\n"
-    flip_bit(cluster, 0)
-    assert main(["check", "--full", "--rate", "0", "--json", *address]) == 1
-    tree = json.loads(capsys.readouterr().out)
-    assert (tree["ok"], len(tree["findings"])) == (False, 1)
-    assert 1 <= tree["scanned_blocks"] <= 30, "the blocks behind the bad one go with it, read or not"
-    assert main(["check", "--repair", *address]) == 2
-    assert "stop it to use --repair" in capsys.readouterr().err
-    assert main(["check", "--nvme", str(cluster.directories[0])]) == 2
-    assert f"a daemon (pid {cluster.daemon.pid}) uses" in capsys.readouterr().err
-
-
 def test_command_without_a_daemon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from cluster import BLOCK_BYTES, Cluster
 from tiercache.daemon.tiers.nvme.catalog.database import row_checksum as _checksum
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, pack_row, place_of, segment_and_slot, unpack_row
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
-from tiercache.daemon.tiers.nvme.check.findings import MAX_NAMED, Report
+from tiercache.daemon.tiers.nvme.check.findings import Report
 from tiercache.daemon.tiers.nvme.disk.lock import take_lock
 from tiercache.errors import ConfigError
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -300,38 +300,6 @@ def test_damage_is_found_and_repaired(directory: Path, name: str) -> None:
     assert repaired.findings == report.findings
     after = check(directory)
     assert (after.findings, after.rows) == ([], damage.left)
-
-
-@pytest.mark.parametrize("name", ["flipped bit", "torn page"])
-def test_a_daemon_serves_what_a_repair_has_left(tmp_path: Path, name: str) -> None:
-    cluster = Cluster(tmp_path, nvme_segment="2MiB", nvme_size="16MiB")
-    cluster.store(CHAIN)
-    cluster.store(OTHER)
-    cluster.wait_written()
-    cluster.kill()
-    DAMAGES[name].do(cluster.directories[0])
-    check(cluster.directories[0], repair=True)
-    cluster.start()
-    cluster.wait_loaded()
-    stats = cluster.nvme()
-    assert (stats["blocks"], stats["directories"][0]["orphan_rows"]) == (DAMAGES[name].left, 0)
-    assert cluster.load(CHAIN) == max(0, DAMAGES[name].left - 3)
-    assert cluster.store(CHAIN).stored == 12 - max(0, DAMAGES[name].left - 3)
-    assert cluster.load(CHAIN) == 12
-    assert cluster.nvme()["bad_blocks"] == 0
-    cluster.stop()
-
-
-def test_many_findings_of_one_kind_are_counted(directory: Path) -> None:
-    place, row = at(directory, 11)
-    for number in range(MAX_NAMED + 7):
-        put(directory, place_of(50, number * SLOT), row)
-    findings = check(directory).findings
-    assert len(findings) == MAX_NAMED + 1
-    assert findings[-1] == "rows outside segments: 7 more"
-    assert check(directory, repair=True).deleted_rows == MAX_NAMED + 7
-    assert len(rows(directory)) == 15
-    assert place in rows(directory)
 
 
 def test_a_damaged_superblock_is_found_and_left_to_the_daemon(directory: Path) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from chains import chain_of, key_of
 from played import played
 from tier_rig import TierRig
-from window_rig import spaces_of
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.direct import extents
 from tiercache.protocol.messages import Extent
 
 Named = Callable[[Namespace, int], list[Extent]]
+
+
+def spaces_of(rig: TierRig) -> list[Namespace]:
+    """A model with both: a chain and a window."""
+    return [rig.namespace(), rig.namespace(window_blocks=3)]
 
 
 def _extents(rig: TierRig, spaces: list[Namespace], chain: bytes) -> tuple[ReadLease, Named]:
@@ -54,27 +56,6 @@ async def test_a_window_can_be_held_where_it_is(tmp_path: Path) -> None:
         assert rig.cache.reads.release(rig.owner, lease.lease_id) is good
         await rig.settled()
         rig.check()
-    await rig.close()
-
-
-@pytest.mark.parametrize("most", [5, 6])
-@played
-async def test_windows_that_are_too_wide_together_come_up_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """Pinning all of their blocks would hold the event loop for too long."""
-    monkeypatch.setattr(extents, "MAX_HELD_BLOCKS", most)
-
-    rig = await TierRig(tmp_path).open()
-    spaces, chain = [rig.namespace(rank=rank, window_blocks=3) for rank in range(2)], chain_of("a", 12)
-    await rig.store_below(spaces, chain)
-    lease = rig.cache.match(rig.owner, spaces, chain, 60.0, promote=True, extents=True).lease
-    assert lease is not None
-    assert (lease.held is None) is (most < 6)
-    finish(rig.cache.reads.growing.bring_up(lease, 12))
-    await rig.until(lambda: not rig.cache.reads.growing.leases)
-    assert rig.read(lease, *spaces) == 12
-    rig.check()
     await rig.close()
 
 

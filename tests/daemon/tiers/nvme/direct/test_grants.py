@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,6 @@ from tiercache.protocol import messages
 from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.protocol.messages import CommitState, Extent
 
-OTHER_PROCESS = """
-import sys
-from types import SimpleNamespace
-import tiercache
-from chains import chain_of
-from cluster import BLOCK_BYTES
-from test_grants import Writer, slots
-spec = tiercache.NamespaceSpec(
-    engine="test/1", layout="bytes", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES
-)
-writer = Writer(SimpleNamespace(daemon=SimpleNamespace(address=sys.argv[1]), spec=spec))
-print(len(slots(writer.granted(chain_of("c", 40)))))
-writer.client.close()
-"""
 VISIBLE, DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 
 
@@ -130,61 +114,6 @@ def test_places_are_blocks_in_a_segment(cluster: Cluster, writer: Writer) -> Non
     assert writer.commit(reply.lease, [1, 2]) == [DROPPED] * 2, "the lease is over"
     writer.abort(reply.lease, True)
     assert cluster.load(chain) == 10
-
-
-@pytest.mark.stress
-def test_slots_of_a_lease_that_ran_out_wait_for_the_word(cluster: Cluster, writer: Writer) -> None:
-    chain = chain_of("a", 10)
-    reply = writer.granted(chain, ttl_ms=200)
-    wait_until(lambda: held(cluster) == (0, 10), "its lease has expired")
-    other = Writer(cluster)
-    second = other.granted(chain)
-    assert not set(slots(second)) & set(slots(reply)), "they may still be written to"
-    assert other.commit(second.lease, other.write(second, chain)) == [VISIBLE] * 10
-    assert other.commit(reply.lease, [1] * 10) == [DROPPED] * 10, "another instance cannot end it"
-    assert held(cluster) == (0, 10)
-    assert writer.commit(reply.lease, writer.write(reply, chain)) == [DROPPED] * 10
-    assert held(cluster) == (0, 0)
-    other.client.close()
-    assert cluster.load(chain) == 10
-
-
-@pytest.mark.stress
-def test_renewed_it_does_not_run_out(cluster: Cluster, writer: Writer) -> None:
-    reply = writer.granted(chain_of("a", 3), ttl_ms=300)
-    for _ in range(3):
-        answer = writer.client.call(messages.Renew, leases=[reply.lease, 5], ttl_ms=5000)
-        assert isinstance(answer, messages.Renewed)
-        assert answer.alive == b"\x01\x00"
-    assert held(cluster) == (1, 0)
-    writer.client.call(messages.Renew, leases=[reply.lease], ttl_ms=1)
-    wait_until(lambda: held(cluster) == (0, 3), "its lease has expired")
-    writer.abort(reply.lease, False)
-    assert held(cluster) == (0, 3)
-    writer.abort(reply.lease, True)
-    assert held(cluster) == (0, 0)
-
-
-@pytest.mark.stress
-def test_what_one_client_may_hold_is_limited(cluster: Cluster, writer: Writer) -> None:
-    """4 MiB are 64 blocks, those in quarantine included."""
-    first = writer.granted(chain_of("a", 40))
-    assert len(slots(first)) == 40
-    writer.abort(first.lease, False)
-    second = writer.granted(chain_of("b", 40))
-    assert len(slots(second)) == 24
-    full = writer.reserve(chain_of("c", 4))
-    assert (full.lease, full.soon) == (0, False)
-    same = Writer(cluster)
-    full = same.reserve(chain_of("c", 4))
-    assert (full.lease, full.soon) == (0, False), "a process has one limit, whatever instances it names"
-    others = [sys.executable, "-c", OTHER_PROCESS, str(cluster.daemon.address)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
-    done = subprocess.run(others, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["40"], "others have their own"
-    writer.abort(first.lease, True)
-    assert len(slots(writer.granted(chain_of("d", 50)))) == 40
-    same.client.close()
 
 
 def test_what_makes_no_sense_is_refused(cluster: Cluster, writer: Writer) -> None:

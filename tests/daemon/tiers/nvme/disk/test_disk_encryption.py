@@ -21,7 +21,6 @@ from tiercache.daemon.tiers.forms.cipher import (
     load_cipher,
     whose,
 )
-from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.errors import ConfigError
 
@@ -57,25 +56,6 @@ def test_nothing_on_the_disk_can_be_read_and_all_of_it_comes_back(tmp_path: Path
         assert content(key_of(chain, number))[:64].tobytes() not in stored
 
 
-@pytest.mark.stress
-def test_what_another_key_wrote_is_forgotten(tmp_path: Path) -> None:
-    first, second = write_key(tmp_path / "first"), write_key(tmp_path / "second")
-    chain = chain_of("chain", BLOCKS)
-    plain = Cluster(tmp_path)
-    plain.store(chain)
-    plain.wait_written()
-    plain.stop()
-    for key in (str(first), str(second), "", str(first)):
-        cluster = Cluster(tmp_path, **({"nvme_key": key} if key else {}))
-        cluster.wait_loaded()
-        assert cluster.load(chain) == 0
-        assert cluster.store(chain).stored == BLOCKS
-        cluster.wait_written()
-        cluster.restart()
-        assert cluster.load(chain) == BLOCKS
-        cluster.stop()
-
-
 def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path: Path) -> None:
     """The checksum is no secret; the tag is what an attacker cannot make."""
     cipher = load_cipher(write_key(tmp_path / "key"))
@@ -108,17 +88,6 @@ def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path:
     again = memoryview(bytearray(len(stored)))
     cipher.seal(plain, owner, again)
     assert again != stored, "each block is sealed under a nonce of its own"
-
-
-def test_lengths_that_a_row_may_have() -> None:
-    sealed = codecs.SEALED
-    assert plausible_length(codecs.RAW, 8192, 8192)
-    assert not plausible_length(codecs.RAW, 8220, 8192)
-    assert plausible_length(sealed, 8220, 8192)
-    assert not plausible_length(sealed, 8192, 8192)
-    assert plausible_length(sealed | 0x21, 100, 8192)
-    assert not plausible_length(sealed | 0x21, 28, 8192)
-    assert not plausible_length(sealed | 0x21, 8221, 8192)
 
 
 @pytest.mark.parametrize(

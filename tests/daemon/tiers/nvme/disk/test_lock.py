@@ -96,22 +96,6 @@ def test_the_end_of_a_worker_is_waited_for(tmp_path: Path, ended_pid: int, whose
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("whose", ["of a daemon that has ended", "of ours"])
-def test_a_worker_that_does_not_end_is_waited_for_so_long(
-    tmp_path: Path, ended_pid: int, whose: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(lock, "OWN_PATIENCE_S", 0.05)
-    daemon_pid = os.getpid() if whose == "of ours" else ended_pid
-    holder = Holder(tmp_path, daemon_pid)
-    try:
-        problem = refusal(tmp_path, os.getpid())
-        assert (str(problem), problem.ourselves) == (str(daemon_pid), whose == "of ours")
-    finally:
-        holder.end()
-
-
-@pytest.mark.stress
 def test_another_process_with_the_pid_of_the_daemon_is_told_from_it(
     tmp_path: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chains import chain_of, key_of
+from chains import chain_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
@@ -85,49 +85,6 @@ async def test_jobs_that_wait_end_when_what_they_wait_for_does(clock: Clock) -> 
     assert lease.lease_id not in rig.cache.reads.growing.leases
     assert rig.read(lease, space) == 0
     assert await rig.load(space, chain) == 10
-    rig.check()
-    await rig.close()
-
-
-@on_clock
-async def test_a_lease_that_has_lost_a_block_does_not_grow_on(clock: Clock) -> None:
-    """Else the pins of what arrives after a flush would make it look whole, with blocks from before among them."""
-    chain = chain_of("a", 4)
-    rig, _disk, space = await below(clock, chain)
-    rig.store(space, chain[:32])
-    lease = rig.match([space], chain)
-    assert lease is not None
-    rig.cache.space.index.drop(space.table.get(key_of(chain, 0)))
-    rig.cache.space.index.unlink_slice(8)
-    rig.store(space, chain)
-    assert not lease.over
-    rig.cache.reads.growing.grow(lease)
-    assert lease.over
-    await rig.until(lambda: not rig.cache.reads.growing.leases)
-    rig.check()
-    await rig.close()
-
-
-@on_clock
-async def test_a_read_holds_its_slot_until_it_ends(clock: Clock) -> None:
-    """A slot that is flushed while it is read is not written to before."""
-    chain = chain_of("a", 4)
-    rig, disk, space = await below(clock, chain)
-    [shelf] = rig.shelves
-    lease = rig.match([space], chain)
-    assert lease is not None
-    read = [stored.slot for number in range(4) if (stored := shelf.find(space, key_of(chain, number)))]
-    rig.cache.flush_dram([space.number], b"")
-    rig.tier.flush([space], b"", lambda blocks, durable: None)
-    for _ in range(20):
-        disk.step(0)
-        await rig.work()
-    others = shelf.take_slots(space, b"", 8)
-    assert others
-    assert not set(others) & set(read)
-    for slot in others:
-        shelf.allocator.give_back(slot)
-    await rig.until(lambda: shelf.allocator.used_bytes == 0)
     rig.check()
     await rig.close()
 

@@ -12,9 +12,8 @@ from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
-from tiercache.daemon.tiers.nvme.moves import flights, writebehind
+from tiercache.daemon.tiers.nvme.moves import writebehind
 from tiercache.daemon.tiers.nvme.shelf import Shelf
-from tiercache.protocol.namespaces import NamespaceSpec
 
 SEGMENT_BYTES = 16 << 20
 
@@ -70,39 +69,6 @@ async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> 
 
 
 @played
-async def test_a_run_ends_where_the_queue_of_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "MAX_IN_FLIGHT", 7)
-    rig = await TierRig(tmp_path).open()
-    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 20)
-    gate = rig.disks[rig.dirs[0]].gate
-    rig.store(space, chain_of("makes the segment", 1))
-    await rig.settled()
-    gate.clear()
-    rig.store(space, chain)
-    await rig.until(lambda: shelf.queue.in_flight > 0)
-    assert (shelf.queue.in_flight, rig.tier.stats()["write_queue_blocks"]) == (7, 13)
-    rig.check()
-    gate.set()
-    await rig.settled()
-    assert shelf.table(space).blocks == 21
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_a_run_ends_where_the_budget_does(tmp_path: Path) -> None:
-    """A bucket of 9 blocks: new blocks may empty half of it."""
-    rig = await TierRig(tmp_path, nvme_write_budget_bytes=12 * 9 * BLOCK_BYTES).open()
-    [shelf], space = rig.shelves, rig.namespace()
-    rig.store(space, chain_of("a", 20))
-    await rig.settled()
-    stats = rig.tier.stats()
-    assert (shelf.table(space).blocks, stats["skipped_by_budget"], stats["skipped_without_parent"]) == (5, 1, 14)
-    rig.check()
-    await rig.close()
-
-
-@played
 async def test_what_does_not_fit_into_the_queue_stays_in_dram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writebehind, "MAX_QUEUED", 3)
     rig = await TierRig(tmp_path).open()
@@ -136,30 +102,6 @@ async def test_a_run_ends_where_a_block_would_take_the_place_of_a_better_one(
     assert rig.tier.stats()["skipped_by_worth"] == 1
     for slot in taken:
         shelf.allocator.give_back(slot)
-    rig.check()
-    await rig.close()
-
-
-@played
-async def test_a_run_ends_where_the_quota_does(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    rig.cache.space.quotas_below.change({"small": 12 * BLOCK_BYTES})
-    spec = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=1, block_bytes=BLOCK_BYTES)
-    [shelf], space = rig.shelves, rig.cache.space.open_namespace(spec.of_tenant("small"))
-    assert rig.tier.fairness.spare(shelf, space) == 12
-    sizes = submissions(shelf)
-    rig.store(space, chain_of("a", 20))
-    await rig.settled()
-    assert sizes == [12]
-    # Ancestors are not evicted for a block, so the chain ends there.
-    assert shelf.table(space).blocks == 12
-    assert rig.tier.stats()["skipped_by_quota"] == 1
-    rig.check()
-    rig.store(space, chain_of("b", 5))
-    await rig.settled()
-    assert shelf.table(space).blocks == 12
-    rig.forget_dram()
-    assert await rig.load(space, chain_of("b", 5)) == 5
     rig.check()
     await rig.close()
 

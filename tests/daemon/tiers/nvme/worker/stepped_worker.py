@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,12 +23,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from memory_disks import MemoryCatalog, MemoryDisk
 from waiting import wait_until
 
 from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.helper_processes.process import ProcessError, ProcessProblem
-from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.disk import queue as disk_queue
 from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
@@ -45,6 +44,7 @@ from tiercache.daemon.tiers.nvme.worker import (
     packets,
     records,
     remote_catalog,
+    remote_directory,
     remote_queue,
 )
 from tiercache.daemon.tiers.nvme.worker.blocks_line import BlocksLine
@@ -73,10 +73,9 @@ SMALL = (
 
 
 class HandTime:
-    """The module `time`, on a clock that only a test moves."""
+    """The module `time`, on a clock that only a test moves. No slice of work is ever too long."""
 
-    perf_counter_ns = staticmethod(time.perf_counter_ns)
-    monotonic_ns = staticmethod(time.monotonic_ns)
+    perf_counter_ns = monotonic_ns = staticmethod(lambda: 0)
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -133,6 +132,64 @@ class HandLoop:
                     callbacks[line]()
 
 
+class HandThread:
+    """The thread of tasks, which runs only while a test waits in `run`: to its next wait, or to its end.
+
+    In the place of all that it waits for: a task (`queue.SimpleQueue`), a process (`threading.Condition`), an answer
+    (`receive_message`). Nobody else runs meanwhile, so nothing needs a lock.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: deque[Any] = deque()
+        self.waits_for: Callable[[], object] | None = None
+        self.over = False
+        self._goes_on, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Called in the thread."""
+        self.waits_for = condition
+        self._waits.release()
+        self._goes_on.acquire()
+
+    def begin(self) -> None:
+        """It has been started."""
+        assert self._waits.acquire(timeout=60)
+
+    def run(self) -> bool:
+        """To its next wait; False where it still waits for what it waited for."""
+        if self.over or self.waits_for is None or not self.waits_for():
+            return False
+        self._goes_on.release()
+        assert self._waits.acquire(timeout=60)
+        return True
+
+    def put(self, task: Any) -> None:
+        self.tasks.append(task)
+        while task is None and self.run():  # the end is not put off
+            pass
+
+    def get(self) -> Any:
+        self.wait_for(lambda: self.tasks)
+        task = self.tasks.popleft()
+        if task is None:
+            self.over = True
+            self._waits.release()
+        return task
+
+    def receive_message(self, line: socket.socket) -> bytes | None:
+        self.wait_for(lambda: is_ready(line, select.POLLIN))
+        return receive_message(line)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+
 def is_ready(line: socket.socket, event: int) -> bool:
     look = select.poll()
     look.register(line, event)
@@ -183,114 +240,27 @@ class StepCarrier:
             self.finished([self.moved.popleft()])
 
 
-class Durable:
-    """What a directory's database holds, from process to process."""
+class StepCatalog(MemoryCatalog):
+    """A catalog in memory, whose answers reach the daemon when a test says."""
 
-    def __init__(self) -> None:
-        self.rows: dict[int, tuple[Any, ...]] = {}
-        self.epochs: dict[int, int] = {}
-        self.tombstones: dict[bytes, int] = {}
-
-    def apply(self, method: str, arguments: Sequence[Any]) -> None:
-        match method, arguments:
-            case ("insert", (place, row)):
-                self.rows[place] = tuple(row)
-            case ("insert_many", (places, rows)):
-                self.rows.update(zip(places, map(tuple, rows), strict=True))
-            case ("delete", (place,)):
-                self.rows.pop(place, None)
-            case ("delete_many", (places,)):
-                for place in places:
-                    self.rows.pop(place, None)
-            case ("raise_epoch", (number, epoch)):
-                self.epochs[number] = max(epoch, self.epochs.get(number, 0))
-            case ("add_tombstone", (_, key, epoch)):
-                self.tombstones[key] = epoch
-            case ("remove_tombstone", (_, key)):
-                self.tombstones.pop(key, None)
-            case _:
-                raise AssertionError(f"no catalog has {method}")
-
-
-ROWS = ("insert", "insert_many", "delete", "delete_many")
-BURIALS = ("remove_tombstone",)
-KEPT = ("raise_epoch", "add_tombstone")
-
-
-class StepCatalog:
-    """Keeps the contract of `Catalog`: changes are committed in order, and answered, when a test says."""
-
-    def __init__(self, durable: Durable, post: Callable[..., object]) -> None:
-        self.error = ""
-        self.written_bytes = 0
-        self._durable, self._post_answers = durable, post
-        self._waiting: list[tuple[str, Sequence[Any], Callable[[bool], None]]] = []
-        self._kept: list[tuple[str, Sequence[Any]]] = []
-        self._answers: list[tuple[Callable[[bool], None], bool]] = []
-        self._refused_rows = False
-
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        return lambda *arguments, done: self._waiting.append((method, arguments, done))
-
-    def bytes_on_disk(self) -> int:
-        return 4096 * len(self._durable.rows)
-
-    def load(self, on_ready: Callable[[], None], batch_rows: int) -> StepLoading:
-        return StepLoading(self._durable, batch_rows)
-
-    def close(self, timeout_s: float) -> bool:
-        self.commit(len(self._waiting))
-        self.answer()
-        return not self.error
-
-    def commit(self, count: int = 1) -> None:
-        """Write so many of the changes that wait, behind those that were kept."""
-        some, self._waiting = self._waiting[:count], self._waiting[count:]
-        for method, arguments in self._kept:
-            self._durable.apply(method, arguments)
-        self._kept.clear()
-        self.error = ""
-        for method, arguments, done in some:
-            ok = not (method in BURIALS and self._refused_rows)
-            if ok:
-                self._durable.apply(method, arguments)
-            self._answers.append((done, ok))
+    def __init__(self, disk: MemoryDisk, post: Callable[..., object]) -> None:
+        super().__init__(disk)
+        self.disk, self._post_answers = disk, post
 
     def fail(self) -> None:
-        """The disk is full: nothing that waits is written."""
-        self.error = "full"
-        for method, arguments, done in self._waiting:
-            if method in KEPT:
-                self._kept.append((method, arguments))
-            self._refused_rows |= method in ROWS
-            self._answers.append((done, False))
-        self._waiting.clear()
+        """The disk is full for a second: nothing that waits is written."""
+        self.disk.failing = {"commit"}
+        self.commit()
+        self.disk.failing = set()
 
     def answer(self) -> None:
         """Tell what became of changes, those of a batch together."""
-        answers, self._answers = self._answers, []
-        if answers:
-            self._post_answers(lambda: [done(ok) for done, ok in answers])
+        self._post_answers(lambda: None)
 
-
-class StepLoading:
-    """All rows of a database, in batches that are ready at once."""
-
-    damaged, error = 0, ""
-
-    def __init__(self, durable: Durable, batch_rows: int) -> None:
-        rows = [(place, Row(*row)) for place, row in sorted(durable.rows.items())]
-        self._batches = [RowBatch.of(rows[at : at + batch_rows]) for at in range(0, len(rows), batch_rows)]
-
-    def next_batch(self) -> RowBatch | None:
-        return self._batches.pop(0) if self._batches else None
-
-    @property
-    def finished(self) -> bool:
-        return not self._batches
-
-    def cancel(self) -> None:
-        self._batches.clear()
+    def close(self, timeout_s: float) -> bool:
+        written = super().close(timeout_s)
+        self.answer()
+        return written
 
 
 class Child:
@@ -340,7 +310,7 @@ class Child:
         self.directory.open()
         assert self.directory.home is not None
         self.rows = RowsLine(self._lines[2])
-        self.catalog = StepCatalog(self._world.durable, self.rows.post)
+        self.catalog = StepCatalog(self._world.disk, self.rows.post)
         self.rows._catalog = self.catalog  # type: ignore[assignment]
         with patch.object(disk_queue, "start_carrier", self._start_carrier):
             self.blocks = BlocksLine(self._lines[1], self.directory, "")
@@ -388,17 +358,21 @@ class Child:
     def tell_status(self) -> None:
         self.rows._send_status()
 
-    def answer_file(self, says_so: bool) -> None:
-        """Do what a thread of the daemon asks for; without `says_so` the process ends before it answers."""
+    def answer_file(self, says: str) -> bool:
+        """Answer the thread of tasks: it is `done`, or the disk is `full`; or end before the answer, `ends`."""
+        if not is_ready(self._lines[0], select.POLLIN):
+            return False
         message = receive_message(self._lines[0])
         assert message is not None
         asked = messages.decode_question(message)
         assert isinstance(asked, messages.CreateSegment)
-        self.directory.create_segment(asked.segment)
-        if says_so:
-            self._say(messages.Good())
-        else:
+        if says != "full":
+            self.directory.create_segment(asked.segment)
+        if says == "ends":
             self.end(1)
+        else:
+            self._say(messages.Good() if says == "done" else messages.Bad(errno.ENOSPC))
+        return True
 
     def work(self) -> None:
         """Everything that there is to do, once."""
@@ -407,7 +381,7 @@ class Child:
                 step()
         if self.alive:
             self.serve_rows()
-            self.catalog.commit(99)
+            self.catalog.commit()
             self.catalog.answer()
             self.rows._send_status()
 
@@ -477,12 +451,21 @@ class SteppedWorker:
     def __init__(self, root: Path, frames: int) -> None:
         self.path = root / "nvme"
         self.clock = HandTime()
-        self.durable = Durable()
+        self.disk = MemoryDisk(0, lambda: self.clock.now_s)
+        """Has the rows of all processes; their blocks are in real files."""
+        for number in (1, 2):
+            self.disk.database.namespaces[number] = SavedNamespace(number, str(number), b"", 0)
         self.child: Child | None = None
         self._pid = self._first_pid = 0
         self._patches = ExitStack()
-        for module in (directory_worker, remote_queue, remote_catalog):
+        for module in (directory_worker, remote_queue, remote_catalog, disk_queue):
             self._patches.enter_context(patch.object(module, "time", self.clock))
+        for module, name, value in (
+            (remote_queue, "queue", SimpleNamespace(SimpleQueue=lambda: self.tasks)),
+            (remote_directory, "threading", SimpleNamespace(Condition=lambda: self.tasks)),
+            (remote_directory, "receive_message", lambda line: self.tasks.receive_message(line)),
+        ):
+            self._patches.enter_context(patch.object(module, name, value))
         self._patches.enter_context(patch.object(directory_worker, "Supervisor", HandSupervisor))
         for module, name, value in SMALL:
             self._patches.enter_context(patch.object(module, name, value))
@@ -496,6 +479,7 @@ class SteppedWorker:
     def open(self) -> None:
         """Open the directory, as a keeper does: with a process that does it well."""
         self.loop = HandLoop(self.clock)
+        self.tasks = HandThread()
         plan = Plan(self.path, CAP_BYTES, SEGMENT_BYTES)
         self.worker = DirectoryWorker(plan, "", self._arena, self.loop)  # type: ignore[arg-type]
         self.supervisor: HandSupervisor = self.worker._supervisor  # type: ignore[assignment]
@@ -507,6 +491,7 @@ class SteppedWorker:
         assert self.child is not None
         self.child.open()
         thread.join(60)
+        self.tasks.begin()
         assert opened[0].queue() is self.worker.queue
         self.queue, self.catalog, self.directory = self.worker.queue, self.worker.catalog, self.worker.directory
 
@@ -569,21 +554,32 @@ class SteppedWorker:
         self.supervisor.on_gone(self.child)
         self.child = None
 
-    def answer_task(self, says_so: bool) -> None:
-        """The process answers the question of the thread of tasks; what came of it is on its way to the loop."""
-        child, before = self.serving, len(self.loop.soon)
+    def answer_task(self, says: str) -> bool:
+        """The process answers the question of the thread of tasks, if there is one; see `Child.answer_file`."""
+        child = self.serving
         assert child is not None
-        child.answer_file(says_so)
-        if says_so:
-            wait_until(lambda: len(self.loop.soon) > before, "the end of the task")
-        else:
+        answered = child.answer_file(says)
+        if not child.alive:
             self.supervisor.now = None
+        return answered
+
+    def add_region(self, region_id: int) -> Region:
+        """The arena grows by a page."""
+        fd = create_region(PAGE_BYTES, "test")
+        region = Region(region_id, fd, PAGE_BYTES)
+        self._arena.add(region, fd)
+        os.close(fd)
+        return region
 
     def stop(self) -> None:
         """Close the catalog and the queue, as a keeper does. What a process still has is abandoned."""
+        before = len(self.loop.soon)
         closing = threading.Thread(target=self.catalog.close, args=(60.0,), daemon=True)
         closing.start()
-        wait_until(lambda: (self._turn_to_the_end(), not closing.is_alive())[1], "the catalog is closed")
+        wait_until(lambda: len(self.loop.soon) > before, "the loop is asked to close the catalog")
+        while not self.catalog._closed.is_set():
+            self._turn_to_the_end()
+        closing.join(60)
         self.queue.stop(self.clock.now_s)
 
     def _turn_to_the_end(self) -> None:
@@ -602,7 +598,9 @@ class SteppedWorker:
             self.join_reopening()
             self.child.goes()
             self.child = None
-        self.queue._task_thread.join(60)
+        while self.tasks.run():
+            pass
+        assert self.tasks.over
 
     def end(self) -> None:
         self._arena.close()

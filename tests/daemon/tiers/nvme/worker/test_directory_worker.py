@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chains import chain_of
 from played import played
+from tier_rig import TierRig
 from waiting import state_of
-from worker_rig import WorkerRig
 
-from tiercache.daemon.helper_processes import pulse
-from tiercache.daemon.tiers.nvme.worker import directory_worker
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import KEY_BYTES
+
+
+class WorkerRig(TierRig):
+    """`TierRig`, with a process for each directory."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        super().__init__(root, nvme_workers="on", **settings)
+
+    def pid(self, number: int = 0) -> int:
+        """Of the process of a directory; 0 while there is none."""
+        pid = self.shelves[number].directory.worker_pid  # type: ignore[attr-defined]
+        assert isinstance(pid, int)
+        return pid
+
+    def signal(self, what: signal.Signals) -> int:
+        """Send a signal to the process; returns its pid."""
+        pid = self.pid()
+        os.kill(pid, what)
+        return pid
+
+    async def replaced(self, pid: int) -> None:
+        """Another process serves the directory."""
+        await self.until(lambda: self.pid() not in (0, pid))
 
 
 def worker_of(rig: WorkerRig) -> DirectoryWorker:
-    its = rig.shelf().directory._end.__self__  # type: ignore[attr-defined]
+    its = rig.shelves[0].directory._end.__self__  # type: ignore[attr-defined]
     assert isinstance(its, DirectoryWorker)
     return its
 
@@ -59,12 +77,12 @@ async def test_a_directory_that_was_replaced_meanwhile_is_opened_again(tmp_path:
     rig = await WorkerRig(tmp_path).open()
     space, chain = rig.namespace(), chain_of("a", 20)
     await rig.store_below([space], chain)
-    before, pid = rig.shelf(), rig.signal(signal.SIGSTOP)
+    before, pid = rig.shelves[0], rig.signal(signal.SIGSTOP)
     shutil.move(rig.dirs[0], tmp_path / "moved")
     (tmp_path / "other").mkdir(mode=0o700)
     os.rename(tmp_path / "other", rig.dirs[0])
     os.kill(pid, signal.SIGKILL)
-    await rig.until(lambda: bool(rig.shelves) and rig.shelf() is not before)
+    await rig.until(lambda: bool(rig.shelves) and rig.shelves[0] is not before)
     await rig.loaded()
     assert await rig.load(space, chain) == 0
     await rig.store_below([space], chain)
@@ -97,99 +115,4 @@ async def test_a_directory_that_is_named_by_two_paths_is_refused_as_the_daemon_s
     rig = WorkerRig(tmp_path, dirs=[tmp_path / "one", tmp_path / "other"])
     with pytest.raises(ConfigError, match="is another path of one that is named already: name each once"):
         await rig.tier.open()
-    await rig.close()
-
-
-@pytest.mark.stress
-@played
-async def test_a_process_that_is_stopped_while_it_opens_the_directory_is_killed(
-    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pulse, "PING_S", 0.05)
-    monkeypatch.setattr(directory_worker, "LIMITS", replace(directory_worker.LIMITS, silent_s=1.0))
-    stopped, open_on = list[int](), DirectoryWorker._open_on
-
-    def stop(worker: DirectoryWorker, its: Any, *others: Any) -> Any:
-        if not stopped:
-            stopped.append(its.pid)
-            os.kill(its.pid, signal.SIGSTOP)
-        return open_on(worker, its, *others)
-
-    monkeypatch.setattr(DirectoryWorker, "_open_on", stop)
-    rig = await WorkerRig(tmp_path).open()
-    await rig.until(lambda: bool(rig.shelves))
-    assert state_of(stopped[0]) == ""
-    assert f"{rig.dirs[0]} does not answer: it is killed" in caplog.text
-    await rig.close()
-
-
-@pytest.mark.stress
-@played
-async def test_many_ends_leave_no_descriptor_thread_or_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = replace(directory_worker.LIMITS, first_pause_s=0.01, longest_pause_s=0.02)
-    monkeypatch.setattr(directory_worker, "LIMITS", limits)
-    rig = await WorkerRig(tmp_path).open()
-    space, chain = rig.namespace(), chain_of("a", 20)
-    await rig.store_below([space], chain)
-    await rig.replaced(rig.signal(signal.SIGKILL))
-
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    await rig.until(lambda: worker_of(rig)._opened_by is not None)
-    assert await rig.load(space, chain) == 20
-    before = held()
-    for number in range(30):
-        if number % 2:
-            rig.forget_dram()
-            rig.match([space], chain)
-        await rig.replaced(rig.signal(signal.SIGKILL))
-    assert await rig.load(space, chain) == 20
-    await rig.until(lambda: held() <= before)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert [child for child in children if state_of(child) == "Z"] == []
-    rig.check()
-    await rig.close()
-
-
-@pytest.mark.stress
-@played
-async def test_many_kills_lose_nothing_that_is_durable(tmp_path: Path) -> None:
-    """Store, load and flush chains while processes are killed or stopped; compare every block."""
-    chance = random.Random(2)
-    rig = await WorkerRig(tmp_path, disks=2, arena_regions=4, nvme_bytes=48 << 20).open()
-    space, durable, loaded = rig.namespace(), dict[bytes, int](), 0
-    for number in range(50):
-        chain = chain_of(str(number), chance.randrange(1, 30))
-        rig.store(space, chain)
-        if chance.random() < 0.3:
-            await rig.settled()
-            durable[chain] = len(chain) // KEY_BYTES
-        victim = chance.randrange(len(rig.shelves))
-        pid = rig.pid(victim)
-        if pid and chance.random() < 0.5:
-            os.kill(pid, signal.SIGSTOP)
-            rig.cache.work()
-        if chance.random() < 0.5:
-            rig.forget_dram()
-        leases = [rig.match([space], other) for other in chance.sample(sorted(durable), min(2, len(durable)))]
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-        for lease in leases:
-            if lease is not None:
-                await rig.until(lambda: lease.over or lease.lease_id not in rig.cache.reads.growing.leases)  # noqa: B023
-                loaded += rig.read(lease, space)
-        if pid:
-            await rig.replaced(pid, victim)
-        if chance.random() < 0.1:
-            assert await rig.flush()
-            durable.clear()
-        rig.check()
-    await rig.settled()
-    rig.forget_dram()
-    assert {chain: await rig.load(space, chain) for chain in durable} == durable
-    await rig.close()
-    rig = await WorkerRig(tmp_path, disks=2, arena_regions=4, nvme_bytes=48 << 20).open()
-    assert {chain: await rig.load(rig.namespace(), chain) for chain in durable} == durable
-    assert loaded > 0
     await rig.close()

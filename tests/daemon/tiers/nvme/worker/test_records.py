@@ -10,7 +10,7 @@ import pytest
 
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome
 from tiercache.daemon.tiers.nvme.worker import records
-from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, give_up_line, parts_of, receive_now, send_now
+from tiercache.daemon.tiers.nvme.worker.packets import give_up_line, receive_now, send_now
 from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
 
 LARGEST = BlockRecord(
@@ -38,14 +38,6 @@ def test_the_largest_records_in_a_full_packet() -> None:
     ends = [(number, records.NUMBER_OF[outcome], *[255] * 7) for number, outcome in enumerate(DiskOutcome)]
     data = records.packet(Tag.ENDS, [records.END.pack(*end) for end in ends])
     assert [records.OUTCOMES[end[1]] for end in records.end_records(data)] == list(DiskOutcome)
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES])
-def test_messages_in_parts(size_bytes: int) -> None:
-    message = os.urandom(size_bytes)
-    joiner, parts = Joiner(), list(parts_of(message))
-    for _ in range(2):
-        assert [joiner.add(part) for part in parts] == [None] * (len(parts) - 1) + [message]
 
 
 def test_a_descriptor_comes_with_its_packet_and_a_full_line_blocks_nobody() -> None:

@@ -70,7 +70,7 @@ def test_closing_waits_until_a_process_has_written_all(world: SteppedWorker, end
         world.start_child()
         world.open_child("well")
     assert closing.result()
-    assert world.durable.epochs == {1: 5}
+    assert world.disk.database.namespaces[1].epoch == 5
 
 
 def test_closing_says_what_was_not_written_where_no_process_follows(world: SteppedWorker) -> None:

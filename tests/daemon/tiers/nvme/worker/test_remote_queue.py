@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from stepped_worker import SteppedWorker
-from waiting import wait_until
 
-from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.worker import remote_queue
@@ -24,12 +23,12 @@ class Blocks:
         self.world, self.queue = world, world.queue
         self.ended: list[AnyOp] = []
 
-    def read(self, pages: int = 1, priority: DiskPriority = LOAD) -> ReadOp:
+    def read(self, pages: int = 1, priority: DiskPriority = LOAD, address: int = NOWHERE) -> ReadOp:
         length = pages * PAGE_BYTES
         op = ReadOp(
             done=self.ended.append,
             slot=1 << 48,
-            address=NOWHERE,
+            address=address,
             length=length,
             key=bytes(16),
             fingerprint="name",
@@ -78,13 +77,10 @@ def test_small_blocks_do_not_keep_a_large_load_waiting(blocks: Blocks, monkeypat
     assert set(blocks.ended) == {large, *small, *later}
 
 
-def test_one_block_is_under_way_however_large(blocks: Blocks) -> None:
-    for _ in range(2):
-        blocks.read(20)
-    for left in (1, 0):
-        assert blocks.queue.queued() == left
-        blocks.turn()
-    assert len(blocks.ended) == 2
+def test_blocks_go_to_a_region_that_is_younger_than_the_process(blocks: Blocks) -> None:
+    op = blocks.read(address=blocks.world.add_region(1).address)
+    blocks.turn()
+    assert blocks.ended == [op], "it finds the frame, and no block"
 
 
 def test_a_backlog_in_the_process_is_no_fault_of_the_disk(blocks: Blocks) -> None:
@@ -108,16 +104,6 @@ def test_without_a_process_the_queue_is_as_old_as_that(blocks: Blocks) -> None:
     blocks.world.loop.turn()
     blocks.world.clock.now_s += 100
     assert blocks.queue.oldest_age_s() == 100
-
-
-def test_an_error_of_a_task_is_its_own(blocks: Blocks) -> None:
-    def fails() -> None:
-        raise OSError(28, "full")
-
-    tasks = [TaskOp(done=blocks.ended.append, call=call) for call in (fails, list)]
-    assert blocks.queue.submit_many(tasks, DiskPriority.WRITE) == 2
-    wait_until(lambda: (blocks.world.loop.turn(), len(blocks.ended) == 2)[1], "both end")
-    assert [(op.outcome, op.errno) for op in tasks] == [(DiskOutcome.IO_ERROR, 28), (DiskOutcome.OK, 0)]
 
 
 def test_stopping_waits_for_what_is_under_way(blocks: Blocks) -> None:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from machines import in_first_ring
-from stepped_worker import BURIALS, ROWS, SEGMENT_BYTES, Durable, SteppedWorker
-from waiting import wait_until
+from machines import in_first_ring, in_stress
+from memory_disks import Database
+from stepped_worker import SEGMENT_BYTES, SteppedWorker
 
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
@@ -30,7 +30,9 @@ from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 FRAMES = 12
 MOST_SEGMENTS = 3
 PLACES = 4
-OK, CANCELLED, PENDING, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.PENDING, DiskOutcome.ABANDONED
+ROWS = ("insert", "insert_many", "delete", "delete_many")
+BURIALS = ("remove_tombstone",)
+OK, CANCELLED, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.ABANDONED
 
 STEPS = (
     *("p.serve_blocks", "p.serve_rows", "p.tell_status"),  # of the process
@@ -56,6 +58,30 @@ class Change:
         self.method, self.arguments = method, arguments
         self.answers: list[bool] = []
 
+    def results(self) -> dict[Any, Any]:
+        """What it makes of the database; see `contents`."""
+        match self.method, self.arguments:
+            case ("insert", (place, row)):
+                return {place: row}
+            case ("insert_many", (places, rows)):
+                return dict(zip(places, rows, strict=True))
+            case ("delete", (place,)):
+                return {place: None}
+            case ("delete_many", (places,)):
+                return dict.fromkeys(places)
+            case ("raise_epoch", (number, epoch)):
+                return {f"epoch {number}": epoch}
+            case (_, (_, key, *epoch)):
+                return {key: epoch[0] if epoch else None}
+        raise AssertionError(f"no catalog has {self.method}")
+
+
+def contents(database: Database) -> dict[Any, Any]:
+    """Rows by place, epochs of namespaces, tombstones by key."""
+    epochs = {f"epoch {number}": its.epoch for number, its in database.namespaces.items()}
+    rows = {place: tuple(row) for place, row in database.rows.items()}
+    return {**rows, **epochs, **{key: epoch for (_, key), epoch in database.tombstones.items()}}
+
 
 class WorkerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -71,6 +97,8 @@ class WorkerMachine(RuleBasedStateMachine):
         self.flying: dict[AnyOp, Flight] = {}
         self.ended: list[AnyOp] = []
         self.task: TaskOp | None = None
+        self.disk_was_full = False
+        """So the task was answered."""
         self.start_over()
         self.add_segment()
         self.settle()
@@ -81,9 +109,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def start_over(self) -> None:
         """A catalog has been opened: its rows are there to be loaded."""
         self.changes: list[Change] = []
-        self.before = Durable()
-        for name, values in vars(self.world.durable).items():
-            setattr(self.before, name, dict(values))
+        self.before = self.world.disk.database.copy()
         self.loaded: dict[int, tuple[Any, ...]] = {}
         self.loading = self.world.catalog.load(lambda: None, 2)
         self.own_ends = 0
@@ -176,7 +202,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def add_segment(self) -> None:
         if self.task is None and self.segment < MOST_SEGMENTS:
             self.segment += 1
-            segment = self.segment
+            segment, self.disk_was_full = self.segment, False
             self.task = TaskOp(done=self.ended.append, call=lambda: self.world.directory.create_segment(segment))
             self.submit(self.task, DiskPriority.WRITE, Flight(-1, b""))
 
@@ -222,9 +248,6 @@ class WorkerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.world.loop.turn()
             self.note()
-            child, task = self.world.serving, self.task
-            if task is not None and child is not None and self.segment in child.directory.segments:
-                wait_until(lambda: task.outcome is not PENDING)  # noqa: B023  # made by the process before: no question
 
     @rule(seconds=st.sampled_from([0.003, 0.003, 0.6, 1.0, 5.5]))
     def time_passes(self, seconds: float) -> None:
@@ -253,11 +276,16 @@ class WorkerMachine(RuleBasedStateMachine):
             self.world.serving.work()
             self.turn()
 
-    @rule(says_so=st.booleans())
-    def answer_task(self, says_so: bool = True) -> None:
-        child, task = self.world.serving, self.task
-        if child is not None and task is not None and task.outcome is PENDING:
-            self.world.answer_task(says_so)
+    @rule(times=st.integers(1, 2))
+    def run_task(self, times: int = 1) -> None:
+        """The thread of tasks goes on to its next wait."""
+        for _ in range(times):
+            self.world.tasks.run()
+
+    @rule(says=st.sampled_from(["done", "full", "ends"]))
+    def answer_task(self, says: str = "done") -> None:
+        if self.world.serving is not None and self.world.answer_task(says):
+            self.disk_was_full = says == "full"
 
     @rule(how=st.sampled_from(["is killed", "is killed", "exits", "closes 1", "closes 2"]))
     def end_process(self, how: str) -> None:
@@ -288,7 +316,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(lines=st.sampled_from([3, 3, 3, 2, 0]))
     def start_next(self, lines: int = 3) -> None:
-        if self.world.child is None and not self.world.given_up:
+        if self.world.child is None:
             self.world.start_child(lines)
 
     @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost", "gone"]))
@@ -332,6 +360,8 @@ class WorkerMachine(RuleBasedStateMachine):
             outcomes = {OK, CANCELLED, *([ABANDONED] if stopped else [])}
             if isinstance(op, TaskOp):
                 self.task = None
+                if self.disk_was_full:
+                    outcomes = {DiskOutcome.IO_ERROR, *([ABANDONED] if stopped else [])}
                 assert op.outcome in outcomes or self.world.given_up
                 if op.outcome is OK:
                     self.slots += [self.segment << 48 | at for at in range(0, SEGMENT_BYTES, PAGE_BYTES)]
@@ -378,36 +408,21 @@ class WorkerMachine(RuleBasedStateMachine):
         if child is not None:
             assert child.is_good
             assert set(self.world.directory.segments) <= set(child.directory.segments)
-        assert self.may_give_up or not self.world.given_up, "there is no reason to give the directory up"
+        if self.world.given_up:
+            assert self.may_give_up, "there is no reason to give the directory up"
+            assert not self.world.directory.worker_pid, "a directory that was given up is not used again"
 
     def check_durable(self) -> None:
         """The database holds what was confirmed, and nothing that was not asked for."""
-        durable = self.world.durable
-        for table in ("rows", "epochs", "tombstones"):
-            allowed: dict[Any, list[Any]] = {key: [value] for key, value in getattr(self.before, table).items()}
-            model = Durable()
-            for change in self.changes:
-                for name, values in vars(self.before).items():
-                    setattr(model, name, dict(values))
-                model.rows = dict.fromkeys(range(PLACES))  # type: ignore[misc]
-                keys = self.keys_of(change) if self.table_of(change) == table else []
-                model.apply(change.method, change.arguments)
-                for key in keys:
-                    result = getattr(model, table).get(key)
-                    others = allowed.get(key, [None]) if change.answers != [True] else []
-                    allowed[key] = [*others, result]
-            for key, values in allowed.items():
-                found = getattr(durable, table).get(key)
-                assert found in values, f"{table} {key}: {found}, not one of {values}"
-
-    def table_of(self, change: Change) -> str:
-        return "rows" if change.method in ROWS else "epochs" if change.method == "raise_epoch" else "tombstones"
-
-    def keys_of(self, change: Change) -> list[Any]:
-        first = change.arguments[0]
-        if change.method in ROWS:
-            return first if isinstance(first, list) else [first]
-        return [first if change.method == "raise_epoch" else change.arguments[1]]
+        allowed = {name: [value] for name, value in contents(self.before).items()}
+        for change in self.changes:
+            for name, value in change.results().items():
+                others = allowed.get(name, [None]) if change.answers != [True] else []
+                allowed[name] = [*others, value]
+        found = contents(self.world.disk.database)
+        assert found.keys() <= allowed.keys()
+        for name, values in allowed.items():
+            assert found.get(name) in values, f"{name}: {found.get(name)}, not one of {values}"
 
     # --- the end -------------------------------------------------------------------------------------
 
@@ -432,7 +447,9 @@ class WorkerMachine(RuleBasedStateMachine):
                 self.world.clock.now_s += 0.6
             else:
                 self.work()
+                self.run_task()
                 self.answer_task()
+            self.run_task()
             self.load_rows()
             self.world.clock.now_s += 0.01
             self.turn()
@@ -476,6 +493,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
+TestWorkersForLong = pytest.mark.timeout(1200)(in_stress(WorkerMachine, examples=200, steps=100))
 
 
 @pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
@@ -520,4 +538,15 @@ def test_a_process_that_is_silent_or_has_closed_a_line_is_killed(how: str) -> No
             machine.work()
     machine.turn()
     assert child.process.returncode == (None if how == "answers" else -9)
+    machine.teardown()
+
+
+def test_a_segment_for_which_the_disk_has_no_room_is_not_made() -> None:
+    machine = WorkerMachine()
+    machine.add_segment()
+    machine.run_task(times=2)  # it takes the task, and asks
+    machine.answer_task("full")
+    machine.run_task()
+    machine.turn()
+    assert (machine.task, machine.world.directory.segments) == (None, [1])
     machine.teardown()
