@@ -16,7 +16,7 @@ from nvme_machine import CHAINS, KEYS, NvmeMachine
 from waiting import wait_until
 
 TestTier = in_first_ring(NvmeMachine, examples=40, steps=50)
-TestTierForLong = pytest.mark.timeout(1200)(in_stress(NvmeMachine, examples=150, steps=80))
+TestTierForLong = in_stress(NvmeMachine, examples=150, steps=80)
 
 
 # --- what the machine seldom comes to by chance ------------------------------------------------------

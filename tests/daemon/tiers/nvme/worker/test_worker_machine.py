@@ -493,7 +493,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
-TestWorkersForLong = pytest.mark.timeout(1200)(in_stress(WorkerMachine, examples=200, steps=100))
+TestWorkersForLong = in_stress(WorkerMachine, examples=200, steps=100)
 
 
 @pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
