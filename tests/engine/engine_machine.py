@@ -30,6 +30,7 @@ TROUBLE = (
     *({"good_blocks": good} for good in range(4)),
     {"refuse": True},
     {"refuse_loads": True},
+    {"refuse_others": True},
     {"available": False},
     {"capacity": 6},
     {"boast_blocks": 2},

@@ -19,7 +19,6 @@ from waiting import wait_until
 import tiercache
 from tiercache.engine import connect_to
 from tiercache.engine.loads import LoadOrder
-from tiercache.http.affinity import Affinity, Query, UnknownModel
 
 pytestmark = pytest.mark.engine
 SIZE = 8
@@ -75,36 +74,6 @@ def test_a_new_engine_finds_what_the_first_one_computed(
 def test_an_engine_starts_without_its_daemon(llama: Path, tmp_path: Path) -> None:
     with small_engine(llama, connect_to(tmp_path / "absent")) as engine:
         assert Watch(engine).serve(PROMPT, 6).tokens == generated(llama, PROMPT, 6)
-
-
-def test_the_affinity_query_knows_the_engine_by_its_folder_and_says_what_it_then_loads(llama: Path) -> None:
-    settings: dict[str, Any] = {"salt": "s3cret", "tier_dtype": "int8", "exact": False}
-    with (
-        tiercache.launch(arena="64MiB") as daemon,
-        tiercache.Client.connect(daemon.address, map_arena=False) as client,
-        small_engine(llama, connect_to(daemon.address, required=True), **settings) as engine,
-    ):
-        affinity = Affinity(client)
-
-        def matched(tokens: list[int], model: str = llama.name, salt: str = "s3cret") -> int:
-            return int(affinity.ask(Query(model=model, tokens=tokens, salt=salt))["matched"])
-
-        def is_known() -> bool:
-            try:
-                return matched(PROMPT) == 0
-            except UnknownModel:
-                return False
-
-        wait_until(is_known, "the engine announces its model")
-        engine.generate([PROMPT], greedy(2))
-        assert engine.drain()
-        stored = engine.stats()["stored"] * SIZE
-        assert stored >= 96
-        assert [matched(PROMPT), matched(PROMPT, str(llama)), matched(PROMPT, salt="")] == [stored, stored, 0]
-        other = PROMPT[:50] + prompt_of(70, seed=1)
-        expected = matched(other)
-        engine.reset_pool()
-        assert engine.generate([other], greedy(2))[0].external_hit_tokens == expected == 48
 
 
 # --- KV events

@@ -18,31 +18,6 @@ def of_kinds(pattern: str, repeated: int, window: int = 512) -> tuple[int, ...]:
     return tuple(window if kind == "w" else 0 for kind in pattern * repeated)
 
 
-@pytest.mark.parametrize(
-    ("full", "windowed", "layers", "groups"),
-    [
-        (12, 12, 12, 2),  # GPT-OSS 20B
-        (13, 13, 13, 2),  # Gemma 2 2B
-        (4, 22, 4, 7),  # Gemma 3 1B
-        (5, 29, 5, 7),  # Gemma 3 4B
-        (10, 52, 10, 7),  # Gemma 3 27B
-        (8, 24, 8, 4),  # Command R7B
-        (21, 7, 7, 4),  # Qwen with max_window_layers
-        (20, 8, 10, 3),
-        (1, 5, 1, 6),
-        (1, 31, 5, 8),  # more places without a layer, else there were 32 groups
-    ],
-)
-def test_models_are_cut_with_few_groups_and_little_loss(full: int, windowed: int, layers: int, groups: int) -> None:
-    assert choose_block_layers(full, windowed) == layers
-    assert -(-full // layers) + -(-windowed // layers) == groups
-
-
-@pytest.mark.parametrize(("full", "windowed"), [(13, 1), (5, 0), (23, 1)])
-def test_where_nothing_is_to_be_saved_blocks_have_all_layers(full: int, windowed: int) -> None:
-    assert choose_block_layers(full, windowed) is None
-
-
 def test_no_cut_loses_more_than_a_fifth_or_makes_too_many_groups() -> None:
     for full in range(1, 40):
         for windowed in range(1, 40):
@@ -84,13 +59,6 @@ def test_layers_of_one_kind_are_one_group(windows: tuple[int, ...], longest: int
     groups = group_layers(windows, longest, SETTINGS)
     assert len(groups.groups) == (2 if (windows, longest) == ((10, 0), 11) else 1)
     assert groups.windows[-1].size == size
-
-
-def test_attention_window_makes_all_layers_one_group() -> None:
-    settings = EngineSettings(block_size=4, chunk_size=8, attention_window=30, attention_sinks=4)
-    groups = group_layers((10, 0, 10), 1000, settings)
-    assert [group.layers for group in groups.groups] == [(0, 1, 2)]
-    assert groups.windows[0][1:] == (30, 4)
 
 
 def test_a_pool_holds_what_all_groups_need() -> None:

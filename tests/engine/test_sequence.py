@@ -109,16 +109,6 @@ def test_what_is_computed_again_has_no_key_of_the_old_bytes() -> None:
     assert sequence.chain.packed() == prompt_keys
 
 
-def test_what_is_computed_again_is_cut_as_before() -> None:
-    sequence = sequence_of(39, EXACT)
-    sequence.tokens += range(40, 60)
-    assert edges(sequence) == [16, 32, 36, 39, 48, 59]
-    sequence.computed = 44
-    assert edges(sequence) == [48, 59]
-    sequence.computed = 58
-    assert not sequence.prefilling
-
-
 def test_blocks_of_the_same_tokens_are_given_back_together() -> None:
     windows = (Window(4), Window(4, 4), Window(4))
     sequence = Sequence(0, list(range(1, 12)), SamplingParams(), ROOT, EXACT, windows=windows)

@@ -50,19 +50,6 @@ def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(wa
     assert cache.store_calls == ([(4, 3)] if wanted else [])
 
 
-def test_a_store_holds_its_blocks_beyond_the_end_of_the_request() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, pool_blocks=10) as engine:
-        cache.hold_transfers = True
-        Watch(engine).serve(PROMPT, 1)
-        assert engine.stats()["idle_blocks"] == 10 - 7
-        request_id = engine.add_request(plain_prompt(9, seed=2), greedy(1))
-        engine.step()
-        assert sequence_of(engine, request_id).tables[0].ids == []
-        cache.behave()
-        Watch(engine).run()
-
-
 @pytest.mark.parametrize(("write", "retries"), [("through", True), ("back", False)])
 def test_what_the_cache_did_not_keep_is_offered_again_with_write_through_only(write: str, retries: bool) -> None:
     """With write-back, blocks that the cache refuses would fill the pool for ever."""

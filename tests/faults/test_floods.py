@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
-import zmq
 from fault_peer import Peer
 from fault_processes import Daemon
 
@@ -48,22 +47,3 @@ def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
     assert f"may open {files} files" in daemon.log(), "the log says that it admits fewer than configured"
     with connect(daemon) as late:
         assert isinstance(late.tell(m.Ping), m.Done)
-
-
-def test_41_a_client_that_never_reads_its_replies_loses_its_session_only(
-    hardened: Daemon, bystander: Peer, connect: Callable[..., Peer]
-) -> None:
-    deaf = connect(hardened, receive_hwm=1)
-    others = [connect(hardened) for _ in range(3)]
-    posted = 0
-    deadline_s = time.monotonic() + 45
-    while not deaf.is_over(0):
-        assert time.monotonic() < deadline_s, f"{posted} replies were not read, and the session goes on"
-        for _ in range(100):
-            with suppress(zmq.Again):
-                deaf.post(m.Stats)
-                posted += 1
-        assert all(isinstance(other.tell(m.Ping), m.Done) for other in others)
-    assert posted > 1000, "a thousand outstanding replies are allowed"
-    assert bystander.stats()["counters"]["sessions_cut"] > 0
-    assert all(isinstance(other.tell(m.Ping), m.Done) for other in others)

@@ -14,7 +14,6 @@ import pytest
 import zmq
 from fault_processes import Daemon
 from fault_tenants import Site, free_port
-from waiting import wait_until
 
 import tiercache
 from tiercache.client.client import Client
@@ -79,16 +78,6 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     Client.connect(site.address("team-a")).close()
 
 
-def test_a_key_is_locked_out_by_removing_its_file(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    first = connector(closing, site.address("team-a"), noise(1))
-    first.store(KEYS, [0, 1, 2, 3])
-    allowed = site.keys / "clients" / "team-a.toml"
-    allowed.rename(site.keys / "away")
-    wait_until(lambda: first.match(KEYS).blocks == 0, "the session is cut")
-    (site.keys / "away").rename(allowed)
-    wait_until(lambda: first.match(KEYS).blocks == 4, "its blocks are back with its key", 60)
-
-
 def knock(port: int, data: bytes) -> None:
     """Send bytes to the TCP port and wait until it hangs up or says nothing for a moment."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
@@ -119,9 +108,6 @@ def test_garbage_and_truncated_handshakes(site: Site, remote: Daemon) -> None:
 def _stats(daemon: Daemon) -> dict[str, Any]:
     with Client.connect(daemon.run_dir, map_arena=False) as client:
         return client.stats()
-
-
-# --- key files and settings ------------------------------------------------------------------------
 
 
 # --- the group -------------------------------------------------------------------------------------

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -76,27 +71,6 @@ def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handler
         assert len(calls) == 2
 
 
-def test_what_the_call_was_given_goes_with_the_error() -> None:
-    """And not only with the next garbage collection: a match that is not loaded ends with its last reference."""
-
-    class Given:
-        pass
-
-    def call(given: object) -> None:
-        uninterrupted(lambda: (given, signal.raise_signal(signal.SIGINT), interrupted()))
-
-    given = Given()
-    alive = weakref.ref(given)
-    gc.disable()
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            call(given)
-        del given
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
 def test_a_handler_may_call_and_be_interrupted_itself() -> None:
     def nested(number: int, frame: Any) -> None:
         uninterrupted(lambda: signal.raise_signal(signal.SIGINT))
@@ -160,26 +134,6 @@ def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(work)
     assert statuses == [0]
-
-
-def test_at_the_very_end_and_where_handlers_cannot_be_set_it_is_only_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = """
-from tiercache.ground.uninterrupted import uninterrupted
-assert uninterrupted(lambda: 1) == 1
-class Last:
-    def __del__(self):
-        print(uninterrupted(lambda: "done"), flush=True)
-last = Last()
-"""
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
-    assert done.stdout == "done\n"
-    # The interpreter's own main thread is another than `threading` believes where a program embeds Python.
-    monkeypatch.setattr(module, "_is_main", lambda: True)
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(uninterrupted(lambda: 1)))
-    thread.start()
-    thread.join()
-    assert results == [1]
 
 
 ROOT = Path(__file__).resolve().parents[2]

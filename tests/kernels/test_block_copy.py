@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,55 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from tiercache.kernels import block_copy  # noqa: E402
 
 pytestmark = pytest.mark.kernels
-
-SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""What one program may use, by compute capability."""
-
-
-def compiled(capability: int, align: int, gather: bool) -> Any:
-    """The kernel as it would run on a GPU of this capability; needs no GPU."""
-    constants = block_copy.kernel_constants(align, block_copy.CHUNK_BYTES, gather)
-    tables = dict.fromkeys(("bases", "strides", "lengths", "offsets", "block_ids", "frames"), "*i64")
-    counts = dict.fromkeys(("items", "segments", "chunks"), "i32")
-    signature = tables | counts | dict.fromkeys(constants, "constexpr")
-    places = list(signature)
-    return triton.compile(
-        ASTSource(
-            block_copy._copy_blocks,
-            signature,
-            constexprs={(places.index(name),): value for name, value in constants.items()},
-        ),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": block_copy.NUM_WARPS},
-    )
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("gather", [True, False], ids=["gather", "scatter"])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_aligned_blocks_move_16_bytes_at_a_time(capability: int, gather: bool) -> None:
-    kernel = compiled(capability, align=16, gather=gather)
-    vectors = r"{}\.global\.(?:v2\.b64|v4\.b32)"
-    threads = block_copy.NUM_WARPS * 32
-    # Every byte of the chunk goes through a 16-byte access: none is left to narrow ones.
-    assert len(re.findall(vectors.format("ld"), kernel.asm["ptx"])) == block_copy.CHUNK_BYTES // 16 // threads
-    assert len(re.findall(vectors.format("st"), kernel.asm["ptx"])) == block_copy.CHUNK_BYTES // 16 // threads
-    assert kernel.metadata.shared <= SHARED_MEMORY_BYTES[capability]
-    assert len(kernel.asm["cubin"]) > 0
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("align", "bits"), [(8, 64), (4, 32), (2, 16), (1, 8)])
-def test_unaligned_blocks_never_use_a_wider_access(align: int, bits: int) -> None:
-    ptx = compiled(90, align, gather=True).asm["ptx"]
-    assert re.findall(r"st\.global\.(\w+)", ptx) == [f"b{bits}"] * len(re.findall(r"st\.global", ptx))
-    assert "st.global.v" not in ptx
 
 
 def pool(blocks: int = 4, width: int = 8) -> tuple[Any, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ from tiercache.protocol.checksums import (
     CHECKSUM_LANES,
     GOLDEN,
     STRIPE_BYTES,
-    STRIPE_LANES,
     block_checksum,
     block_seed,
     lane_keys,
@@ -122,53 +119,3 @@ def test_a_daemon_without_direct_stores_imports_no_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "True"]
-
-
-@pytest.mark.kernels
-@pytest.mark.timeout(600)
-def test_every_case_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_checksum.py")]
-    ran = subprocess.run(
-        command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=580, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None
-    assert int(passed[1]) == 9, ran.stdout
-
-
-@pytest.mark.kernels
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_for_gpus_and_reads_16_bytes_at_a_time(capability: int) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from tiercache.kernels import checksum
-
-    constants = checksum.kernel_constants()
-    signature = {
-        **dict.fromkeys(("addresses", "keys", "partial"), "*i64"),
-        "vectors": "i32",
-        "stripes": "i32",
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    places = list(signature)
-    source = ASTSource(
-        checksum._sum_stripes,
-        signature,
-        constexprs={(places.index(name),): value for name, value in constants.items()},
-        attrs={(places.index("keys"),): [["tt.divisibility", 16]]},
-    )
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": checksum.NUM_WARPS})
-    threads = checksum.NUM_WARPS * 32
-    loads = re.findall(r"ld\.global\.(\w+(?:\.\w+)?)", kernel.asm["ptx"])
-    assert loads.count("v4.b32") == STRIPE_BYTES // 16 // threads
-    assert loads.count("v2.b64") == STRIPE_LANES * 8 // 16 // threads
-    assert loads.count("b64") == 1, "nothing else but the block's address"
-    assert len(loads) == sum(loads.count(width) for width in ("v4.b32", "v2.b64", "b64"))
-    assert kernel.metadata.shared <= 16 << 10
-    assert len(kernel.asm["cubin"]) > 0

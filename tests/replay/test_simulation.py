@@ -81,28 +81,6 @@ def test_a_look_at_what_another_daemon_had_stores_it() -> None:
 # --- hints -------------------------------------------------------------------------------------------
 
 
-def test_a_session_that_is_done_leaves_both_tiers_first() -> None:
-    play = Play(dram=8, nvme=16)
-    play.ask(1, 1, 1, 1)
-    play.ask(2, 2, 2, 2)
-    play.say(2, 2, 2, 2, done=True)
-    for number in range(10, 15):
-        play.ask(number, number)
-    assert play.here(2, 2, 2, 2) == (0, 1), "18 blocks in 16 places, of which one is kept free"
-    assert play.here(1, 1, 1, 1)[1] == 4, "though the chain is older"
-
-
-def test_what_is_of_no_use_any_more_leaves_both_tiers() -> None:
-    play = Play(dram=8, nvme=16)
-    play.ask(1, 1, 1)
-    play.say(1, 1, 1, ttl_s=30.0)
-    play.ask(2, 2, 2)
-    assert play.here(1, 1, 1) == (3, 3)
-    play.tick(40.0)
-    assert (play.here(1, 1, 1), play.here(2, 2, 2)) == ((0, 0), (3, 3))
-    assert play.ask(1, 1, 1) == Outcome(0, 0)
-
-
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
     play = Play(dram=16, nvme=64, policy=policy)
