@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tiercache.engine import EngineSettings
-from tiercache.engine.layer_groups import MAX_GROUPS, LayerPlace, choose_block_layers, group_layers
+from tiercache.engine.layer_groups import MAX_GROUPS, choose_block_layers, group_layers
 from tiercache.engine.memory import fit_model_len
 from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 SETTINGS = EngineSettings(block_size=4, chunk_size=8, max_num_seqs=4)
-
-
-def of_kinds(pattern: str, repeated: int, window: int = 512) -> tuple[int, ...]:
-    """Windows of layers: `w` has one, `f` none."""
-    return tuple(window if kind == "w" else 0 for kind in pattern * repeated)
 
 
 def test_no_cut_loses_more_than_a_fifth_or_makes_too_many_groups() -> None:
@@ -30,39 +25,8 @@ def test_no_cut_loses_more_than_a_fifth_or_makes_too_many_groups() -> None:
             assert -(-full // layers) * layers < full + windowed
 
 
-def test_layers_are_in_the_groups_of_their_kind() -> None:
-    groups = group_layers(of_kinds("wwf", 3, window=10), 1000, SETTINGS)
-    assert [group.layers for group in groups.groups] == [(2, 5, 8), (0, 1, 3), (4, 6, 7)]
-    assert [window.size for window in groups.windows] == [0, 10, 10]
-    assert groups.block_layers == 3
-    assert groups.places[:6] == (
-        LayerPlace(1, 0),
-        LayerPlace(1, 1),
-        LayerPlace(0, 0),
-        LayerPlace(1, 2),
-        LayerPlace(2, 0),
-        LayerPlace(0, 1),
-    )
-
-
-@pytest.mark.parametrize(
-    ("windows", "longest", "size"),
-    [
-        ((0, 0, 0), 1000, 0),
-        ((10, 10), 1000, 10),
-        ((10, 20), 1000, 20),
-        ((10, 0), 10, 0),  # no sequence outgrows it
-        ((10, 0), 11, 10),
-    ],
-)
-def test_layers_of_one_kind_are_one_group(windows: tuple[int, ...], longest: int, size: int) -> None:
-    groups = group_layers(windows, longest, SETTINGS)
-    assert len(groups.groups) == (2 if (windows, longest) == ((10, 0), 11) else 1)
-    assert groups.windows[-1].size == size
-
-
 def test_a_pool_holds_what_all_groups_need() -> None:
-    groups = group_layers(of_kinds("wf", 1, window=9), 1000, SETTINGS)
+    groups = group_layers((9, 0), 1000, SETTINGS)
 
     def blocks_of(tokens: int) -> int:
         return groups.most_blocks(tokens, SETTINGS)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.engine.block_table import NO_BLOCK
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
-from tiercache.engine.window import Window
 from tiercache.protocol.keys import KeyChain, root_key
 
 pytestmark = pytest.mark.engine
@@ -57,12 +55,6 @@ def test_what_was_decoded_into_a_quantised_pool_is_computed_again_with_its_own_b
     assert edges(loose) == [16, 18]
 
 
-@pytest.mark.parametrize(("found", "usable"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 9), (10, 9)])
-def test_exact_hits_are_rounded_down_to_an_edge(found: int, usable: int) -> None:
-    sequence = sequence_of(39, EXACT)  # 9 full blocks before the last edge at 36
-    assert sequence.usable_hit_blocks(found) == usable
-
-
 def test_exact_keys_tell_the_split() -> None:
     plain = KeyChain(ROOT, 4, range(1, 40))
     at_28, at_32, at_39 = (sequence_of(length, EXACT).chain for length in (28, 32, 39))
@@ -107,14 +99,3 @@ def test_what_is_computed_again_has_no_key_of_the_old_bytes() -> None:
     sequence.computed = 16
     sequence.drop_lost_keys()
     assert sequence.chain.packed() == prompt_keys
-
-
-def test_blocks_of_the_same_tokens_are_given_back_together() -> None:
-    windows = (Window(4), Window(4, 4), Window(4))
-    sequence = Sequence(0, list(range(1, 12)), SamplingParams(), ROOT, EXACT, windows=windows)
-    ids = ([1, 2, 3], [NO_BLOCK, 8, 9], [4, 5, 6])
-    for table, own in zip(sequence.tables, ids, strict=True):
-        table.ids = own
-    assert sequence.held_blocks == [1, 2, 3, 8, 9, 4, 5, 6]
-    assert sequence.take_blocks() == [1, 4, 2, 8, 5, 3, 9, 6]  # the one that goes first is at the end
-    assert sequence.held_blocks == []

@@ -68,6 +68,10 @@ class Launches:
         return str(compiled.asm["ptx"])
 
 
+LAUNCHES = Launches()
+"""One for all tests: a kernel keeps the driver that it was compiled with."""
+
+
 class AsOnAGpu:
     """The attention kernel; without a GPU it computes in float32."""
 
@@ -80,10 +84,11 @@ class AsOnAGpu:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    made = Launches()
-    monkeypatch.setattr(driver, "_active", made)
+    LAUNCHES.seen.clear()
+    LAUNCHES.binaries.clear()
+    monkeypatch.setattr(driver, "_active", LAUNCHES)
     monkeypatch.setattr(paged_attention, "_attend", AsOnAGpu(paged_attention._attend))
-    return made
+    return LAUNCHES
 
 
 LARGE = AttentionCase("large", heads=32, kv_heads=8, head_dim=128, block=16, dtype=torch.bfloat16, shape=None)
