@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.engine import connect_to
-from tiercache.engine.loads import LoadOrder
 
 pytestmark = pytest.mark.engine
 SIZE = 8
@@ -116,32 +113,3 @@ def test_events_have_the_tokens_of_what_is_stored(settings: dict[str, Any], tmp_
     # Blocks 12 and 13 are of a chunk that ends where no other would.
     assert [extra is None for _, extra, _ in said] == [True] * 12 + [False] * 2
     assert {group for *_, group in said} == {None}
-
-
-# --- violence
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_daemon_that_dies_or_hangs_costs_a_deadline_and_no_token(number: int, llama: Path) -> None:
-    with (
-        tiercache.launch(arena="64MiB") as daemon,
-        small_engine(llama, connect_to(daemon.address, required=True), load_timeout_s=2.0) as engine,
-    ):
-        cold = Watch(engine).serve(PROMPT, 6)
-        assert engine.drain()
-        engine.reset_pool()
-        request_id = engine.add_request(PROMPT, greedy(6))
-        start = engine._offload.loads.start
-
-        def strike(order: LoadOrder) -> bool:
-            os.kill(daemon.pid, number)
-            return start(order)
-
-        engine._offload.loads.start = strike  # type: ignore[method-assign]
-        try:
-            output = Watch(engine).run()[request_id][0]
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
-        assert output.tokens == cold.tokens
-        assert output.external_hit_tokens == 0  # good or miss: the daemon did not confirm what was copied

@@ -162,20 +162,6 @@ def test_a_slow_tier_is_avoided_and_used_again_when_it_is_fast(tier: str) -> Non
 # --- what goes wrong
 
 
-def test_a_load_that_spoils_more_than_it_brings_leaves_shared_blocks_alone() -> None:
-    """The pool has blocks up to within a chunk, the rest fails: the shared ones are not computed over."""
-    cache = filled()
-    with plain_engine(cache.connect, pool_blocks=32) as engine:
-        Watch(engine).serve(PROMPT, 1)
-        lost = engine._blocks.allocate(32 - 9)  # its tail is pushed out of the pool
-        assert lost is not None
-        engine._blocks.release(lost)
-        cache.good_blocks = 0
-        warm = Watch(engine).serve(PROMPT, 3)
-        assert (warm.pool_hit_tokens, warm.external_hit_tokens) == (16, 0)
-        assert warm.tokens == continuation(PROMPT, 3)
-
-
 def test_a_waiting_load_does_not_block_others_and_is_shared() -> None:
     cache = filled()
     with plain_engine(cache.connect, pool_blocks=64) as engine:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from memory_cache import MemoryCache
-from plain_model import Watch, chain_of, greedy, plain_engine, plain_prompt, sequence_of
+from plain_model import Watch, chain_of, greedy, plain_engine, plain_prompt
 
 from tiercache.protocol.messages import Priority
 
@@ -113,20 +113,6 @@ def test_no_more_stores_are_under_way_than_may_be(write: str) -> None:
     assert len(cache.blocks) >= 7
 
 
-def test_write_back_stores_chains_when_their_place_is_needed() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, write="back", pool_blocks=16, clean_blocks=4) as engine:
-        first = Watch(engine).serve(PROMPT, 3)
-        assert cache.store_calls == []
-        for seed in (1, 2, 3):
-            Watch(engine).serve(plain_prompt(15, seed), 3)
-        assert cache.store_calls[0] == (0, 7)
-        assert engine.stats()["not_stored"] == 0
-        warm = Watch(engine).serve(PROMPT, 3)
-        assert warm.external_hit_tokens == 14
-        assert warm.tokens == first.tokens
-
-
 def test_what_is_being_cleaned_counts_as_clean() -> None:
     cache = MemoryCache()
     with plain_engine(cache.connect, write="back", pool_blocks=16, clean_blocks=10) as engine:
@@ -136,21 +122,6 @@ def test_what_is_being_cleaned_counts_as_clean() -> None:
             engine.step()
         assert cache.store_calls == [(0, 7)]
         cache.behave()
-
-
-def test_write_back_over_a_slow_cache_waits_instead_of_losing() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, write="back", pool_blocks=8, clean_blocks=0) as engine:
-        Watch(engine).serve(PROMPT, 1)
-        cache.hold_transfers = True
-        request_id = engine.add_request(plain_prompt(9, seed=1), greedy(1))
-        for _ in range(3):
-            Watch(engine).step()
-        assert sequence_of(engine, request_id).tables[0].ids == []
-        assert cache.store_calls == [(0, 7)]
-        cache.behave()
-        Watch(engine).run()
-    assert cache.store_calls.count((0, 7)) == 1
 
 
 def test_what_is_in_the_pool_and_not_stored_is_stored_when_the_engine_ends() -> None:

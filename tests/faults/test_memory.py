@@ -115,10 +115,8 @@ def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
     """ZeroMQ aborts without one. As fast as can be, and with few: what it accepts unseen is bounded too."""
     files = 1400
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, files))
-
-    daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", preexec=limit)
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {files}))"
+    daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", patch=limit)
     peer = connect(daemon)
     assert isinstance(peer.tell(m.Ping), m.Done)  # a request on a connection that was never heard may be lost with it
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -179,22 +179,9 @@ def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Da
     try:
         assert "it may be no daemon of ours" in outcome(str(link))
         late = Daemon("--arena", "16MiB", run_dir=str(link))
-        assert late.launch().wait(60) != 0
+        assert late.launch().status() != 0
         assert "is another user's symbolic link" in late.log()
         late.close()
     finally:
         link.unlink()
         os.chown(daemon.run_dir, 0, -1)
-
-
-def test_keys_that_all_users_could_add_to(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    make_server(keys)
-    assert keys.stat().st_mode & 0o777 == 0o700
-    (keys / "clients").chmod(0o777)
-    daemon = Daemon("--arena", "16MiB", "--listen", "tcp://127.0.0.1:1", "--curve-keys", str(keys))
-    try:
-        assert daemon.launch().wait(60) != 0
-        assert "chmod o-w" in daemon.log()
-    finally:
-        daemon.close()

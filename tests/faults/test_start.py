@@ -22,7 +22,7 @@ def test_a_run_dir_that_others_may_write_is_refused(closing: ExitStack) -> None:
     daemon = Daemon("--arena", "4MiB")
     closing.callback(daemon.close)
     Path(daemon.run_dir).chmod(0o777)
-    assert daemon.launch().wait(60) == 2
+    assert daemon.launch().status() == 2
     [line] = daemon.log().splitlines()
     assert "chmod 0700" in line
 
@@ -31,10 +31,9 @@ def test_signals_during_the_start_end_the_daemon(closing: ExitStack) -> None:
     """SIGTERM as soon as there is a socket: status 0, sockets gone, no traceback."""
     daemon = Daemon("--arena", "256MiB", "--region", "8MiB")
     closing.callback(daemon.close)
-    process = daemon.launch()
+    daemon.launch()
     wait_until(lambda: (Path(daemon.run_dir) / "lock").exists() and _answers(daemon), "it has begun")
     assert daemon.terminate() == 0
-    assert process.returncode == 0
     assert "Traceback" not in daemon.log()
 
 
@@ -79,7 +78,7 @@ def test_7_a_second_daemon_on_the_same_run_dir_is_refused(
     for _ in range(2):
         second = Daemon("--arena", "4MiB", run_dir=daemon.run_dir)
         closing.callback(second.close)
-        assert second.launch().wait(60) == 2
+        assert second.launch().status() == 2
         lines = second.log().splitlines()
         assert len(lines) == 1, second.log()
         assert f"pid {daemon.pid}" in lines[0]

@@ -87,24 +87,6 @@ def test_a_store_waits_for_the_kernels_before_it(method: Method, device: str, ar
     assert (arena.bytes == 0x3C).all()
 
 
-def test_loads_and_stores_overlap_in_time(device: str, arenas: list[Arena]) -> None:
-    """A store that waits for compute does not hold a load back."""
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2])
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    idle = copier.mark()
-    compute = torch.cuda.Stream(device)
-    with torch.cuda.stream(compute):
-        torch.cuda._sleep(int(2e9))
-        store = copier.copy_out([0], arena.addresses([0]))
-    load = copier.copy_in(arena.addresses([1]), [1], idle)
-    assert load.wait(WAIT_S)
-    assert not store.done()
-    assert store.wait(WAIT_S)
-
-
 def test_a_copy_that_the_driver_refuses_fails_without_harm(device: str, arenas: list[Arena]) -> None:
     """A range that leaves its device allocation: an error in words, and the next copy works."""
     torch.cuda.empty_cache()  # so that the pool is an allocation of its own
@@ -136,27 +118,6 @@ def test_registering_twice_fails_and_leaves_no_error_behind(device: str) -> None
     second.register(memory.ctypes.data, memory.nbytes)
     assert second.registered.mapped_in_place
     second.unregister(memory.ctypes.data)
-
-
-def test_copies_from_a_thread_that_never_used_cuda(device: str, arenas: list[Arena]) -> None:
-    """The transfer layer copies from its own threads, where no context is current at first."""
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2], registered=False)
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    mark = copier.mark()
-    outcome: list[object] = []
-
-    def work() -> None:
-        arena.memory.register(arena.bytes.ctypes.data, arena.bytes.nbytes)
-        outcome.append(copier.copy_out(range(16), arena.addresses(list(range(16))), mark).wait(WAIT_S))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(2 * WAIT_S)
-    assert outcome == [True]
-    assert (arena.bytes == layers[0].view(torch.uint8).reshape(16, -1).cpu().numpy()).all()
 
 
 def test_registering_and_waiting_in_a_thread_do_not_spoil_a_capture(device: str) -> None:

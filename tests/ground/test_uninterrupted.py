@@ -20,7 +20,6 @@ import tiercache
 from tiercache.client.channel import Channel
 from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.errors import CallInterrupted
-from tiercache.ground import forks
 from tiercache.ground import uninterrupted as module
 from tiercache.ground.uninterrupted import interrupted, uninterrupted
 
@@ -71,23 +70,6 @@ def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handler
         assert len(calls) == 2
 
 
-def test_a_handler_may_call_and_be_interrupted_itself() -> None:
-    def nested(number: int, frame: Any) -> None:
-        uninterrupted(lambda: signal.raise_signal(signal.SIGINT))
-        pytest.fail("the inner call's signal is raised when that is over")
-
-    ended: list[bool] = []
-    with handling(signal.SIGUSR1, nested):
-
-        def work() -> None:
-            signal.raise_signal(signal.SIGUSR1)
-            ended.append(interrupted())
-
-        with pytest.raises(KeyboardInterrupt):
-            uninterrupted(work)
-        assert ended == [True]
-
-
 def test_only_the_calls_own_thread_handles_signals() -> None:
     def work() -> list[bool]:
         signal.raise_signal(signal.SIGINT)
@@ -107,33 +89,6 @@ def test_only_the_calls_own_thread_handles_signals() -> None:
     thread.join()
     assert results == [1]
     assert not interrupted()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
-    """The error belongs to the parent. Raised in the child it would stop the child from dropping the rest."""
-
-    class Owner:
-        forgotten = False
-
-        def forget_in_child(self) -> None:
-            self.forgotten = True
-
-    owner = Owner()
-    forks.watch(owner)
-    statuses: list[int] = []
-
-    def work() -> None:
-        signal.raise_signal(signal.SIGINT)
-        assert interrupted()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if owner.forgotten and not interrupted() else 1)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    with pytest.raises(KeyboardInterrupt):
-        uninterrupted(work)
-    assert statuses == [0]
 
 
 ROOT = Path(__file__).resolve().parents[2]

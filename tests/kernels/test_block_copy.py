@@ -30,11 +30,6 @@ def test_a_table_says_where_each_piece_is() -> None:
     assert (table.num_blocks, table.block_bytes, table.align_bytes) == (5, 96, 8)
 
 
-def test_a_block_may_be_dense_in_another_order_than_its_axes() -> None:
-    heads_first = torch.zeros(5, 2, 16, 8).transpose(1, 2)
-    assert block_copy.PoolTable.from_layers([heads_first]).lengths.tolist() == [2 * 16 * 8 * 4]
-
-
 def test_a_block_with_holes_is_refused() -> None:
     with pytest.raises(ValueError, match="not one run of bytes"):
         block_copy.PoolTable.from_layers([torch.zeros(5, 4, 8)[:, :, :4]])
@@ -81,13 +76,3 @@ def test_frames_that_do_not_fit_are_refused(frames: Any, text: str) -> None:
 def test_segments_that_make_no_pool_are_refused(rows: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         block_copy.PoolTable.from_segments(*rows, device="cpu")
-
-
-def test_the_twin_gives_known_bytes() -> None:
-    pairs, singles = torch.arange(12, dtype=torch.uint8), torch.arange(100, 106, dtype=torch.uint8)
-    layers = [pairs.reshape(2, 3, 2), singles.reshape(2, 3, 1)]
-    rows = block_copy.gather_blocks_reference(layers, [2, 0], block_axis=1)
-    assert rows.tolist() == [[4, 5, 10, 11, 102, 105], [0, 1, 6, 7, 100, 103]]
-    block_copy.scatter_blocks_reference(layers, [1, 2], rows, block_axis=1)
-    assert layers[0].tolist() == [[[0, 1], [4, 5], [0, 1]], [[6, 7], [10, 11], [6, 7]]]
-    assert layers[1].flatten().tolist() == [100, 102, 100, 103, 105, 103]
