@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from replayed_prompts import SPEC, ask, keys_of, sizes
 
@@ -76,6 +77,15 @@ def test_a_look_at_what_another_daemon_had_stores_it() -> None:
     assert play.here(5, 6, 7) == (3, 0)
     play.ask(5, 6, 7, 8, kind=RequestKind.KEEP, first=3)
     assert play.here(5, 6, 7, 8) == (4, 0), "stored below a block that is there"
+
+
+def test_a_namespace_for_dram_alone_is_not_written_below() -> None:
+    spec = msgspec.structs.replace(SPEC, extra={"tiers": "dram"})
+    simulation = Simulation(sizes(4, 40), {1: spec})
+    for number in range(3):
+        simulation.play(ask(10.0 * number, [10 * number + 1, 10 * number + 2]))
+    assert [len(found) for found in simulation.resident(1)] == [4, 0]
+    assert simulation.tallies().nvme_written == 0
 
 
 # --- hints -------------------------------------------------------------------------------------------
