@@ -51,7 +51,7 @@ def test_a_new_engine_finds_what_the_first_one_computed(
     folder, connect = save_model(config, **options), connect_to(daemon.address, required=True)
     with small_engine(folder, connect, pool_blocks=128, **settings) as engine:
         cold = Watch(engine).serve(PROMPT, 6)
-        assert engine.drain()
+        assert engine.drain(60.0)
         computed = blocks_by_key(engine)
         engine.reset_pool()
         reset = Watch(engine).serve(PROMPT, 6)
@@ -107,6 +107,7 @@ def test_events_have_the_tokens_of_what_is_stored(settings: dict[str, Any], tmp_
         dealer.connect(places["kv_events_replay"])
         with small_engine(llama, connect_to(daemon.address), **settings) as engine:
             engine.generate([PROMPT], greedy(6))
+            assert engine.drain(60.0)
         wait_until(lambda: len(stored_events(dealer)) >= 14, "all blocks are told of")
         said = list(stored_events(dealer).values())
     assert [tokens for tokens, *_ in said] == [tuple(PROMPT[: SIZE * (block + 1)]) for block in range(14)]

@@ -70,6 +70,7 @@ def test_a_second_process_finds_what_the_first_computed(model_dir: Path) -> None
     with tiercache.launch("32MiB") as daemon:
         with LLM(model_dir, daemon=daemon.address, always_load=True, load_timeout_s=60.0, **SETTINGS) as first:
             [cold] = first.generate(PROMPT, params())
+            assert first.engine.drain(60.0)
         with LLM(model_dir, daemon=daemon.address, always_load=True, load_timeout_s=60.0, **SETTINGS) as second:
             [warm] = second.generate(PROMPT, params())
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 32)
