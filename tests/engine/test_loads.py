@@ -18,6 +18,8 @@ from plain_model import (
     sequence_of,
 )
 
+from tiercache.engine import Engine
+
 pytestmark = pytest.mark.engine
 PROMPT = plain_prompt(41)  # 20 blocks of 2 that can be reused; chunks end at multiples of 4
 MODELS: list[dict[str, Any]] = [
@@ -51,58 +53,70 @@ def test_only_what_the_pool_lacks_is_loaded() -> None:
     assert warm.tokens == continuation(PROMPT, 3)
 
 
-@pytest.mark.parametrize(
+each_model = pytest.mark.parametrize(
     ("model", "exact"),
     # With sinks and any edge the engine asks for the first few edges only.
     [(model, exact) for model in MODELS for exact in (True, False) if exact or "sinks" not in model],
 )
-def test_a_hit_reaches_as_far_as_what_is_there(model: dict[str, Any], exact: bool) -> None:
-    """Whatever block a group has lost, in the pool or in the cache, and however short a load comes."""
-    cache = filled(model)
+
+
+def hits(engine: Engine) -> tuple[int, int]:
+    """The blocks of PROMPT that are found in the pool and in the cache. The tokens are right in any case."""
+    output = Watch(engine).serve(PROMPT, 3)
+    assert output.tokens == said(engine, PROMPT, 3)
+    assert engine.drain()
+    return output.pool_hit_tokens // 2, output.external_hit_tokens // 2
+
+
+def edge_at(engine: Engine, blocks: int) -> int:
+    """How many of that many leading blocks may be reused, beside all of them."""
+    return blocks - blocks % 2 if engine.settings.exact else blocks
+
+
+@each_model
+def test_a_hit_reaches_up_to_a_lost_block_of_any_group(model: dict[str, Any], exact: bool) -> None:
+    cache = MemoryCache()
     with plain_engine(cache.connect, exact=exact, pool_blocks=160, **model) as engine:
-        windows, chain = engine._groups.windows, chain_of(engine, PROMPT)
-
-        def edge_at(blocks: int) -> int:
-            return blocks - blocks % 2 if exact else blocks
-
-        def serve(cut: int, *, in_pool: bool) -> None:
-            output = Watch(engine).serve(PROMPT, 3)
-            assert (output.pool_hit_tokens, output.external_hit_tokens) == ((2 * cut, 0) if in_pool else (0, 2 * cut))
-            assert output.tokens == said(engine, PROMPT, 3)
-
-        cache.groups[0].blocks.clear()
-        Watch(engine).serve(PROMPT, 3)
-        assert engine.drain()
-        kept = [dict(one.blocks) for one in cache.groups]
+        assert hits(engine) == (0, 0)
+        windows, key = engine._groups.windows, chain_of(engine, PROMPT).key
         for group, window in enumerate(windows):
-            for number in (0, 1, 2, 10, 15, *range(16, 20)):
-                # From there on, up to the end, a token that goes on would see the lost block.
-                cut = edge_at(number) if number in window.needed(20) else 20
-                for one, blocks in zip(cache.groups, kept, strict=True):
-                    one.blocks = dict(blocks)
-                del cache.groups[group].blocks[chain.key(number)]
+            for number in (0, 1, 2, 10, 15, 16, 17, 18, 19):
+                # A token that goes on from any place behind a lost block of the window would see that block.
+                cut = edge_at(engine, number) if number in window.needed(20) else 20
+                del cache.groups[group].blocks[key(number)]
                 engine.reset_pool()
-                before = engine.stats()["loaded"]
-                serve(cut, in_pool=False)
-                assert engine.stats()["loaded"] - before == sum(len(one.needed(cut)) for one in windows)
-                assert engine.drain()
-                if number in window.needed(20):
-                    for one in cache.groups:
-                        one.blocks.clear()
-                    engine._blocks._forget(engine._blocks._cached[group][chain.key(number)])
-                    serve(edge_at(number), in_pool=True)
-        for one, blocks in zip(cache.groups, kept, strict=True):
-            one.blocks = dict(blocks)
-        needed = [len(window.needed(20)) for window in windows]
+                loaded = engine.stats()["loaded"]
+                assert hits(engine) == (0, cut)  # and what was computed is stored again
+                assert engine.stats()["loaded"] - loaded == sum(len(one.needed(cut)) for one in windows)
+                if cut == 20:
+                    engine.reset_pool()
+                    cache.groups[group].blocks.clear()
+                    assert hits(engine) == (0, 0)
+                    continue
+                kept = [dict(one.blocks) for one in cache.groups]
+                for one in cache.groups:
+                    one.blocks.clear()
+                engine._blocks._forget(engine._blocks._cached[group][key(number)])
+                assert hits(engine) == (cut, 0)
+                for one, blocks in zip(cache.groups, kept, strict=True):
+                    one.blocks = blocks
+    assert not cache.leases
+
+
+@each_model
+def test_a_hit_reaches_as_far_as_a_load_brought(model: dict[str, Any], exact: bool) -> None:
+    cache = MemoryCache()
+    with plain_engine(cache.connect, exact=exact, pool_blocks=160, **model) as engine:
+        assert hits(engine) == (0, 0)
+        needed = [len(window.needed(20)) for window in engine._groups.windows]
         for good in (0, 1, 2, 3, 5, 12, 19, 20):
             cache.good_blocks = good  # of each group
             engine.reset_pool()
-            before = engine.stats()["load_misses"]
-            # What another place needs nobody has asked for, unless that is what comes before in any case.
-            short = edge_at(good) if needed == [20] else 0
-            serve(20 if good >= max(needed) else short, in_pool=False)
-            assert engine.stats()["load_misses"] - before == sum(max(0, count - good) for count in needed)
-            assert engine.drain()
+            missed = engine.stats()["load_misses"]
+            # Nobody has asked for what another place needs, unless that is what comes before in any case.
+            short = edge_at(engine, good) if needed == [20] else 0
+            assert hits(engine) == (0, 20 if good >= max(needed) else short)
+            assert engine.stats()["load_misses"] - missed == sum(max(0, count - good) for count in needed)
     assert not cache.leases
 
 
