@@ -118,3 +118,37 @@ def test_patience_is_what_computing_would_take() -> None:
     assert cost.patience_s(LoadChoice(64, 64, load_s=0.01, saved_s=1.0)) == 1.0
     assert cost.patience_s(LoadChoice(1, 1, load_s=0.001, saved_s=0.01)) == 0.25
     assert cost.patience_s(LoadChoice(64, 64, saved_s=math.inf)) == math.inf
+
+
+def test_prefill_takes_longer_in_a_long_context() -> None:
+    cost = model_of(0.001, 1e-6)
+    assert cost.prefill_s(0, 512) == pytest.approx(512 * (0.001 + 256e-6), rel=0.02)
+    assert cost.prefill_s(7680, 8192) == pytest.approx(512 * (0.001 + 7936e-6), rel=0.02)
+    assert cost.prefill_s(0, 8192) == pytest.approx(cost.prefill_s(0, 4096) + cost.prefill_s(4096, 8192))
+
+
+def test_loads_that_queue_behind_others_count_those_too() -> None:
+    cost = model_of()
+    assert choose_all(cost, 4, queue_s=10.0).end == 0
+    assert choose_all(cost, 1024, queue_s=10.0).end == 1024
+
+
+def test_old_samples_fade() -> None:
+    line = FittedLine(0.0, 0.0, spread=1.0)
+    for y in (1.0, 5.0):
+        for _ in range(20):
+            line.add(10.0, y)
+    assert line.at(10.0) == pytest.approx(5.0, rel=0.02)
+
+
+def test_each_tier_is_charged_for_its_own_blocks() -> None:
+    cost = model_of()
+    for choice, seconds in (
+        (LoadChoice(100, 100), 1.0),
+        (LoadChoice(110, 100, nvme_blocks=10), 1.0 + 0.5),
+        (LoadChoice(120, 100, nvme_blocks=10, shared_blocks=10), 1.0 + 0.5 + 2.0),
+    ):
+        for _ in range(20):
+            note(cost, choice, seconds)
+    each = [cost.load_s(100), cost.load_s(0, 10), cost.load_s(0, 0, 10)]
+    assert each == pytest.approx([1.0, 0.5, 2.0], rel=0.1)

@@ -42,3 +42,8 @@ def test_a_pool_holds_what_all_groups_need() -> None:
         fit_model_len(longer, 400, 1 << 20, 105, blocks_of)
     with pytest.raises(ConfigError, match="has 1 blocks, and a sequence of one token takes 2, one for each group"):
         fit_model_len(SETTINGS, 400, 1 << 20, 1, blocks_of)
+
+
+@pytest.mark.parametrize(("longest", "sizes"), [(10, [0]), (11, [0, 10])])
+def test_a_window_that_no_sequence_outgrows_is_none(longest: int, sizes: list[int]) -> None:
+    assert [window.size for window in group_layers((10, 0), longest, SETTINGS).windows] == sizes

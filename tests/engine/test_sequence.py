@@ -12,7 +12,6 @@ from tiercache.protocol.keys import KeyChain, root_key
 pytestmark = pytest.mark.engine
 ROOT = root_key("sequence")
 EXACT = EngineSettings(block_size=4, chunk_size=16)
-LOOSE = EngineSettings(block_size=4, chunk_size=16, exact=False)
 
 
 def sequence_of(length: int, settings: EngineSettings) -> Sequence:

@@ -141,3 +141,16 @@ def test_a_tail_goes_with_its_block() -> None:
     fourth = Conversation(3, 20, [7, 8, 9])
     check(pool, [(third, 3), (fourth, 2)])  # both tails were free again
     pool.check_integrity({1, 7})
+
+
+def test_a_block_that_is_given_on_and_copied_into_has_the_tail_of_the_copy() -> None:
+    pool = new_pool("int8", tails=2)
+    first, second = Conversation(1, 20, [0, 1]), Conversation(2, 20, [2, 3])
+    check(pool, [(first, 2), (second, 3)])
+    pool.retire(0)  # and given to a fork of the second before another pass
+    fork = Conversation(2, 20, [0, 5])
+    fork.done = 3
+    pool.copy(2, 0)
+    check(pool, [(second, 4), (fork, 4)])
+    check(pool, [(second, 5), (fork, 6)])
+    pool.check_integrity({3, 5})
