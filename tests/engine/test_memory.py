@@ -24,7 +24,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_and_pool_share_what_the_utilization_allows() -> None:
     assert count_pool_blocks(EngineSettings(gpu_memory_utilization=0.5), 2 << 20, CUDA) == 20 * 512
     assert count_pool_blocks(EngineSettings(kv_cache_memory="1GiB"), 2 << 20, CUDA) == 512
-    assert count_pool_blocks(EngineSettings(pool_blocks=7), 2 << 20, CUDA) == 7
+    assert count_pool_blocks(EngineSettings(kv_cache_memory="1GiB"), 2 << 20, CUDA, tail_bytes=4 << 20) == 510
+    assert count_pool_blocks(EngineSettings(pool_blocks=7), 2 << 20, CUDA, tail_bytes=4 << 20) == 7
 
 
 @pytest.mark.usefixtures("gpu")
