@@ -198,6 +198,13 @@ def test_a_window_that_only_the_config_knows_is_refused(llama: Path, tmp_path: P
         Engine(folder, SETTINGS)
 
 
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelRefused, match="t5 is an encoder-decoder"):
+        describe_model(tmp_path)
+
+
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="is not a folder"):
         Engine(tmp_path / "missing")
