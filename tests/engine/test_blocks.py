@@ -46,7 +46,11 @@ def test_dirty_runs_begin_where_the_chain_was_stored_and_do_not_overlap() -> Non
     more = blocks.allocate(2) or []
     for index, block_id in zip((2, 3), more, strict=True):
         blocks.register(block_id, long, index)
+    other = KeyChain(ROOT, 2, [*range(4), 9, 9])
+    [branch] = blocks.allocate(1) or []
+    blocks.register(branch, other, 2)
     blocks.release(more)
+    blocks.release([branch])
     blocks.release(taken)
     runs = [(origin.position, run) for origin, run in blocks.dirty_blocks(8)]
-    assert runs == [(1, [taken[1], *more])]
+    assert runs == [(1, [taken[1], *more]), (2, [branch])]
