@@ -31,6 +31,7 @@ TROUBLE = (
     {"refuse": True},
     {"refuse_loads": True},
     {"refuse_others": True},
+    {"flush_between": True},
     {"available": False},
     {"capacity": 6},
     {"boast_blocks": 2},

@@ -229,3 +229,11 @@ def test_a_failing_cache_fails_no_request_and_is_logged_once(caplog: pytest.LogC
         after = Watch(engine).serve(PROMPT, 3)
     assert (during.external_hit_tokens, after.external_hit_tokens) == (0, 40)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_cache_that_fails_between_two_groups_is_a_miss_and_counted() -> None:
+    cache = filled({"windows": (0, 7)})
+    cache.refuse_others = True
+    with plain_engine(cache.connect, windows=(0, 7), pool_blocks=80) as engine:
+        assert hits(engine) == (0, 0)
+        assert engine.stats()["errors_count"] == 1
