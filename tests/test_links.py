@@ -58,15 +58,6 @@ def test_each_entry_of_the_log_is_in_its_table_once() -> None:
     assert sorted(f"{date}: {question}" for date, question in rows) == sorted(titles)
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A heading, twice\n[1](#a-heading-twice) [2](#nothing) [3](nowhere.md) [4](https://x.y/z) [5](page.md#no)\n"
-        '<img src="nothing.png">\n'
-    )
-    assert [link.split(": ")[1] for link in broken(page)] == ["#nothing", "nowhere.md", "page.md#no", "nothing.png"]
-
-
 def test_each_test_in_the_table_of_faults_is_there() -> None:
     page = ROOT / "tests/connectors/vllm/README.md"
     table = page.read_text().partition("## Faults")[2]

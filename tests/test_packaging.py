@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import tiercache
-from tiercache.ground import extras
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -123,16 +121,6 @@ def test_the_installed_package_runs_without_the_checkout(installed: Path, tmp_pa
 
 
 # --- what to do about a package that is missing -----------------------------------------------------
-
-
-def test_a_checkout_gets_its_extras_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    line = extras.install_extra("engine", "serve")
-    assert shlex.split(line) == ["/venv/bin/python", "-m", "pip", "install", "--editable", f"{ROOT}[engine,serve]"]
-    assert extras.install_packages("lz4") == "/venv/bin/python -m pip install lz4"
-    monkeypatch.undo()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert extras.install_packages("lz4", "zstandard") == f"install lz4 zstandard into {sys.prefix}"
 
 
 FROM_AN_INDEX = re.compile(

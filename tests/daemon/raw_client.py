@@ -128,10 +128,10 @@ class Requests:
     token: bytes
     generation: int
 
-    def __init__(self, receive_hwm: int = 100_000) -> None:
+    def __init__(self) -> None:
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 100_000), (zmq.RCVHWM, receive_hwm)):
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 100_000), (zmq.RCVHWM, 100_000)):
             self._dealer.setsockopt(option, value)
         self._ids = itertools.count(1)
 
@@ -236,9 +236,8 @@ class Client(Requests):
         instance: bytes = b"",
         name: str = "raw",
         map_arena: bool = True,
-        receive_hwm: int = 100_000,
     ) -> None:
-        super().__init__(receive_hwm)
+        super().__init__()
         self.instance = instance or os.urandom(16)
         self.session = SessionSocket(Path(run_dir))
         welcome, fds = self.session.hello(hello(self.instance, name, map_arena))

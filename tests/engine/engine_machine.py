@@ -30,6 +30,8 @@ TROUBLE = (
     *({"good_blocks": good} for good in range(4)),
     {"refuse": True},
     {"refuse_loads": True},
+    {"refuse_others": True},
+    {"flush_between": True},
     {"available": False},
     {"capacity": 6},
     {"boast_blocks": 2},

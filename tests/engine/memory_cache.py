@@ -71,7 +71,9 @@ class MemoryCache:
         good_blocks: loads report at most this many blocks as good, and spoil the rest.
         boast_blocks: loads report this many more than they were asked for.
         capacity: blocks that fit; more are dropped.
-        refuse: every call raises, as a connector must not; `refuse_loads` is for loads alone.
+        refuse: every call raises, as a connector must not; `refuse_loads` is for loads alone, `refuse_others` for
+            matches of all groups but the first.
+        flush_between: all groups but the first lose the last block of a match of several groups.
         below_from, shared_from: blocks of a match from this one on are said to come from below DRAM, or from a store
             that hosts share.
         dram_block_s, below_block_s, shared_block_s: what a load says that it took for each block.
@@ -85,7 +87,7 @@ class MemoryCache:
         self.available = True
         self.wants_events = False
         self.hold_transfers = False
-        self.refuse = self.refuse_loads = False
+        self.refuse = self.refuse_loads = self.refuse_others = self.flush_between = False
         self.good_blocks = self.capacity = NO_LIMIT
         self.boast_blocks = 0
         self.pending: list[MemoryTransfer] = []
@@ -118,6 +120,8 @@ class MemoryCache:
     def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> MemoryMatch:
         root = self._root
         root._check()
+        if root.refuse_others and self is not root:
+            raise DaemonUnavailable("it has gone between two groups")
         chain = split(keys)
         asked = [self] if namespaces is None else [one for one in self.groups if one.namespace in namespaces]
         assert len(asked) == len(namespaces or [None])
@@ -127,6 +131,9 @@ class MemoryCache:
         match = MemoryMatch(tuple(found), next(root._lease_numbers), max(below, shared), shared)
         if found:
             root.leases.add(match.number)
+        if found and root.flush_between and namespaces is not None:
+            for one in self.groups[1:]:
+                one.blocks.pop(found[-1], None)
         return match
 
     def _has_all(self, chain: list[bytes]) -> bool:
@@ -225,7 +232,7 @@ class MemoryCache:
 
     def behave(self) -> None:
         """From here on everything works, at once."""
-        self.refuse = self.refuse_loads = self.hold_transfers = False
+        self.refuse = self.refuse_loads = self.refuse_others = self.flush_between = self.hold_transfers = False
         self.good_blocks = self.capacity = NO_LIMIT
         self.boast_blocks = 0
         self.available = True

@@ -200,12 +200,10 @@ def chain_of(engine: Engine, prompt: list[int]) -> KeyChain:
 
 
 class Watch:
-    """Runs an engine with its books checked after every step, and notes the most blocks in use."""
+    """Runs an engine with its books checked after every step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.most_in_use = 0
-        self.most_in_group = [0] * len(engine._groups.groups)
 
     def run(self) -> dict[int, list[RequestOutput]]:
         """All requests to their end; their outputs in the order in which they ended."""
@@ -221,11 +219,6 @@ class Watch:
         """One step; what has ended in it."""
         outputs = [step.output for step in self.engine.step() if step.output is not None]
         self.engine.check_integrity()  # that no sequence holds more than it may, among others
-        in_use = self.engine.stats()["pool_blocks"] - self.engine.stats()["idle_blocks"]
-        self.most_in_use = max(self.most_in_use, int(in_use))
-        for sequence in self.engine._alive:
-            held = [len(table.held) for table in sequence.tables]
-            self.most_in_group = [max(pair) for pair in zip(self.most_in_group, held, strict=True)]
         return outputs
 
     def serve(self, prompt: list[int], count: int) -> RequestOutput:

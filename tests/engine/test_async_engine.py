@@ -56,18 +56,6 @@ def prompt(seed: int, length: int = 12) -> list[int]:
     return [random.Random(f"{seed}/{place}").randrange(256) for place in range(length)]
 
 
-def test_many_queued_requests_are_all_answered(engine: Engine, model_dir: Path) -> None:
-    params = SamplingParams(max_tokens=3)
-
-    async def use(served: AsyncEngine) -> None:
-        streams = [served.submit([prompt(number % 10)], params) for number in range(200)]
-        texts = await asyncio.gather(*map(collect, streams))
-        assert all(text == texts[number % 10] for number, text in enumerate(texts))
-        assert len({text for [text] in texts}) > 5
-
-    assert run(engine, model_dir, use) == []
-
-
 def test_too_many_are_refused_and_nothing_of_them_stays(engine: Engine, model_dir: Path) -> None:
     params = SamplingParams(max_tokens=2)
 

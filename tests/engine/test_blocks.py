@@ -26,18 +26,6 @@ def fill(blocks: BlockManager, chain: KeyChain) -> list[int]:
     return taken
 
 
-def test_allocates_runs_and_all_or_nothing() -> None:
-    blocks = BlockManager(6)
-    assert blocks.allocate(3) == [0, 1, 2]
-    assert blocks.allocate(2) == [3, 4]
-    assert blocks.allocate(2) is None
-    assert blocks.clean_count == 1
-    blocks.release([0, 1, 2])
-    assert blocks.allocate(1, after=4) == [5]
-    assert blocks.allocate(3) == [0, 1, 2]
-    blocks.check_integrity(Counter(range(6)))
-
-
 def test_evicts_the_least_recently_used_chain_from_its_tail() -> None:
     blocks = BlockManager(6)
     old, new = chain_of(3, seed=1), chain_of(3, seed=2)
@@ -58,16 +46,11 @@ def test_dirty_runs_begin_where_the_chain_was_stored_and_do_not_overlap() -> Non
     more = blocks.allocate(2) or []
     for index, block_id in zip((2, 3), more, strict=True):
         blocks.register(block_id, long, index)
+    other = KeyChain(ROOT, 2, [*range(4), 9, 9])
+    [branch] = blocks.allocate(1) or []
+    blocks.register(branch, other, 2)
     blocks.release(more)
+    blocks.release([branch])
     blocks.release(taken)
     runs = [(origin.position, run) for origin, run in blocks.dirty_blocks(8)]
-    assert runs == [(1, [taken[1], *more])]
-
-
-def test_integrity_check_finds_a_lost_reference() -> None:
-    blocks = BlockManager(2)
-    blocks.allocate(1)
-    with pytest.raises(AssertionError, match="block 0 has 1 references, its owners hold 0"):
-        blocks.check_integrity(Counter())
-    with pytest.raises(AssertionError, match="released but not held"):
-        blocks.release([1])
+    assert runs == [(1, [taken[1], *more]), (2, [branch])]

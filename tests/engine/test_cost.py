@@ -31,13 +31,6 @@ def note(cost: CostModel, choice: LoadChoice, seconds: float) -> None:
     cost.note_load(choice, seconds, waited_s=seconds)
 
 
-def test_a_line_through_samples_is_found_again() -> None:
-    line = FittedLine(0.0, 0.0, spread=0.1)
-    for x in (1.0, 5.0, 9.0, 2.0):
-        line.add(x, 3.0 + 0.5 * x)
-    assert line.at(20.0) == pytest.approx(13.0, rel=0.05)
-
-
 def test_a_line_is_what_it_was_given_until_there_are_samples_and_keeps_its_slope_for_one_place() -> None:
     line = FittedLine(1.0, 0.25, spread=4.0)
     assert line.at(8.0) == 3.0
@@ -51,13 +44,6 @@ def test_a_line_never_predicts_less_than_nothing() -> None:
     line.add(10.0, 1.0)
     line.add(20.0, 9.0)
     assert all(line.at(x) >= 0 for x in (0.0, 1.0, 10.0, 1000.0))
-
-
-def test_prefill_takes_longer_in_a_long_context() -> None:
-    cost = model_of(0.001, 1e-6)
-    assert cost.prefill_s(0, 512) == pytest.approx(512 * (0.001 + 256e-6), rel=0.02)
-    assert cost.prefill_s(7680, 8192) == pytest.approx(512 * (0.001 + 7936e-6), rel=0.02)
-    assert cost.prefill_s(0, 8192) == pytest.approx(cost.prefill_s(0, 4096) + cost.prefill_s(4096, 8192))
 
 
 def test_steps_that_did_not_wait_for_the_device_count_with_the_one_that_did() -> None:
@@ -118,18 +104,6 @@ def test_the_network_has_a_price_of_its_own() -> None:
     assert choose_all(cost, 96, nvme=32, shared=32).end == 96  # the network is fast again
 
 
-def test_a_fast_store_behind_a_slow_disk_is_loaded_if_both_together_are_faster_than_computing() -> None:
-    cost = model_of()  # 0.016 s for a block
-    for _ in range(10):
-        note(cost, LoadChoice(40, 32, nvme_blocks=8), 32 * 1e-5 + 8 * 0.020)
-        note(cost, LoadChoice(64, 32, shared_blocks=32), 64 * 1e-5)
-    assert choose_all(cost, 40, nvme=8).end == 32
-    assert choose_all(cost, 72, nvme=8, shared=32).end == 72
-    for _ in range(5):
-        note(cost, LoadChoice(40, 32, nvme_blocks=8), 32 * 1e-5 + 8 * 2.0)
-    assert choose_all(cost, 72, nvme=8, shared=32).end == 32
-
-
 def test_only_what_reaches_further_than_the_pool_is_loaded() -> None:
     cost = model_of()
     choice = cost.choose(kept=32, reaches=[Reach(64, 24), Reach(96, 30, 26)], queue_s=0.0)
@@ -139,14 +113,42 @@ def test_only_what_reaches_further_than_the_pool_is_loaded() -> None:
     assert cost.loads_avoided == 0
 
 
+def test_patience_is_what_computing_would_take() -> None:
+    cost = model_of()
+    assert cost.patience_s(LoadChoice(64, 64, load_s=0.01, saved_s=1.0)) == 1.0
+    assert cost.patience_s(LoadChoice(1, 1, load_s=0.001, saved_s=0.01)) == 0.25
+    assert cost.patience_s(LoadChoice(64, 64, saved_s=math.inf)) == math.inf
+
+
+def test_prefill_takes_longer_in_a_long_context() -> None:
+    cost = model_of(0.001, 1e-6)
+    assert cost.prefill_s(0, 512) == pytest.approx(512 * (0.001 + 256e-6), rel=0.02)
+    assert cost.prefill_s(7680, 8192) == pytest.approx(512 * (0.001 + 7936e-6), rel=0.02)
+    assert cost.prefill_s(0, 8192) == pytest.approx(cost.prefill_s(0, 4096) + cost.prefill_s(4096, 8192))
+
+
 def test_loads_that_queue_behind_others_count_those_too() -> None:
     cost = model_of()
     assert choose_all(cost, 4, queue_s=10.0).end == 0
     assert choose_all(cost, 1024, queue_s=10.0).end == 1024
 
 
-def test_patience_is_what_computing_would_take() -> None:
+def test_old_samples_fade() -> None:
+    line = FittedLine(0.0, 0.0, spread=1.0)
+    for y in (1.0, 5.0):
+        for _ in range(20):
+            line.add(10.0, y)
+    assert line.at(10.0) == pytest.approx(5.0, rel=0.02)
+
+
+def test_each_tier_is_charged_for_its_own_blocks() -> None:
     cost = model_of()
-    assert cost.patience_s(LoadChoice(64, 64, load_s=0.01, saved_s=1.0)) == 1.0
-    assert cost.patience_s(LoadChoice(1, 1, load_s=0.001, saved_s=0.01)) == 0.25
-    assert cost.patience_s(LoadChoice(64, 64, saved_s=math.inf)) == math.inf
+    for choice, seconds in (
+        (LoadChoice(100, 100), 1.0),
+        (LoadChoice(110, 100, nvme_blocks=10), 1.0 + 0.5),
+        (LoadChoice(120, 100, nvme_blocks=10, shared_blocks=10), 1.0 + 0.5 + 2.0),
+    ):
+        for _ in range(20):
+            note(cost, choice, seconds)
+    each = [cost.load_s(100), cost.load_s(0, 10), cost.load_s(0, 0, 10)]
+    assert each == pytest.approx([1.0, 0.5, 2.0], rel=0.1)

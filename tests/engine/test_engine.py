@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from plain_model import Watch, chain_of, continuation, greedy, plain_engine, pla
 
 from tiercache.engine import SamplingParams
 from tiercache.errors import ConfigError, DeadlineExceeded
+from tiercache.protocol.keys import content_id
+from tiercache.protocol.messages import ModelCard
 
 pytestmark = pytest.mark.engine
 
@@ -45,19 +48,6 @@ def test_requests_that_cannot_be_served_are_refused_with_all_beside_them(
         assert not engine.unfinished
 
 
-def test_a_shorter_limit_than_the_pools_is_said_by_its_name() -> None:
-    with (
-        plain_engine(max_context=20, max_model_len=20) as engine,
-        pytest.raises(ConfigError, match=r"the 20 .* or raise max_model_len"),
-    ):
-        engine.add_request([5] * 15, greedy(6))
-    with (
-        plain_engine(max_context=24) as engine,
-        pytest.raises(ConfigError, match=r"the 24 tokens that a sequence may have: shorten the prompt$"),
-    ):
-        engine.add_request([5] * 24, greedy(1))
-
-
 @pytest.mark.parametrize("windows", [(), (0, 7), (6, 6, 0, 6, 0)])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_pool_serves_the_longest_sequence_that_it_says(windows: tuple[int, ...], chunked: bool) -> None:
@@ -87,21 +77,6 @@ def test_it_stops_at_end_tokens_unless_told_otherwise() -> None:
         assert ended(ignore_eos=True) == (expected, "length")
 
 
-def test_forks_with_a_seed_differ_and_repeat_whatever_runs_beside() -> None:
-    prompt = plain_prompt(9)
-
-    def params(seed: int, n: int) -> SamplingParams:
-        return SamplingParams(max_tokens=12, temperature=1.0, seed=seed, n=n, ignore_eos=True)
-
-    with plain_engine(pool_blocks=64) as engine:
-        first = [one.tokens for one in engine.generate([prompt], params(5, 3))]
-        again = [one.tokens for one in engine.generate([prompt, plain_prompt(7, 1)], [params(5, 3), greedy(9)])][:3]
-        [alone] = engine.generate([prompt], params(6, 1))
-    assert first == again
-    assert len({tuple(tokens) for tokens in first}) == 3
-    assert first[1] == alone.tokens  # the second of seed 5 is the first of seed 6
-
-
 def test_loose_reuse_takes_generated_blocks_too() -> None:
     prompt = plain_prompt(7)
     with plain_engine(exact=False) as engine:
@@ -118,6 +93,15 @@ def test_tenants_with_other_salts_find_nothing() -> None:
         with plain_engine(cache.connect, salt=salt) as engine:
             assert engine.generate([plain_prompt(9)], greedy(1))[0].external_hit_tokens == 0
     assert len(cache.blocks) == 8
+
+
+def test_the_model_is_announced_by_the_name_and_the_path_of_its_folder() -> None:
+    cache = MemoryCache()
+    with plain_engine(cache.connect, windows=(0, 4), pool_blocks=36) as engine:
+        names = ["plain", str(Path("plain").resolve())]
+        fingerprints = [namespace.fingerprint() for namespace in engine.namespaces]
+        assert len(fingerprints) == 2
+        assert cache.announced == [ModelCard(names, content_id("plain"), fingerprints, 2)]
 
 
 def test_reset_pool_forgets_all_and_waits_for_requests() -> None:

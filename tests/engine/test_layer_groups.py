@@ -5,42 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tiercache.engine import EngineSettings
-from tiercache.engine.layer_groups import MAX_GROUPS, LayerPlace, choose_block_layers, group_layers
+from tiercache.engine.layer_groups import MAX_GROUPS, choose_block_layers, group_layers
 from tiercache.engine.memory import fit_model_len
 from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 SETTINGS = EngineSettings(block_size=4, chunk_size=8, max_num_seqs=4)
-
-
-def of_kinds(pattern: str, repeated: int, window: int = 512) -> tuple[int, ...]:
-    """Windows of layers: `w` has one, `f` none."""
-    return tuple(window if kind == "w" else 0 for kind in pattern * repeated)
-
-
-@pytest.mark.parametrize(
-    ("full", "windowed", "layers", "groups"),
-    [
-        (12, 12, 12, 2),  # GPT-OSS 20B
-        (13, 13, 13, 2),  # Gemma 2 2B
-        (4, 22, 4, 7),  # Gemma 3 1B
-        (5, 29, 5, 7),  # Gemma 3 4B
-        (10, 52, 10, 7),  # Gemma 3 27B
-        (8, 24, 8, 4),  # Command R7B
-        (21, 7, 7, 4),  # Qwen with max_window_layers
-        (20, 8, 10, 3),
-        (1, 5, 1, 6),
-        (1, 31, 5, 8),  # more places without a layer, else there were 32 groups
-    ],
-)
-def test_models_are_cut_with_few_groups_and_little_loss(full: int, windowed: int, layers: int, groups: int) -> None:
-    assert choose_block_layers(full, windowed) == layers
-    assert -(-full // layers) + -(-windowed // layers) == groups
-
-
-@pytest.mark.parametrize(("full", "windowed"), [(13, 1), (5, 0), (23, 1)])
-def test_where_nothing_is_to_be_saved_blocks_have_all_layers(full: int, windowed: int) -> None:
-    assert choose_block_layers(full, windowed) is None
 
 
 def test_no_cut_loses_more_than_a_fifth_or_makes_too_many_groups() -> None:
@@ -55,46 +25,8 @@ def test_no_cut_loses_more_than_a_fifth_or_makes_too_many_groups() -> None:
             assert -(-full // layers) * layers < full + windowed
 
 
-def test_layers_are_in_the_groups_of_their_kind() -> None:
-    groups = group_layers(of_kinds("wwf", 3, window=10), 1000, SETTINGS)
-    assert [group.layers for group in groups.groups] == [(2, 5, 8), (0, 1, 3), (4, 6, 7)]
-    assert [window.size for window in groups.windows] == [0, 10, 10]
-    assert groups.block_layers == 3
-    assert groups.places[:6] == (
-        LayerPlace(1, 0),
-        LayerPlace(1, 1),
-        LayerPlace(0, 0),
-        LayerPlace(1, 2),
-        LayerPlace(2, 0),
-        LayerPlace(0, 1),
-    )
-
-
-@pytest.mark.parametrize(
-    ("windows", "longest", "size"),
-    [
-        ((0, 0, 0), 1000, 0),
-        ((10, 10), 1000, 10),
-        ((10, 20), 1000, 20),
-        ((10, 0), 10, 0),  # no sequence outgrows it
-        ((10, 0), 11, 10),
-    ],
-)
-def test_layers_of_one_kind_are_one_group(windows: tuple[int, ...], longest: int, size: int) -> None:
-    groups = group_layers(windows, longest, SETTINGS)
-    assert len(groups.groups) == (2 if (windows, longest) == ((10, 0), 11) else 1)
-    assert groups.windows[-1].size == size
-
-
-def test_attention_window_makes_all_layers_one_group() -> None:
-    settings = EngineSettings(block_size=4, chunk_size=8, attention_window=30, attention_sinks=4)
-    groups = group_layers((10, 0, 10), 1000, settings)
-    assert [group.layers for group in groups.groups] == [(0, 1, 2)]
-    assert groups.windows[0][1:] == (30, 4)
-
-
 def test_a_pool_holds_what_all_groups_need() -> None:
-    groups = group_layers(of_kinds("wf", 1, window=9), 1000, SETTINGS)
+    groups = group_layers((9, 0), 1000, SETTINGS)
 
     def blocks_of(tokens: int) -> int:
         return groups.most_blocks(tokens, SETTINGS)
@@ -110,3 +42,8 @@ def test_a_pool_holds_what_all_groups_need() -> None:
         fit_model_len(longer, 400, 1 << 20, 105, blocks_of)
     with pytest.raises(ConfigError, match="has 1 blocks, and a sequence of one token takes 2, one for each group"):
         fit_model_len(SETTINGS, 400, 1 << 20, 1, blocks_of)
+
+
+@pytest.mark.parametrize(("longest", "sizes"), [(10, [0]), (11, [0, 10])])
+def test_a_window_that_no_sequence_outgrows_is_none(longest: int, sizes: list[int]) -> None:
+    assert [window.size for window in group_layers((10, 0), longest, SETTINGS).windows] == sizes

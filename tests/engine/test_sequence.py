@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.engine.block_table import NO_BLOCK
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
-from tiercache.engine.window import Window
 from tiercache.protocol.keys import KeyChain, root_key
 
 pytestmark = pytest.mark.engine
 ROOT = root_key("sequence")
 EXACT = EngineSettings(block_size=4, chunk_size=16)
-LOOSE = EngineSettings(block_size=4, chunk_size=16, exact=False)
 
 
 def sequence_of(length: int, settings: EngineSettings) -> Sequence:
@@ -55,12 +52,6 @@ def test_what_was_decoded_into_a_quantised_pool_is_computed_again_with_its_own_b
     loose = sequence_of(6, EngineSettings(block_size=4, chunk_size=16, kv_cache_dtype="int8", exact=False))
     loose.tokens += range(7, 19)
     assert edges(loose) == [16, 18]
-
-
-@pytest.mark.parametrize(("found", "usable"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 9), (10, 9)])
-def test_exact_hits_are_rounded_down_to_an_edge(found: int, usable: int) -> None:
-    sequence = sequence_of(39, EXACT)  # 9 full blocks before the last edge at 36
-    assert sequence.usable_hit_blocks(found) == usable
 
 
 def test_exact_keys_tell_the_split() -> None:
@@ -107,24 +98,3 @@ def test_what_is_computed_again_has_no_key_of_the_old_bytes() -> None:
     sequence.computed = 16
     sequence.drop_lost_keys()
     assert sequence.chain.packed() == prompt_keys
-
-
-def test_what_is_computed_again_is_cut_as_before() -> None:
-    sequence = sequence_of(39, EXACT)
-    sequence.tokens += range(40, 60)
-    assert edges(sequence) == [16, 32, 36, 39, 48, 59]
-    sequence.computed = 44
-    assert edges(sequence) == [48, 59]
-    sequence.computed = 58
-    assert not sequence.prefilling
-
-
-def test_blocks_of_the_same_tokens_are_given_back_together() -> None:
-    windows = (Window(4), Window(4, 4), Window(4))
-    sequence = Sequence(0, list(range(1, 12)), SamplingParams(), ROOT, EXACT, windows=windows)
-    ids = ([1, 2, 3], [NO_BLOCK, 8, 9], [4, 5, 6])
-    for table, own in zip(sequence.tables, ids, strict=True):
-        table.ids = own
-    assert sequence.held_blocks == [1, 2, 3, 8, 9, 4, 5, 6]
-    assert sequence.take_blocks() == [1, 4, 2, 8, 5, 3, 9, 6]  # the one that goes first is at the end
-    assert sequence.held_blocks == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from memory_cache import MemoryCache
-from plain_model import Watch, chain_of, greedy, plain_engine, plain_prompt, sequence_of
+from plain_model import Watch, chain_of, greedy, plain_engine, plain_prompt
 
 from tiercache.protocol.messages import Priority
 
@@ -48,19 +48,6 @@ def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(wa
         assert engine.drain()
         assert (engine.stats()["stored"], engine.stats()["present"]) == (7, 3 if wanted else 0)
     assert cache.store_calls == ([(4, 3)] if wanted else [])
-
-
-def test_a_store_holds_its_blocks_beyond_the_end_of_the_request() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, pool_blocks=10) as engine:
-        cache.hold_transfers = True
-        Watch(engine).serve(PROMPT, 1)
-        assert engine.stats()["idle_blocks"] == 10 - 7
-        request_id = engine.add_request(plain_prompt(9, seed=2), greedy(1))
-        engine.step()
-        assert sequence_of(engine, request_id).tables[0].ids == []
-        cache.behave()
-        Watch(engine).run()
 
 
 @pytest.mark.parametrize(("write", "retries"), [("through", True), ("back", False)])
@@ -126,44 +113,16 @@ def test_no_more_stores_are_under_way_than_may_be(write: str) -> None:
     assert len(cache.blocks) >= 7
 
 
-def test_write_back_stores_chains_when_their_place_is_needed() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, write="back", pool_blocks=16, clean_blocks=4) as engine:
-        first = Watch(engine).serve(PROMPT, 3)
-        assert cache.store_calls == []
-        for seed in (1, 2, 3):
-            Watch(engine).serve(plain_prompt(15, seed), 3)
-        assert cache.store_calls[0] == (0, 7)
-        assert engine.stats()["not_stored"] == 0
-        warm = Watch(engine).serve(PROMPT, 3)
-        assert warm.external_hit_tokens == 14
-        assert warm.tokens == first.tokens
-
-
 def test_what_is_being_cleaned_counts_as_clean() -> None:
     cache = MemoryCache()
-    with plain_engine(cache.connect, write="back", pool_blocks=16, clean_blocks=10) as engine:
+    with plain_engine(cache.connect, write="back", pool_blocks=32, clean_blocks=20) as engine:
         cache.hold_transfers = True
-        Watch(engine).serve(PROMPT, 1)  # leaves 9 clean blocks: one run of 7 gives more than enough
+        for seed in (0, 1):
+            Watch(engine).serve(plain_prompt(15, seed), 1)  # leaves 7 dirty blocks
         for _ in range(3):
             engine.step()
-        assert cache.store_calls == [(0, 7)]
+        assert cache.store_calls == [(0, 7)], "one of the two runs gives enough"
         cache.behave()
-
-
-def test_write_back_over_a_slow_cache_waits_instead_of_losing() -> None:
-    cache = MemoryCache()
-    with plain_engine(cache.connect, write="back", pool_blocks=8, clean_blocks=0) as engine:
-        Watch(engine).serve(PROMPT, 1)
-        cache.hold_transfers = True
-        request_id = engine.add_request(plain_prompt(9, seed=1), greedy(1))
-        for _ in range(3):
-            Watch(engine).step()
-        assert sequence_of(engine, request_id).tables[0].ids == []
-        assert cache.store_calls == [(0, 7)]
-        cache.behave()
-        Watch(engine).run()
-    assert cache.store_calls.count((0, 7)) == 1
 
 
 def test_what_is_in_the_pool_and_not_stored_is_stored_when_the_engine_ends() -> None:

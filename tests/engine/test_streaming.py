@@ -13,7 +13,6 @@ from real_models import SaveModel, generated, prompt_of
 from transformers import AutoModelForCausalLM
 
 from tiercache.engine import Engine, EngineSettings, RequestOutput, describe_model
-from tiercache.engine.streaming import Rotation
 from tiercache.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -119,21 +118,6 @@ def test_a_chat_outlives_the_model_and_the_pool(save_model: SaveModel) -> None:
         engine.generate([prompt], greedy(51))
 
 
-def test_layers_with_a_window_of_their_own_keep_it(save_model: SaveModel) -> None:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    folder = save_model(
-        "GptOssConfig", sliding_window=12, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope
-    )  # and sinks of another kind, which are no tokens
-    prompt = prompt_of(60, seed=1)
-    with Engine(folder, EngineSettings(**{**SMALL, "attention_window": 90})) as engine:
-        assert list(engine._streaming.rotations) == [1]
-        [output] = engine.generate([prompt], greedy(20))
-    assert output.tokens == generated(folder, prompt, 20)
-    with Engine(folder, EngineSettings(**STREAMING)) as engine:
-        [streamed] = engine.generate([prompt], greedy(20))
-    assert streamed.tokens != output.tokens
-
-
 def test_blocks_have_names_of_their_own(llama: Path) -> None:
     options = ({}, {"attention_window": 20}, {"attention_window": 28}, {"attention_window": 20, "attention_sinks": 9})
     described = {describe_model(llama, EngineSettings(**SMALL, **changes))[1] for changes in options}
@@ -158,12 +142,3 @@ def test_models_for_which_it_makes_no_sense_are_refused(
     with pytest.raises(ConfigError, match=text) as refusal:
         Engine(save_model(config_class, **options), EngineSettings(**STREAMING))
     assert "\n" not in str(refusal.value)
-
-
-def test_turns_add_up() -> None:
-    rotation = Rotation(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64))
-    query = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-    there = rotation.turn(query, torch.arange(5))
-    assert torch.equal(there[..., 6:], query[..., 6:])  # what a model does not turn
-    torch.testing.assert_close(rotation.turn(there, -torch.arange(5)), query)
-    torch.testing.assert_close(there.norm(dim=-1), query.norm(dim=-1))

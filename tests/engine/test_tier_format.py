@@ -12,9 +12,8 @@ from plain_model import Watch, greedy
 from real_models import SaveModel, blocks_by_key, prompt_of, small_engine
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model
-from tiercache.engine.model import read_shape
 from tiercache.engine.tier_format import StagedCache
-from tiercache.errors import ConfigError, DaemonUnavailable
+from tiercache.errors import DaemonUnavailable
 
 pytestmark = pytest.mark.engine
 FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 0}
@@ -140,24 +139,9 @@ def test_what_a_tight_pool_forgets_and_finds_again_changes_no_token(
         assert engine.stats()["load_misses"] > 0
 
 
-@pytest.mark.parametrize(("name", "least"), [("fp8", 1.98), ("int8", 1.84), ("int4", 3.3)])
-def test_the_same_memory_holds_more_tokens(name: str, least: float, save_model: SaveModel) -> None:
-    folder = save_model("LlamaConfig", head_dim=64)
-    settings = {"pool_blocks": 0, "kv_cache_memory": "64MiB", "block_size": 16, "dtype": "bfloat16", "max_num_seqs": 4}
-    with small_engine(folder, **settings) as raw, small_engine(folder, **settings, kv_cache_dtype=name) as small:
-        assert small.stats()["pool_blocks"] / raw.stats()["pool_blocks"] > least
-
-
 def test_each_format_is_a_namespace_of_its_own(llama: Path) -> None:
     names = ["auto", "fp8", "fp8_e5m2", "int8", "int4"]
     spaces = [describe_model(llama, EngineSettings(kv_cache_dtype=name))[0][0] for name in names]
     assert len({space.fingerprint() for space in spaces}) == 5
     assert [space.quantization for space in spaces] == ["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
     assert describe_model(llama, EngineSettings(tier_dtype="int8"))[0] == [spaces[3]]  # the same bytes, too
-
-
-def test_a_model_that_a_format_cannot_keep_is_refused_with_a_remedy(llama: Path) -> None:
-    # Heads of one channel do not exist; of an odd number they do not run, so the layout alone is asked.
-    shape = read_shape(llama, EngineSettings())
-    with pytest.raises(ConfigError, match="cannot be kept as int4: int4 needs an even head_dim"):
-        type(shape)(1, 1, 5, shape.dtype, 10, 10, (0,), frozenset()).kv_layout(16, "int4")

@@ -123,21 +123,6 @@ def test_every_kind_of_pass_attends_to_the_right_tokens(name: str, options: Opti
     check(pool, [(tiny, 6), (long, 82), (short, 20)], options)
 
 
-@pytest.mark.parametrize("name", [RAW, *FORMATS])
-def test_sequences_of_like_lengths_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    talks = [Conversation(seed, 20, list(range(5 * seed, 5 * seed + 5))) for seed in range(6)]
-    pool = new_pool(name, tails=6)
-    for talk, length in zip(talks, (11, 3, 16, 2, 11, 15), strict=True):
-        check(pool, [(talk, length)])
-    check(pool, [(talk, talk.done + 1) for talk in talks])
-    # Few enough bytes that only neighbours in length share a call; their rows are then not neighbours.
-    monkeypatch.setattr("tiercache.engine.torch_attention._CALL_BYTES", 2 * pool.layout.token_bytes)
-    check(pool, [(talk, talk.done + 1) for talk in talks])
-    segments = [BatchSegment(row, talk.done, talk.done + 1, talk.table) for row, talk in enumerate(talks)]
-    groups = TorchPass(pool, segments)._groups
-    assert sorted(sorted(one.start for one in group.segments) for group in groups) == [[4, 5], [13, 13], [17, 18]]
-
-
 def test_a_tail_goes_with_its_block() -> None:
     pool = new_pool("int8", tails=2)
     talk = Conversation(1, 20, [0, 1, 2, 3, 4])

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import chain_of
-from fault_blocks import spec_of
 from fault_engine import Engine
 from fault_peer import Peer
 from fault_processes import Child, Daemon
@@ -95,27 +93,3 @@ def kill_later(closing: ExitStack) -> Callable[[int], None]:
         closing.callback(kill, pid)
 
     return later
-
-
-@pytest.fixture(scope="module")
-def hardened() -> Iterator[Daemon]:
-    """One daemon for all hostile messages: what one of them breaks, the next test sees."""
-    daemon = Daemon("--arena", "16MiB", "--region", "4MiB").start()
-    yield daemon
-    assert daemon.running(), daemon.log()
-    daemon.close()
-
-
-@pytest.fixture
-def bystander(hardened: Daemon) -> Iterator[Peer]:
-    """Another client with a block; the test must not disturb it."""
-    spec, keys = spec_of(rank=7), chain_of("bystander", 4)
-    with Peer(hardened.run_dir, name="bystander") as peer:
-        peer.store_chain(spec, keys)
-        refused = peer.stats()["counters"]["requests_failed"]
-        yield peer
-        assert peer.load_chain(spec, keys) == 4
-        stats = peer.stats()
-        assert stats["health"]["state"] == "ok"
-        assert stats["counters"]["requests_failed"] == refused, hardened.log()
-        assert "Exception in callback" not in hardened.log(), hardened.log()

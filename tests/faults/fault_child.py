@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from chains import chain_of, key_of
@@ -100,9 +99,6 @@ class EngineChild:
 
     def load(self, seed: object, blocks: int) -> int:
         return self.engine.load(chain_of(seed, blocks))
-
-    def mapped_regions(self) -> int:
-        return sum("memfd:tiercache" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     def hold(self, seed: object, blocks: int) -> int:
         self.match = self.engine.connector.match(chain_of(seed, blocks))

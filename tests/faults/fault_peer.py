@@ -1,11 +1,10 @@
 """A client of the wire that does what a client may do, and also what it must not.
 
-It keeps frames that it gave back, writes late, leaves replies unread, and sends requests that are no longer asked for.
+It keeps frames that it gave back, writes late, and sends requests that are no longer asked for.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -21,16 +20,12 @@ DEADLINE_S = 40.0
 _decode_reply = msgspec.msgpack.Decoder(m.AnyReply).decode
 
 
-class NoAnswer(AssertionError):
-    """Nothing came within the deadline."""
-
-
 class Peer(Client):
-    """One session with a daemon, by the product's own messages. Replies to other requests wait in `strays`."""
+    """One session with a daemon, by the product's own messages. Replies to other requests wait in `answers`."""
 
-    def __init__(self, run_dir: str, *, name: str = "peer", map_arena: bool = True, receive_hwm: int = 100_000) -> None:
-        super().__init__(run_dir, name=name, map_arena=map_arena, receive_hwm=receive_hwm)
-        self.strays: list[m.AnyReply] = []
+    def __init__(self, run_dir: str, *, name: str = "peer", map_arena: bool = True) -> None:
+        super().__init__(run_dir, name=name, map_arena=map_arena)
+        self.answers: dict[int, m.AnyReply] = {}
 
     def __enter__(self) -> Peer:
         return self
@@ -48,16 +43,11 @@ class Peer(Client):
 
     def answer_to(self, request_id: int, timeout_s: float = DEADLINE_S) -> Any:
         """The reply to one request, an `Error` included."""
-        for place, reply in enumerate(self.strays):
-            if reply.request_id == request_id:
-                return self.strays.pop(place)
-        end_s = time.monotonic() + timeout_s
-        while self._dealer.poll(max(0.0, 1000 * (end_s - time.monotonic()))):
+        while request_id not in self.answers:
+            assert self._dealer.poll(1000 * timeout_s), "no reply"
             reply = _decode_reply(self._dealer.recv())
-            if reply.request_id == request_id:
-                return reply
-            self.strays.append(reply)
-        raise NoAnswer(f"no reply in {timeout_s} s")
+            self.answers[reply.request_id] = reply
+        return self.answers.pop(request_id)
 
     def tell(self, kind: type[m.Request], *, timeout_s: float = DEADLINE_S, **fields: Any) -> Any:
         """One request and its reply, an `Error` included."""
@@ -112,16 +102,6 @@ class Peer(Client):
         return len(data)
 
     # --- ends ------------------------------------------------------------------------------------
-
-    def is_over(self, timeout_s: float = DEADLINE_S) -> bool:
-        """True if the daemon closes the session within the time; takes what comes before."""
-        self.session.sock.settimeout(timeout_s)
-        try:
-            while not self.session.ended():
-                pass
-        except (BlockingIOError, TimeoutError):
-            return False
-        return True
 
     def hang_up(self) -> None:
         """Close the sockets, and keep the memory."""

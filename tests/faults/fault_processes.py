@@ -11,15 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fault_peer import Peer
 from waiting import state_of, wait_until
 
-from tiercache.config.daemon_config import session_socket_path
+from tiercache.client.client import Client
+from tiercache.client.launcher import LaunchedDaemon
+from tiercache.errors import DaemonUnavailable
 
 READY_S = 50.0
 _HERE = Path(__file__).parent
@@ -32,46 +32,33 @@ def stop(pid: int) -> None:
 
 
 class Daemon:
-    """A daemon on a run directory of its own, which lives through its deaths."""
+    """A daemon on a run directory of its own, which lives through its deaths; `life` is the present or last one.
 
-    def __init__(
-        self, *flags: str, run_dir: str = "", preexec: Callable[[], None] | None = None, patch: str = ""
-    ) -> None:
-        """`patch` is code that runs in the process before the daemon does."""
+    `patch` is code that runs in the process before the daemon does.
+    """
+
+    life: LaunchedDaemon | None = None
+
+    def __init__(self, *flags: str, run_dir: str = "", patch: str = "") -> None:
         self.own_dir = "" if run_dir else tempfile.mkdtemp(prefix="tcf-", dir="/tmp")
         self.run_dir = run_dir or self.own_dir
         self.flags = flags
         self.log_path = Path(tempfile.mkstemp(prefix="tcf-", suffix=".log", dir="/tmp")[1])
-        self._preexec = preexec
         start = f"{patch}\nimport sys\nfrom tiercache.daemon.__main__ import main\nsys.exit(main())"
         self._program = ["-c", start] if patch else ["-m", "tiercache.daemon"]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe = -1
 
     @property
     def pid(self) -> int:
-        """Of the present life, or the last one."""
-        assert self._process is not None
-        return self._process.pid
+        assert self.life is not None
+        return self.life.pid
 
-    def launch(self) -> subprocess.Popen[bytes]:
+    def launch(self) -> Daemon:
         """Start the process, which ends when this one does, and do not wait for it."""
-        its, ours = os.pipe2(os.O_CLOEXEC)
+        if self.life is not None:
+            self.life.close()
         command = [sys.executable, *self._program, "--run-dir", self.run_dir, *self.flags]
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--parent-fd", str(its)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[its],
-                preexec_fn=self._preexec,
-            )
-        os.close(its)
-        if self._pipe >= 0:
-            os.close(self._pipe)
-        self._pipe = ours
-        return self._process
+        self.life = LaunchedDaemon(Path(self.run_dir), False, self.log_path, command)
+        return self
 
     def start(self, *, complete: bool = True) -> Daemon:
         """Start, and wait until it answers and (if `complete`) has all its memory."""
@@ -80,16 +67,11 @@ class Daemon:
         return self
 
     def _is_ready(self, complete: bool) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, f"the daemon ended\n{self.log()}"
-        if not session_socket_path(self.run_dir).exists():
-            return False
-        try:
-            with Peer(self.run_dir, name="ready?", map_arena=False) as peer:
-                arena = peer.stats()["arena"]
-        except OSError:
-            return False
-        return bool(arena["populated_bytes"] == arena["bytes"]) or not complete
+        assert self._poll() is None, f"the daemon ended\n{self.log()}"
+        with suppress(DaemonUnavailable):
+            arena = self.stats()["arena"]
+            return bool(arena["populated_bytes"] == arena["bytes"]) or not complete
+        return False
 
     def stop(self) -> None:
         """SIGSTOP."""
@@ -101,45 +83,41 @@ class Daemon:
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait(READY_S)
+        assert self.life is not None
+        self.life.kill()
 
     def restart(self) -> Daemon:
         """kill -9, and again."""
         self.kill()
         return self.start()
 
-    def tell_to_end(self) -> Callable[[], int]:
-        """SIGTERM; what waits for the end and gives the exit status."""
-        assert self._process is not None
-        self._process.terminate()
-        return partial(self._process.wait, READY_S)
+    def _poll(self) -> int | None:
+        assert self.life is not None
+        return self.life.poll()
+
+    def status(self) -> int:
+        """Wait for its end; the exit status."""
+        wait_until(lambda: self._poll() is not None, "the daemon has ended", READY_S)
+        return self._poll() or 0
 
     def terminate(self) -> int:
         """SIGTERM; the exit status."""
-        return self.tell_to_end()()
-
-    def running(self) -> bool:
-        """Whether it lives."""
-        return self._process is not None and self._process.poll() is None
+        os.kill(self.pid, signal.SIGTERM)
+        return self.status()
 
     def log(self) -> str:
         """What it has written to stderr, in all lives."""
         return self.log_path.read_text(errors="replace")
 
     def stats(self) -> dict[str, Any]:
-        """Its statistics."""
-        with Peer(self.run_dir, name="stats", map_arena=False) as peer:
-            return peer.stats()
+        with Client.connect(self.run_dir, name="stats", map_arena=False) as client:
+            return client.stats()
 
     def close(self) -> None:
         """End it and remove what it left."""
-        if self.running():
-            self.kill()
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
+        if self.life is not None:
+            self.life.kill()
+            self.life.close()
         if self.own_dir:
             shutil.rmtree(self.own_dir, ignore_errors=True)
         self.log_path.unlink(missing_ok=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 from chains import chain_of
 from fault_blocks import spec_of
 from fault_engine import Engine
+from fault_peer import Peer
 from fault_processes import Child, Daemon
 from waiting import wait_until
+
+from tiercache.protocol import messages as m
 
 pytestmark = pytest.mark.stress
 
@@ -37,35 +41,6 @@ def test_a_daemon_that_hangs_is_a_miss(daemon: Daemon, engine_of: Callable[..., 
     wait_until(lambda: engine.store(keys).dropped == 0, "stores are taken again")
 
 
-def test_a_daemon_that_hangs_between_match_and_load_gives_no_block(
-    daemon: Daemon, engine_of: Callable[..., Engine]
-) -> None:
-    """The bytes can be copied, but the daemon does not confirm that they are good."""
-    engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
-    engine.store(keys)
-    match = engine.connector.match(keys)
-    daemon.stop()
-    with engine.hurried():
-        assert engine.load_match(match, keys) == 0
-    daemon.go_on()
-    is_back(engine)
-    wait_until(lambda: daemon.stats()["leases"]["read"] == 0, "the lease was given back late")
-    assert engine.load(keys) == 20
-
-
-def test_an_engine_keeps_its_match_through_a_standstill(daemon: Daemon, engine_of: Callable[..., Engine]) -> None:
-    """Renewals are lost while the daemon stands still; the lease is there when the client is back."""
-    engine, keys = engine_of(daemon, SPEC), chain_of("kept", 6)
-    engine.store(keys)
-    match = engine.connector.match(keys)
-    daemon.stop()
-    with engine.hurried():
-        assert engine.connector.match(keys).blocks == 0
-    daemon.go_on()
-    is_back(engine)
-    assert engine.load_match(match, keys) == 6
-
-
 def test_an_engine_that_hangs_does_not_hold_its_leases_for_ever(
     start_daemon: Callable[..., Daemon], engine_of: Callable[..., Engine], start_child: Callable[..., Child]
 ) -> None:
@@ -82,3 +57,18 @@ def test_an_engine_that_hangs_does_not_hold_its_leases_for_ever(
     assert child.do("load_held", seed="held") == 0
     child.do("store", seed="held", blocks=60)
     assert child.do("load", seed="held", blocks=60) == 60
+
+
+def test_renewals_that_waited_for_a_stopped_daemon_are_read_before_leases_are_judged(
+    daemon: Daemon, connect: Callable[..., Peer]
+) -> None:
+    peer, keys = connect(daemon), chain_of("queue", 4)
+    peer.store_chain(SPEC, keys)
+    leases = [peer.match_chain(SPEC, keys, ttl_ms=1500).lease for _ in range(20)]
+    daemon.stop()
+    renewals = [peer.post(m.Renew, leases=[lease], ttl_ms=30_000, deadline_s=60) for lease in leases]
+    end_s = time.monotonic() + 2
+    wait_until(lambda: time.monotonic() > end_s, "more than the lease")
+    daemon.go_on()
+    assert all(list(peer.answer_to(request_id).alive) == [1] for request_id in renewals)
+    assert all(peer.tell(m.Release, lease=lease).good for lease in leases)

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chains import chain_of
@@ -53,22 +52,6 @@ def test_a_killed_daemon_is_a_miss_and_its_restart_a_hit(daemon: Daemon, engine_
             assert one.load(keys) == 0, "the new daemon has nothing yet"
             wait_until(lambda one=one: one.store(keys).dropped == 0, "stores are taken again")
             assert one.load(keys) == 20
-
-
-def test_the_memory_of_a_killed_daemon_is_unmapped_though_a_match_is_held(
-    daemon: Daemon, start_child: Callable[..., Child]
-) -> None:
-    child = start_child("engine", daemon, block_bytes=SPEC.block_bytes)
-    child.do("store", seed="x", blocks=4)
-    assert child.do("hold", seed="x", blocks=4) == 4
-    wait_until(lambda: child.do("mapped_regions") == 4, "all regions are mapped")
-    daemon.kill()
-    wait_until(lambda: child.do("mapped_regions") == 0, "the dead daemon's regions are unmapped")
-    daemon.start()
-    wait_until(lambda: child.do("mapped_regions") == 4, "the new ones are mapped")
-    assert child.do("load_held", seed="x") == 0
-    wait_until(lambda: child.do("store", seed="x", blocks=4)[2] == 0, "stores are taken again")
-    assert child.do("load", seed="x", blocks=4) == 4
 
 
 # --- writers ----------------------------------------------------------------------------------------
@@ -141,7 +124,6 @@ def test_frames_of_a_writer_wait_for_the_end_of_its_process_or_its_word(
 
 
 SETTINGS = {"block_bytes": 64 << 10, "blocks": 32, "request_timeout_s": 0.3, "required": False}
-TINY = ("--arena", "4MiB", "--region", "2MiB")
 NVME = ("--nvme-size", "32MiB", "--nvme-segment", "2MiB", "--grace", "1s")
 
 
@@ -167,69 +149,49 @@ def check(daemon: Daemon) -> None:
     assert "Traceback" not in daemon.log(), daemon.log()
 
 
-def churn(start_child: Callable[..., Child], daemon: Daemon, seed: int, seconds: float, count: int) -> list[Child]:
-    """Clients at random work, which verify every byte; the second one sends payloads."""
-    children = [start_child("engine", daemon, **{**SETTINGS, "map_arena": number != 1}) for number in range(count)]
-    for number, child in enumerate(children):
-        child.tell("churn", seed=1000 * seed + number, seconds=seconds, chains=5, longest=24, flush=True)
-    return children
-
-
-def moments(dice: random.Random, seconds: float, shortest: float, longest: float) -> Any:
-    """Random moments for so many seconds."""
-    ends_s = time.monotonic() + seconds
-    while time.monotonic() < ends_s:
-        moment_s = time.monotonic() + dice.uniform(shortest, longest)
-        wait_until(lambda: time.monotonic() > moment_s, "work in between")  # noqa: B023 - called at once
-        yield
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("workers", [False, True], ids=["dram", "nvme workers"])
-def test_clients_at_random_while_the_daemon_and_its_worker_processes_die(
+def test_clients_at_random_while_the_daemon_its_workers_and_other_clients_die(
     start_daemon: Callable[..., Daemon],
     start_child: Callable[..., Child],
     engine_of: Callable[..., Engine],
     tmp_path: Path,
     workers: bool,
 ) -> None:
+    """Every byte is verified, of the second client's payloads too. In the end nothing is left behind."""
     nvme = ("--nvme", f"{tmp_path}/a,{tmp_path}/b", *NVME, "--nvme-workers", "on") if workers else ()
-    daemon, dice = start_daemon(*TINY, *nvme), random.Random(30)
-    children, kills = churn(start_child, daemon, 30, 16, 3), 0
-    for _ in moments(dice, 14, 0.3, 1.2):
-        if not workers or dice.random() < 0.25:
-            daemon.restart()
-            continue
+    daemon, dice = start_daemon("--arena", "4MiB", "--region", "2MiB", *nvme), random.Random(30)
+
+    def client(seconds: float, map_arena: bool = True) -> Child:
+        child = start_child("engine", daemon, **SETTINGS, map_arena=map_arena)
+        child.tell("churn", seed=dice.randrange(1 << 30), seconds=seconds, chains=5, longest=24, flush=seconds < 60)
+        return child
+
+    def workers_of() -> list[int]:
         directories = daemon.stats()["tiers"]["nvme"]["directories"]
-        pids = [one["worker_pid"] for one in directories if one["worker_pid"]]
-        for pid in dice.sample(pids, min(1, len(pids))):
+        return [one["worker_pid"] for one in directories if one["worker_pid"]]
+
+    children, victims = [client(16, number != 1) for number in range(3)], [client(60)]
+    for what in ("worker" if workers else "daemon", "client", "worker" if workers else "client", "daemon") * 4:
+        moment_s = time.monotonic() + dice.uniform(0.3, 1.2)
+        wait_until(lambda: time.monotonic() > moment_s, "work in between")  # noqa: B023 - called at once
+        if what == "daemon":
+            daemon.restart()
+        elif what == "client":
+            if dice.random() < 0.3:
+                victims[-1].stop()
+            victims[-1].kill()
+            victims.append(client(60))
+        else:
+            pid = dice.choice(wait_until(workers_of, "a worker lives"))
             if dice.random() < 0.3:
                 os.kill(pid, signal.SIGSTOP)
             os.kill(pid, signal.SIGKILL)
-            kills += 1
     assert all(child.hear()["good"] > 0 for child in children)
-    assert kills > 1 or not workers
     wait_until(lambda: daemon.stats()["health"]["state"] == "ok", "both directories are open")
     engine = engine_of(daemon, spec_of(64 << 10))
     wait_until(lambda: engine.store(chain_of("after", 20)).dropped == 0, "stores are taken")
     assert engine.load(chain_of("after", 20)) == 20
-    check(daemon)
-
-
-def test_clients_that_die_at_random_leave_nothing_behind(
-    start_daemon: Callable[..., Daemon], start_child: Callable[..., Child]
-) -> None:
-    """kill -9 and SIGSTOP of clients in the middle of stores and loads; the others never see a wrong byte."""
-    daemon, dice = start_daemon(*TINY), random.Random(11)
-    children, victims = churn(start_child, daemon, 11, 5, 2), []
-    for _ in range(7):
-        victims.append(victim := start_child("engine", daemon, **SETTINGS))
-        victim.tell("churn", seed=dice.randrange(1 << 30), seconds=60, chains=5, longest=24, flush=False)
-        next(moments(dice, 1, 0.02, 0.25))
-        if dice.random() < 0.3:
-            victim.stop()
-        os.kill(victim.pid, signal.SIGKILL)
-    assert all(child.hear()["good"] > 0 for child in children)
     for child in (*children, *victims):
         child.close()
     check(daemon)

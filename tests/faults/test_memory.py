@@ -1,4 +1,4 @@
-"""Faults 29, 43 and what concerns memory: seals, descriptors, an arena that does not fit, garbage as replies."""
+"""Memory and descriptors: seals, an arena that does not fit, floods of connections."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import fcntl
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 import pytest
@@ -106,3 +107,31 @@ def test_a_lack_of_memory_is_said_and_survived(
     assert "make the arena smaller" in stats["health"]["reasons"][0]
     assert stats["arena"]["populated_bytes"] == 0
     assert stats["arena"]["bytes"] == 32 * MIB
+
+
+def test_24_connections_to_the_control_socket_never_take_the_last_descriptor(
+    start_daemon: Callable[..., Daemon], connect: Callable[..., Peer], closing: ExitStack
+) -> None:
+    """ZeroMQ aborts without one. As fast as can be, and with few: what it accepts unseen is bounded too."""
+    files = 1400
+
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {files}))"
+    daemon = start_daemon("--arena", "16MiB", "--region", "16MiB", patch=limit)
+    peer = connect(daemon)
+    assert isinstance(peer.tell(m.Ping), m.Done)  # a request on a connection that was never heard may be lost with it
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 2 * files), hard), hard))
+    closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    deadline_s = time.monotonic() + 45
+    for _ in range(files + 100):
+        sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sock.setblocking(False)
+        while True:
+            assert time.monotonic() < deadline_s
+            with suppress(BlockingIOError):
+                sock.connect(peer.control.removeprefix("ipc://"))
+                break
+    assert isinstance(peer.tell(m.Ping), m.Done)
+    assert f"may open {files} files" in daemon.log(), "the log says that it admits fewer than configured"
+    with connect(daemon) as late:
+        assert isinstance(late.tell(m.Ping), m.Done)

@@ -14,7 +14,6 @@ import pytest
 import zmq
 from fault_processes import Daemon
 from fault_tenants import Site, free_port
-from waiting import wait_until
 
 import tiercache
 from tiercache.client.client import Client
@@ -79,16 +78,6 @@ def test_wrong_keys_get_no_answer(site: Site, remote: Daemon, tmp_path: Path) ->
     Client.connect(site.address("team-a")).close()
 
 
-def test_a_key_is_locked_out_by_removing_its_file(site: Site, remote: Daemon, closing: ExitStack) -> None:
-    first = connector(closing, site.address("team-a"), noise(1))
-    first.store(KEYS, [0, 1, 2, 3])
-    allowed = site.keys / "clients" / "team-a.toml"
-    allowed.rename(site.keys / "away")
-    wait_until(lambda: first.match(KEYS).blocks == 0, "the session is cut")
-    (site.keys / "away").rename(allowed)
-    wait_until(lambda: first.match(KEYS).blocks == 4, "its blocks are back with its key", 60)
-
-
 def knock(port: int, data: bytes) -> None:
     """Send bytes to the TCP port and wait until it hangs up or says nothing for a moment."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
@@ -119,9 +108,6 @@ def test_garbage_and_truncated_handshakes(site: Site, remote: Daemon) -> None:
 def _stats(daemon: Daemon) -> dict[str, Any]:
     with Client.connect(daemon.run_dir, map_arena=False) as client:
         return client.stats()
-
-
-# --- key files and settings ------------------------------------------------------------------------
 
 
 # --- the group -------------------------------------------------------------------------------------
@@ -193,22 +179,9 @@ def test_a_false_daemon_in_a_folder_for_all_users(start_daemon: Callable[..., Da
     try:
         assert "it may be no daemon of ours" in outcome(str(link))
         late = Daemon("--arena", "16MiB", run_dir=str(link))
-        assert late.launch().wait(60) != 0
+        assert late.launch().status() != 0
         assert "is another user's symbolic link" in late.log()
         late.close()
     finally:
         link.unlink()
         os.chown(daemon.run_dir, 0, -1)
-
-
-def test_keys_that_all_users_could_add_to(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    make_server(keys)
-    assert keys.stat().st_mode & 0o777 == 0o700
-    (keys / "clients").chmod(0o777)
-    daemon = Daemon("--arena", "16MiB", "--listen", "tcp://127.0.0.1:1", "--curve-keys", str(keys))
-    try:
-        assert daemon.launch().wait(60) != 0
-        assert "chmod o-w" in daemon.log()
-    finally:
-        daemon.close()

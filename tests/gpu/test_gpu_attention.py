@@ -8,17 +8,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
-from attention_cases import (
-    CASES,
-    DECODES,
-    WRITES,
-    AttentionCase,
-    WriteCase,
-    check_attention,
-    check_encoding,
-    check_padding,
-    check_write,
-)
+from attention_cases import *  # noqa: F403 - the tests
+from attention_cases import DECODES, AttentionCase, check_attention
 
 from tiercache.kernels.kv_formats import FORMATS, BlockFormat
 
@@ -53,25 +44,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE, *SHAPES], ids=lambda case: case.name)
-def test_writes_and_attention_equal_the_twins(case: AttentionCase, device: str) -> None:
+@pytest.mark.parametrize("case", [*LARGE, *SHAPES], ids=lambda case: case.name)
+def test_larger_writes_and_attention_equal_the_twins(case: AttentionCase, device: str) -> None:
     check_attention(case, device)
-
-
-def test_segments_without_tokens_get_zeros(device: str) -> None:
-    check_padding(device)
-
-
-@pytest.mark.parametrize("case", WRITES, ids=lambda case: case.name)
-def test_writes_equal_the_twin(case: WriteCase, device: str) -> None:
-    check_write(case, device)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("spread", [0.0, 2.0])
-@pytest.mark.parametrize("name", FORMATS)
-def test_records_equal_the_twin(name: str, spread: float, seed: int, device: str) -> None:
-    check_encoding(name, device, spread, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -18,12 +16,11 @@ pytest.importorskip("triton")
 import torch
 from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, layers_of, segments_of
 
-from tiercache.copies import cuda_driver
 from tiercache.copies.copy_plan import Method
 from tiercache.copies.cuda import CudaCopier
 from tiercache.copies.cuda_lane import CudaCopy
 from tiercache.copies.host_memory import HostMemory, process_memory
-from tiercache.errors import ArenaError, LayoutError
+from tiercache.errors import ArenaError
 from tiercache.kernels.block_copy import gather_blocks_reference
 
 pytestmark = pytest.mark.gpu
@@ -52,16 +49,6 @@ def test_blocks_go_out_and_come_back(pool: str, method: Method | None, device: s
 
 def test_the_transfer_layer_copies_in_steps(device: str, arenas: list[Arena]) -> None:
     arenas.append(check_transfer_layer(device, process_memory))
-
-
-def test_adjacent_blocks_go_as_one_run_over_chunk_borders(device: str, arenas: list[Arena]) -> None:
-    layers = layers_of((64, 2, 16, 8, 128), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(64, segments[0][2], chunk_bytes=(1 << 20) - 4096)
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 64, memory=arena.memory)
-    assert copier.copy_out(range(64), arena.addresses(list(range(64)))).wait(WAIT_S)
-    assert (arena.bytes == layers[0].view(torch.uint8).reshape(64, -1).cpu().numpy()).all()
 
 
 @pytest.mark.parametrize("pool", ["block-first, 64 KiB", "layer-first, 4 KiB pieces"])
@@ -100,61 +87,6 @@ def test_a_store_waits_for_the_kernels_before_it(method: Method, device: str, ar
     assert (arena.bytes == 0x3C).all()
 
 
-def test_a_load_waits_for_the_kernels_before_it(device: str, arenas: list[Arena]) -> None:
-    """A kernel in flight still writes the block's old content; the loaded one comes after."""
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2])
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    compute = torch.cuda.Stream(device)
-    work = torch.ones(4096, 4096, device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(compute):
-        for _ in range(200):
-            work = (work @ work).clamp_(0, 1)
-        layers[0].zero_()
-        copy = copier.copy_in(arena.addresses(list(range(16))), range(16))
-    assert copy.wait(WAIT_S)
-    assert bool((layers[0].view(torch.uint8) == GUARD).all())
-
-
-def test_a_copy_returns_before_it_is_done(device: str, arenas: list[Arena]) -> None:
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2])
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    compute = torch.cuda.Stream(device)
-    with torch.cuda.stream(compute):
-        torch.cuda._sleep(int(2e9))  # about a second of clock cycles
-        copy = copier.copy_out(range(16), arena.addresses(list(range(16))))
-    assert not copy.done()
-    assert not copier.idle()
-    with pytest.raises(ArenaError, match="still in use"):
-        copy.wait(0.0)
-    assert copy.wait(WAIT_S)
-    assert copy.done()
-
-
-def test_loads_and_stores_overlap_in_time(device: str, arenas: list[Arena]) -> None:
-    """A store that waits for compute does not hold a load back."""
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2])
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    idle = copier.mark()
-    compute = torch.cuda.Stream(device)
-    with torch.cuda.stream(compute):
-        torch.cuda._sleep(int(2e9))
-        store = copier.copy_out([0], arena.addresses([0]))
-    load = copier.copy_in(arena.addresses([1]), [1], idle)
-    assert load.wait(WAIT_S)
-    assert not store.done()
-    assert store.wait(WAIT_S)
-
-
 def test_a_copy_that_the_driver_refuses_fails_without_harm(device: str, arenas: list[Arena]) -> None:
     """A range that leaves its device allocation: an error in words, and the next copy works."""
     torch.cuda.empty_cache()  # so that the pool is an allocation of its own
@@ -173,19 +105,6 @@ def test_a_copy_that_the_driver_refuses_fails_without_harm(device: str, arenas: 
     assert (arena.bytes[0, :length] == layers[0][1].view(torch.uint8).cpu().numpy()).all()
 
 
-def test_ids_that_are_not_in_the_pool_are_refused(device: str, arenas: list[Arena]) -> None:
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(2, segments[0][2])
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    with pytest.raises(LayoutError, match="pool of 16"):
-        copier.copy_out([16], arena.addresses([0]))
-    with pytest.raises(LayoutError, match="repeated"):
-        copier.copy_in(arena.addresses([0, 1]), [3, 3])
-    assert copier.copy_out([], []).done()
-
-
 def test_registering_twice_fails_and_leaves_no_error_behind(device: str) -> None:
     """A failure of the runtime's own call would come back from the next kernel launch."""
     memory = pages(1 << 20)
@@ -199,75 +118,6 @@ def test_registering_twice_fails_and_leaves_no_error_behind(device: str) -> None
     second.register(memory.ctypes.data, memory.nbytes)
     assert second.registered.mapped_in_place
     second.unregister(memory.ctypes.data)
-
-
-def test_memory_that_is_not_mapped_cannot_be_registered(device: str) -> None:
-    with pytest.raises(ArenaError, match="cannot be registered with CUDA"):
-        HostMemory().register(1 << 20, 1 << 20)
-
-
-def test_the_module_registers_for_the_whole_process(device: str) -> None:
-    memory = pages(1 << 20)
-    torch.cuda.init()
-    process_memory.register(memory.ctypes.data, memory.nbytes)
-    try:
-        seen = torch.from_numpy(memory)
-        assert seen.is_pinned()
-    finally:
-        process_memory.unregister(memory.ctypes.data)
-    assert not torch.from_numpy(memory).is_pinned()
-
-
-def test_copies_from_a_thread_that_never_used_cuda(device: str, arenas: list[Arena]) -> None:
-    """The transfer layer copies from its own threads, where no context is current at first."""
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2], registered=False)
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, memory=arena.memory)
-    mark = copier.mark()
-    outcome: list[object] = []
-
-    def work() -> None:
-        arena.memory.register(arena.bytes.ctypes.data, arena.bytes.nbytes)
-        outcome.append(copier.copy_out(range(16), arena.addresses(list(range(16))), mark).wait(WAIT_S))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(2 * WAIT_S)
-    assert outcome == [True]
-    assert (arena.bytes == layers[0].view(torch.uint8).reshape(16, -1).cpu().numpy()).all()
-
-
-def test_many_small_copies_in_flight_all_arrive(device: str, arenas: list[Arena]) -> None:
-    """Staging rows are used again and again while copies queue up behind each other."""
-    shape, count, axis = POOLS["layer-first, 4 KiB pieces"]
-    layers = layers_of(shape, count, device)
-    segments = segments_of(layers, axis)
-    block_bytes = sum(length for _, _, length in segments)
-    arena = Arena(24 * 8, block_bytes)
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 24, method=Method.STAGED, staging_bytes=2 * block_bytes, memory=arena.memory)
-    shuffle = random.Random(9)
-    expected = gather_blocks_reference(layers, range(24), axis).cpu().numpy()
-    orders = [shuffle.sample(range(24), 24) for _ in range(8)]
-    copies = [
-        copier.copy_out(order, arena.addresses(list(range(24 * turn, 24 * turn + 24))))
-        for turn, order in enumerate(orders)
-    ]
-    deadline = time.monotonic() + WAIT_S
-    for copy in copies:
-        assert copy.wait(max(0.0, deadline - time.monotonic()))
-    for turn, order in enumerate(orders):
-        assert (arena.bytes[24 * turn : 24 * turn + 24, :block_bytes] == expected[order]).all()
-
-
-def test_the_driver_batches_where_it_is_new_enough(device: str) -> None:
-    found = cuda_driver.driver()
-    assert found is not None
-    version = ctypes.c_int()
-    assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0
-    assert found.batches == (version.value >= 12080)
 
 
 def test_registering_and_waiting_in_a_thread_do_not_spoil_a_capture(device: str) -> None:

@@ -106,24 +106,6 @@ def test_what_cannot_be_captured_runs_kernel_by_kernel(
     assert len([record for record in caplog.records if "without CUDA graphs" in record.message]) == 1
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2", "int8", "int4"])
-def test_quantised_blocks_are_what_the_torch_path_makes_of_them(
-    kv_cache_dtype: str, llama: Path, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tiercache.engine import attention
-    from tiercache.engine.torch_attention import TorchPass
-
-    settings = settings_for(device, kv_cache_dtype=kv_cache_dtype)
-    with Engine(llama, settings) as engine:
-        [by_kernels] = engine.generate([PROMPT], GREEDY)
-        again = [output.tokens for output in engine.generate([PROMPT, PROMPT], GREEDY)]
-    monkeypatch.setattr(attention, "_pass_over", TorchPass)
-    with Engine(llama, settings) as engine:
-        [by_torch] = engine.generate([PROMPT], GREEDY)
-    assert by_kernels.tokens == by_torch.tokens
-    assert again == [by_kernels.tokens] * 2
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_new_engine_loads_what_the_first_one_computed(
     dtype: str, llama: Path, device: str, daemon: tiercache.LaunchedDaemon

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.ground import histograms as metrics
 from tiercache.ground.histograms import (
     NANOSECONDS,
     LatencyHistogram,
@@ -60,7 +57,3 @@ def test_nothing_seen_and_clocks_that_step() -> None:
     assert latency.percentile(1) == 1 << 60
     with pytest.raises(ValueError, match="0 to 1"):
         latency.percentile(99)
-
-
-def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(metrics).failed == 0

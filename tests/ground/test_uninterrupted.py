@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +20,6 @@ import tiercache
 from tiercache.client.channel import Channel
 from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.errors import CallInterrupted
-from tiercache.ground import forks
 from tiercache.ground import uninterrupted as module
 from tiercache.ground.uninterrupted import interrupted, uninterrupted
 
@@ -76,44 +70,6 @@ def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handler
         assert len(calls) == 2
 
 
-def test_what_the_call_was_given_goes_with_the_error() -> None:
-    """And not only with the next garbage collection: a match that is not loaded ends with its last reference."""
-
-    class Given:
-        pass
-
-    def call(given: object) -> None:
-        uninterrupted(lambda: (given, signal.raise_signal(signal.SIGINT), interrupted()))
-
-    given = Given()
-    alive = weakref.ref(given)
-    gc.disable()
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            call(given)
-        del given
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-def test_a_handler_may_call_and_be_interrupted_itself() -> None:
-    def nested(number: int, frame: Any) -> None:
-        uninterrupted(lambda: signal.raise_signal(signal.SIGINT))
-        pytest.fail("the inner call's signal is raised when that is over")
-
-    ended: list[bool] = []
-    with handling(signal.SIGUSR1, nested):
-
-        def work() -> None:
-            signal.raise_signal(signal.SIGUSR1)
-            ended.append(interrupted())
-
-        with pytest.raises(KeyboardInterrupt):
-            uninterrupted(work)
-        assert ended == [True]
-
-
 def test_only_the_calls_own_thread_handles_signals() -> None:
     def work() -> list[bool]:
         signal.raise_signal(signal.SIGINT)
@@ -133,53 +89,6 @@ def test_only_the_calls_own_thread_handles_signals() -> None:
     thread.join()
     assert results == [1]
     assert not interrupted()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_forked_after_a_handler_has_raised_forgets_all() -> None:
-    """The error belongs to the parent. Raised in the child it would stop the child from dropping the rest."""
-
-    class Owner:
-        forgotten = False
-
-        def forget_in_child(self) -> None:
-            self.forgotten = True
-
-    owner = Owner()
-    forks.watch(owner)
-    statuses: list[int] = []
-
-    def work() -> None:
-        signal.raise_signal(signal.SIGINT)
-        assert interrupted()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if owner.forgotten and not interrupted() else 1)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    with pytest.raises(KeyboardInterrupt):
-        uninterrupted(work)
-    assert statuses == [0]
-
-
-def test_at_the_very_end_and_where_handlers_cannot_be_set_it_is_only_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = """
-from tiercache.ground.uninterrupted import uninterrupted
-assert uninterrupted(lambda: 1) == 1
-class Last:
-    def __del__(self):
-        print(uninterrupted(lambda: "done"), flush=True)
-last = Last()
-"""
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
-    assert done.stdout == "done\n"
-    # The interpreter's own main thread is another than `threading` believes where a program embeds Python.
-    monkeypatch.setattr(module, "_is_main", lambda: True)
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(uninterrupted(lambda: 1)))
-    thread.start()
-    thread.join()
-    assert results == [1]
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Cases of the attention and KV write kernels, for the interpreter and for a GPU alike."""
+"""Tests of the attention and KV write kernels, for the interpreter and a GPU alike: who imports them has `device`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tiercache.kernels import kv_write, tile_shapes
@@ -69,6 +70,21 @@ CASES = [
         )
     ),
 ]
+
+
+OFTEN = {
+    "decode, split",
+    "window, split",
+    "all options, split",
+    "one KV head, odd group",
+    "no groups, block of 5",
+    "bfloat16",
+    "int8, grouped heads",
+    "int4, odd sizes",
+    "fp8_e5m2, decode, window, split",
+}
+"""Of what is alike, one case in the first ring."""
+assert {case.name for case in CASES} >= OFTEN
 
 
 class Batch(NamedTuple):
@@ -168,12 +184,8 @@ def write(batch: Batch) -> None:
     kv_write.write_tokens(batch.kv.tails, LAYER, batch.slots, batch.key, batch.value)
 
 
-def check_attention(case: AttentionCase, device: str) -> None:
-    """What the kernels write is the twin's, byte for byte; what they compute from it is so within rounding."""
-    batch = batch_of(case, device)
-    write(batch)
-    as_bytes = (batch.kv.pool.cpu().view(torch.uint8), batch.written.view(torch.uint8))
-    assert torch.equal(*as_bytes)
+def launch(batch: Batch, case: AttentionCase, device: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Run the kernel; its queries, what it makes of them, and the options for its twin."""
     generator = torch.Generator().manual_seed(3)
     count = batch.key.shape[1]
     query = torch.randn(count, case.heads, case.head_dim, generator=generator).to(device, case.dtype).transpose(0, 1)
@@ -185,32 +197,35 @@ def check_attention(case: AttentionCase, device: str) -> None:
     lengths = [(number, end - start) for number, (start, end) in enumerate(case.segments)]
     tiles = torch.tensor(tile_shapes.tiles_of(lengths, shape.rows // group), dtype=torch.int32, device=device)
     out = torch.full((count, case.heads, case.head_dim), float("nan"), dtype=case.dtype, device=device)
-    options: dict[str, Any] = {
-        "scale": case.head_dim**-0.5,
-        "window": case.window,
-        "softcap": case.softcap,
-        "sinks": sinks,
-    }
-    attention.paged_attention(
-        query,
-        batch.kv,
-        batch.segments,
-        batch.tables,
-        tiles,
-        out,
-        layer=LAYER,
-        shape=shape,
-        splits=case.splits,
-        **options,
-    )
+    options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+    rest = {**options, "layer": LAYER, "shape": shape, "splits": case.splits}
+    attention.paged_attention(query, batch.kv, batch.segments, batch.tables, tiles, out, **rest)
+    return query, out, options
+
+
+def check_attention(case: AttentionCase, device: str) -> None:
+    """What the kernels write is the twin's, byte for byte; what they compute from it is so within rounding."""
+    batch = batch_of(case, device)
+    write(batch)
+    as_bytes = (batch.kv.pool.cpu().view(torch.uint8), batch.written.view(torch.uint8))
+    assert torch.equal(*as_bytes)
+    query, out, options = launch(batch, case, device)
     starts = [start for start, _ in case.segments]
     expected = attention.paged_attention_reference(query, *batch.read, starts, **options)
     worst = (out.float() - expected).abs().max().item()
     assert worst <= TOLERANCE[case.dtype], f"off by {worst}"
 
 
-def check_padding(device: str) -> None:
-    """A segment without tokens gets zeros, and the rows of others are left alone."""
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in OFTEN else pytest.mark.stress) for case in CASES],
+)
+def test_writes_and_attention_equal_the_twins(case: AttentionCase, device: str) -> None:
+    check_attention(case, device)
+
+
+def test_segments_without_tokens_get_zeros(device: str) -> None:
+    """And the rows of others are left alone."""
     batch = batch_of(CASES[1], device)
     write(batch)
     batch.segments[1] = torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32)
@@ -253,7 +268,8 @@ WRITES = [
 ]
 
 
-def check_write(case: WriteCase, device: str) -> None:
+@pytest.mark.parametrize("case", WRITES, ids=lambda case: case.name)
+def test_writes_equal_the_twin(case: WriteCase, device: str) -> None:
     """The pool is the twin's, byte for byte, what was not written included."""
     generator = torch.Generator().manual_seed(4)
     shape = (6, 3, 2, case.block, case.kv_heads, case.head_dim)
@@ -271,9 +287,11 @@ def check_write(case: WriteCase, device: str) -> None:
     assert not torch.equal(pool, before)
 
 
-def check_encoding(name: str, device: str, spread: float, seed: int) -> None:
-    """Records of drawn blocks equal the twin's: zeros, ties of rounding, tiny and huge numbers, outliers."""
-    generator = torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.stress), 2.0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_records_equal_the_twin(name: str, spread: float, device: str) -> None:
+    """Of zeros, ties of rounding, tiny and huge numbers, outliers."""
+    generator = torch.Generator().manual_seed(1)
     block_format = BlockFormat(name, 16, 2, 32)
     content = torch.randn(2, 6, 16, 2, 32, generator=generator)
     content *= torch.exp(spread * torch.randn(content.shape, generator=generator))

@@ -1,13 +1,16 @@
-"""Cases for the block copy kernels, shared by the interpreter's tests and those on a GPU.
+"""Tests of the block copy kernels, for the interpreter and for a GPU alike: who imports them has `device`.
 
-Each check copies real bytes both ways and compares them with the plain torch twin.
+Each check copies real bytes and compares them with the plain torch twin.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tiercache.kernels.block_copy import (
     PoolTable,
@@ -103,24 +106,38 @@ def check_scatter(case: PoolCase, ids: list[int], device: str, programs: int = 0
     assert torch.equal(frames, source)
 
 
-def check_round_trip(case: PoolCase, device: str) -> None:
-    """Blocks gathered, lost and scattered to other places come back byte for byte."""
-    layers = case.make(device)
-    table = PoolTable.from_layers(layers, case.block_axis)
-    every = list(range(table.num_blocks))
-    frames = torch.empty((table.num_blocks, table.block_bytes), dtype=torch.uint8, device=device)
-    gather_blocks(table, every, frames)
-    kept = frames.clone()
-    for layer in layers:
-        layer.zero_()
-    moved = every[1:] + every[:1]
-    scatter_blocks(table, moved, frames)
-    back = torch.empty_like(frames)
-    gather_blocks(table, moved, back)
-    assert torch.equal(back, kept)
+def check_copies(case: PoolCase, device: str) -> None:
+    count = case.shape[case.block_axis]
+    for ids in block_lists(count):
+        check_gather(case, ids, device)
+        check_scatter(case, ids, device)
+    check_gather(case, [count - 1, 0, count - 1], device)  # a gather may repeat a block
 
 
-def check_repeated_sources(device: str) -> None:
-    """A gather may name a block more than once."""
-    case = POOLS[0]
-    check_gather(case, [3, 3, 0, 3], device)
+@pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
+def test_copies_equal_the_twins(case: PoolCase, device: str) -> None:
+    check_copies(case, device)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 64])
+def test_any_number_of_programs_shares_the_work(programs: int, device: str) -> None:
+    check_gather(POOLS[3], [2, 0], device, programs)
+    check_scatter(POOLS[6], [2, 0], device, programs)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    layers=st.integers(1, 3),
+    blocks=st.integers(1, 5),
+    tail=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    block_axis=st.integers(0, 1),
+    data=st.data(),
+)
+def test_any_shape(
+    device: str, dtype: torch.dtype, layers: int, blocks: int, tail: list[int], block_axis: int, data: st.DataObject
+) -> None:
+    shape = (2, blocks, *tail) if block_axis else (blocks, *tail)
+    case = PoolCase("drawn", shape, dtype, layers, block_axis)
+    check_gather(case, data.draw(st.lists(st.integers(0, blocks - 1), max_size=4)), device)
+    check_scatter(case, data.draw(st.lists(st.integers(0, blocks - 1), max_size=4, unique=True)), device)

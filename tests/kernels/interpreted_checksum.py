@@ -1,7 +1,7 @@
-"""The kernel in Triton's interpreter.
+"""The checksum kernel in Triton's interpreter.
 
 Not collected by itself: TRITON_INTERPRET=1 must be set before the kernel is decorated, so
-`test_checksum.py` runs this file in a process of its own.
+`test_kernels_interpreted.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
-from checksum_cases import LENGTHS, check_kernel
 
-from tiercache.kernels.checksum import lane_sums
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernels_interpreted.py, with TRITON_INTERPRET=1"
+
+from checksum_cases import *  # noqa: E402, F403 - the tests
 
 pytestmark = pytest.mark.kernels
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_checksum.py, with TRITON_INTERPRET=1"
 
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_kernel_twin_and_numpy_agree(length: int) -> None:
-    check_kernel(length, "cpu")
-
-
-def test_no_blocks_are_no_sums() -> None:
-    assert lane_sums(torch.zeros(0, dtype=torch.int64), 4096).tolist() == []
+@pytest.fixture
+def device() -> str:
+    return "cpu"

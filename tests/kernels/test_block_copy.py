@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,55 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from tiercache.kernels import block_copy  # noqa: E402
 
 pytestmark = pytest.mark.kernels
-
-SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""What one program may use, by compute capability."""
-
-
-def compiled(capability: int, align: int, gather: bool) -> Any:
-    """The kernel as it would run on a GPU of this capability; needs no GPU."""
-    constants = block_copy.kernel_constants(align, block_copy.CHUNK_BYTES, gather)
-    tables = dict.fromkeys(("bases", "strides", "lengths", "offsets", "block_ids", "frames"), "*i64")
-    counts = dict.fromkeys(("items", "segments", "chunks"), "i32")
-    signature = tables | counts | dict.fromkeys(constants, "constexpr")
-    places = list(signature)
-    return triton.compile(
-        ASTSource(
-            block_copy._copy_blocks,
-            signature,
-            constexprs={(places.index(name),): value for name, value in constants.items()},
-        ),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": block_copy.NUM_WARPS},
-    )
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("gather", [True, False], ids=["gather", "scatter"])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_aligned_blocks_move_16_bytes_at_a_time(capability: int, gather: bool) -> None:
-    kernel = compiled(capability, align=16, gather=gather)
-    vectors = r"{}\.global\.(?:v2\.b64|v4\.b32)"
-    threads = block_copy.NUM_WARPS * 32
-    # Every byte of the chunk goes through a 16-byte access: none is left to narrow ones.
-    assert len(re.findall(vectors.format("ld"), kernel.asm["ptx"])) == block_copy.CHUNK_BYTES // 16 // threads
-    assert len(re.findall(vectors.format("st"), kernel.asm["ptx"])) == block_copy.CHUNK_BYTES // 16 // threads
-    assert kernel.metadata.shared <= SHARED_MEMORY_BYTES[capability]
-    assert len(kernel.asm["cubin"]) > 0
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("align", "bits"), [(8, 64), (4, 32), (2, 16), (1, 8)])
-def test_unaligned_blocks_never_use_a_wider_access(align: int, bits: int) -> None:
-    ptx = compiled(90, align, gather=True).asm["ptx"]
-    assert re.findall(r"st\.global\.(\w+)", ptx) == [f"b{bits}"] * len(re.findall(r"st\.global", ptx))
-    assert "st.global.v" not in ptx
 
 
 def pool(blocks: int = 4, width: int = 8) -> tuple[Any, Any]:
@@ -74,11 +28,6 @@ def test_a_table_says_where_each_piece_is() -> None:
     assert table.strides.tolist() == [24] * 4
     assert table.offsets.tolist() == [0, 24, 48, 72]
     assert (table.num_blocks, table.block_bytes, table.align_bytes) == (5, 96, 8)
-
-
-def test_a_block_may_be_dense_in_another_order_than_its_axes() -> None:
-    heads_first = torch.zeros(5, 2, 16, 8).transpose(1, 2)
-    assert block_copy.PoolTable.from_layers([heads_first]).lengths.tolist() == [2 * 16 * 8 * 4]
 
 
 def test_a_block_with_holes_is_refused() -> None:
@@ -127,13 +76,3 @@ def test_frames_that_do_not_fit_are_refused(frames: Any, text: str) -> None:
 def test_segments_that_make_no_pool_are_refused(rows: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         block_copy.PoolTable.from_segments(*rows, device="cpu")
-
-
-def test_the_twin_gives_known_bytes() -> None:
-    pairs, singles = torch.arange(12, dtype=torch.uint8), torch.arange(100, 106, dtype=torch.uint8)
-    layers = [pairs.reshape(2, 3, 2), singles.reshape(2, 3, 1)]
-    rows = block_copy.gather_blocks_reference(layers, [2, 0], block_axis=1)
-    assert rows.tolist() == [[4, 5, 10, 11, 102, 105], [0, 1, 6, 7, 100, 103]]
-    block_copy.scatter_blocks_reference(layers, [1, 2], rows, block_axis=1)
-    assert layers[0].tolist() == [[[0, 1], [4, 5], [0, 1]], [[6, 7], [10, 11], [6, 7]]]
-    assert layers[1].flatten().tolist() == [100, 102, 100, 103, 105, 103]

@@ -74,20 +74,6 @@ def test_every_fp8_code_is_read_as_torch_reads_it(name: str) -> None:
     assert torch.equal(form.decode(record, torch.float32)[0].view(-1)[finite], native[finite] * 0.25)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "head_dim", "most"),
-    [
-        ("fp8_e4m3", 16, 64, 8.04),
-        ("fp8_e5m2", 16, 64, 8.04),
-        ("int8", 16, 64, 8.63),
-        ("int4", 16, 64, 4.79),
-        ("int4", 32, 128, 4.51),
-    ],
-)
-def test_bits_for_each_number(name: str, size: int, head_dim: int, most: float) -> None:
-    assert 8 * BlockFormat(name, size, 8, head_dim).record_bytes / (2 * size * 8 * head_dim) <= most
-
-
 def test_a_format_that_does_not_fit_says_so() -> None:
     with pytest.raises(ValueError, match="int4 needs an even head_dim, not 5"):
         BlockFormat("int4", 16, 2, 5)

@@ -7,6 +7,7 @@ without it nothing happens.
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -47,6 +48,8 @@ def install(seed: str) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGPROF, stop_main)
         signal.setitimer(signal.ITIMER_PROF, rng.uniform(*MAIN_EVERY_S))
+        # At its very end the interpreter takes its handlers away, and the signal would kill the process.
+        atexit.register(signal.signal, signal.SIGPROF, signal.SIG_IGN)
 
 
 if (seed := os.environ.get("PAUSES")) and "pip" not in sys.argv[:1]:

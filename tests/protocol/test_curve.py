@@ -8,7 +8,7 @@ import pytest
 
 from tiercache.client.client import Client
 from tiercache.errors import ConfigError
-from tiercache.protocol.curve import ClientKeys, load_allowed, load_client, make_client, make_server
+from tiercache.protocol.curve import ClientKeys, load_allowed, load_client, load_server, make_client, make_server
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def test_key_files_of_the_wrong_form_say_what_to_do(keys: Path, tmp_path: Path) 
         return str(error.value)
 
     text = good.read_text()
-    assert "chmod 0600" in problem(text, 0o644)
+    assert "chmod 0600" in problem(text, 0o640)
+    assert "chmod 0600" in problem(text, 0o604)
     assert "no key file" in problem("-----BEGIN CERTIFICATE-----")
     assert "no key file" in problem("public_key = 5")
     assert "no key file" in problem("\x00\xff")
@@ -77,3 +78,12 @@ def test_keys_are_never_overwritten(keys: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="letters"):
         make_client(keys, "../x", tmp_path / "x.toml")
     assert (tmp_path / "team-a.toml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("folder", [".", "clients"])
+def test_keys_that_all_users_could_add_to_are_refused(keys: Path, folder: str) -> None:
+    assert keys.stat().st_mode & 0o777 == 0o700
+    load_server(keys)
+    (keys / folder).chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        load_server(keys)

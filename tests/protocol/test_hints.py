@@ -14,7 +14,7 @@ from tiercache.protocol.messages import MAX_HINT_MS, Priority
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["return_in_s", "ttl_s"])
 def test_a_time_is_a_positive_number(name: str, seconds: float) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"{name} is"):
         Hint(**{name: seconds})  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ import re
 import struct
 
 import msgpack
+import pytest
 from raw_client import ROOT, content_id, next_key, root_key
 
 
@@ -107,3 +108,18 @@ def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
             assert re.findall(r"`([a-z_]+)` \(", row[1]) == own, tag
     for code in messages.ErrorCode:
         assert f"| `{code.value}`" in _section("Error codes")
+
+
+def test_keys_do_not_depend_on_the_pieces_in_which_tokens_come() -> None:
+    from tiercache.protocol.keys import KeyChain
+
+    root, tokens = root_key("demo"), list(range(40))
+    whole = KeyChain(root, 4, tokens)
+    for step in (1, 3, 4, 7):
+        pieces = KeyChain(root, 4)
+        became_full = [pieces.extend(tokens[at : at + step]) for at in range(0, 40, step)]
+        assert sum(became_full) == len(pieces) == 10
+        assert pieces.packed() == whole.packed()
+    for token in (-1, 1 << 32):
+        with pytest.raises(ValueError, match="token ids must be 0 to 4294967295"):
+            whole.extend([token])

@@ -45,54 +45,6 @@ def test_prompts_of_several_stores_are_kept_alike(
     plays_as_the_daemon(its, POLICIES, conversations(dram + headroom, 150))
 
 
-class Naive:
-    """Leaf LRU in the plainest way: keys with the time of their last use."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self.used: dict[bytes, int] = {}
-        self.parent: dict[bytes, bytes] = {}
-        self.clock = 0
-
-    def touch(self, key: bytes) -> None:
-        self.clock += 1
-        self.used[key] = self.clock
-
-    def evict(self, keep: bytes) -> bool:
-        leaves = set(self.used) - {self.parent.get(key, b"") for key in self.used} - {keep}
-        if not leaves:
-            return False
-        coldest = min(leaves, key=lambda key: self.used[key])
-        stamp, above = self.used.pop(coldest), self.parent.get(coldest, b"")
-        if above in self.used:
-            self.used[above] = max(self.used[above], stamp)
-        return True
-
-    def play(self, keys: bytes) -> int:
-        chain = [keys[at : at + 16] for at in range(0, len(keys), 16)]
-        self.parent.update(zip(chain[1:], chain, strict=False))
-        found = next((number for number, key in enumerate(chain) if key not in self.used), len(chain))
-        if found:
-            self.touch(chain[found - 1])
-        for at in range(found, len(chain)):
-            if len(self.used) == self.blocks and not self.evict(chain[at - 1] if at else b""):
-                break
-            self.touch(chain[at])
-        return found
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_dram_alone_is_what_a_naive_model_says(seed: int) -> None:
-    """Hits may differ by a few: within 64 stamps the daemon's order is that of arrival, for the sake of speed."""
-    fast, naive, hits, naive_hits = FastCache(sizes(25, 0)), Naive(25), 0, 0
-    fast.declare(1, SPEC)
-    for request in conversations(seed):
-        hits += fast.play(request).dram
-        naive_hits += naive.play(request.keys)
-    assert naive_hits > 0
-    assert abs(hits - naive_hits) <= 0.05 * naive_hits
-
-
 def test_a_prompt_longer_than_dram_keeps_its_beginning() -> None:
     for engine in (Simulation(sizes(4, 0), {1: SPEC}), FastCache(sizes(4, 0))):
         engine.declare(1, SPEC)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from replayed_prompts import SPEC, ask, keys_of, sizes
 
@@ -78,29 +79,16 @@ def test_a_look_at_what_another_daemon_had_stores_it() -> None:
     assert play.here(5, 6, 7, 8) == (4, 0), "stored below a block that is there"
 
 
+def test_a_namespace_for_dram_alone_is_not_written_below() -> None:
+    spec = msgspec.structs.replace(SPEC, extra={"tiers": "dram"})
+    simulation = Simulation(sizes(4, 40), {1: spec})
+    for number in range(3):
+        simulation.play(ask(10.0 * number, [10 * number + 1, 10 * number + 2]))
+    assert [len(found) for found in simulation.resident(1)] == [4, 0]
+    assert simulation.tallies().nvme_written == 0
+
+
 # --- hints -------------------------------------------------------------------------------------------
-
-
-def test_a_session_that_is_done_leaves_both_tiers_first() -> None:
-    play = Play(dram=8, nvme=16)
-    play.ask(1, 1, 1, 1)
-    play.ask(2, 2, 2, 2)
-    play.say(2, 2, 2, 2, done=True)
-    for number in range(10, 15):
-        play.ask(number, number)
-    assert play.here(2, 2, 2, 2) == (0, 1), "18 blocks in 16 places, of which one is kept free"
-    assert play.here(1, 1, 1, 1)[1] == 4, "though the chain is older"
-
-
-def test_what_is_of_no_use_any_more_leaves_both_tiers() -> None:
-    play = Play(dram=8, nvme=16)
-    play.ask(1, 1, 1)
-    play.say(1, 1, 1, ttl_s=30.0)
-    play.ask(2, 2, 2)
-    assert play.here(1, 1, 1) == (3, 3)
-    play.tick(40.0)
-    assert (play.here(1, 1, 1), play.here(2, 2, 2)) == ((0, 0), (3, 3))
-    assert play.ask(1, 1, 1) == Outcome(0, 0)
 
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
