@@ -26,7 +26,7 @@ def in_first_ring(machine: type[RuleBasedStateMachine], examples: int = 25, step
 
 
 def in_stress(machine: type[RuleBasedStateMachine], examples: int = 400, steps: int = 120) -> Any:
-    """The test case of a machine for `make stress`. On a busy machine it may take ten times as long as on a quiet one."""
+    """The test case of a machine for `make stress`. A busy machine may take ten times as long as a quiet one."""
     longer: Any = type(f"{machine.__name__}ForLong", (machine,), {})  # a machine has one test case
     same = not os.environ.get("RANDOM_EXAMPLES")
     how = settings(_COMMON, derandomize=same, max_examples=examples, stateful_step_count=steps)
