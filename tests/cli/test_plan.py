@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,23 +50,6 @@ def test_load_or_compute(plan: Plan) -> None:
     assert one["compute_s"] == pytest.approx(load_model("Llama-3.1-8B").prefill_flops(8192) / 50e12)
     assert (one["bytes"], one["dram_s"], one["nvme_s"]) == (1 << 30, (1 << 30) / 5e9, (1 << 30) / 1e9)
     assert one["break_even_bytes_per_s"] * one["compute_s"] == pytest.approx(1 << 30)
-
-
-def test_a_shared_store(plan: Plan) -> None:
-    line = "Llama-3.1-8B --tflops 100 --shared 2TiB --tokens-per-s 1000 --shared-bandwidth 8Gbit/s"
-    far = f"{line} --shared-round-trip 250ms"
-    found = plan(f"{far} --length 8192")
-    tier = found["tiers"][-1]
-    assert (tier["tier"], tier["blocks"], tier["tokens"], tier["holds_s"]) == ("shared", 1 << 20, 1 << 24, 16777.216)
-    assert found["sequences"][0]["in_shared"] == 2048
-    assert found["loads"][0]["shared_s"] == pytest.approx((1 << 30) / 1e9 + 2 * 0.25)
-    assert (found["shared"]["bytes_per_s"], found["shared"]["round_trip_s"]) == (10**9, 0.25)
-    pays = found["shared"]["pays_from_tokens"]
-    short, enough = plan(f"{far} --length {pays - 16} --length {pays}")["loads"]
-    assert short["shared_s"] >= short["compute_s"]
-    assert enough["shared_s"] < enough["compute_s"]
-    assert 0 < plan(f"{line} --shared-round-trip 0.5ms")["shared"]["pays_from_tokens"] < pays
-    assert plan("Llama-3.1-8B")["shared"] is None
 
 
 def test_a_model_with_states(plan: Plan, run: Run) -> None:
@@ -118,11 +100,6 @@ def test_a_model_with_states(plan: Plan, run: Run) -> None:
 )
 def test_what_cannot_be_planned_is_one_line(run: Run, line: str, words: list[str]) -> None:
     assert_refused(run("plan", *line.split()), *words)
-
-
-def test_the_configuration_of_a_model_is_read_from_its_folder(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert_refused(run("plan", tmp_path), "num_attention_heads", "config.json of a decoder")
 
 
 def test_every_known_model_can_be_planned_and_gpus_have_figures_of_a_kind(plan: Plan) -> None:

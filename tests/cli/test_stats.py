@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from command_line import COMMAND, DEADLINE_S, Run, assert_refused
-from terminal import Terminal
 
 from tiercache.cli import stats
 
@@ -49,13 +48,6 @@ def test_sections_of_stats(run: Run, daemon: Path) -> None:
     assert re.findall("^# (.*)", out, re.MULTILINE)[:2] == ["summary", "arena"]
     assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
     assert_refused(run("stats", "arenas", "--address", daemon), "arenas: is no section: there are summary, daemon,")
-
-
-def test_stats_on_a_terminal(daemon: Path) -> None:
-    with Terminal([*COMMAND, "stats", "--address", str(daemon)]) as terminal:
-        assert terminal.wait() == 0
-        assert "64.0 MiB" in terminal.text
-        assert "─" in terminal.text
 
 
 def test_watch_prints_a_line_per_interval_until_it_is_interrupted(daemon: Path) -> None:

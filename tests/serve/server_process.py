@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
@@ -42,9 +42,6 @@ class ServerProcess:
         if found := re.search(r"is served at (\S+)/v1", text):
             self.url = found[1]
         return bool(self.url)
-
-    def async_client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT_S)
 
     def metrics(self) -> dict[str, float]:
         """Samples by name; with labels besides the model's, as `name{value,...}`."""

@@ -61,13 +61,6 @@ def test_a_good_store_is_tried_and_left_as_it_was(valkey: ValkeyServer, sealed: 
     assert look(config, measure=False)["speed"].state is State.NOT_APPLICABLE
 
 
-def test_a_host_too_busy_to_begin_in_time_is_measured_all_the_same(
-    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor_store, "PART_S", 0.0)
-    assert "fetched on 4 connections" in look(config_of(valkey.url))["speed"].figure
-
-
 def only(found: dict[str, Finding]) -> Finding:
     [one] = found.values()
     assert one.state is State.FAILURE
