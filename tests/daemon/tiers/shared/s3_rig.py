@@ -5,20 +5,18 @@ from __future__ import annotations
 import html
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from waiting import state_of, wait_until
+from waiting import wait_until
 
 KEY, SECRET = "testkey", "testsecret"
 BUCKET = "bucket"
@@ -47,13 +45,10 @@ class RcloneServer:
         self.bucket = folder / BUCKET
         self.bucket.mkdir(parents=True)
         self.log = folder / "log"
-        self._start(SECRET)
-
-    def _start(self, secret: str) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{secret}"),
+                    *(rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}"),
                     *("--vfs-cache-mode", "off", "--config", "/dev/null", str(self.bucket.parent)),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -73,25 +68,6 @@ class RcloneServer:
                 return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
         wait_until(serves, "rclone")
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Meanwhile it accepts connections and answers nothing."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            threads = [
-                f"{self.process.pid}/task/{one.name}" for one in Path(f"/proc/{self.process.pid}/task").iterdir()
-            ]
-            wait_until(lambda: {state_of(one) for one in threads} <= {"T", ""}, "rclone to stop")
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
-
-    def restart(self, secret: str) -> None:
-        """At the same place, with another secret."""
-        self.end()
-        self._start(secret)
-        self.wait()
 
     def end(self) -> None:
         self.process.kill()

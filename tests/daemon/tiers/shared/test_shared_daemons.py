@@ -140,22 +140,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Host]]:
         host.close()
 
 
-def test_nvme_has_the_beginning_and_the_store_the_rest(
-    make: Callable[..., Host], valkey: ValkeyServer, tmp_path: Path
-) -> None:
-    half, url = BLOCKS // 2, url_of(valkey)
-    a, b = make(url), make(url, nvme=str(tmp_path / "nvme"), nvme_size="64MiB", shared_write="evicted")
-    b.store("half", half)
-    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == half, "write-behind")
-    b.forget_dram()
-    a.share("half")
-    b.finds("half")
-    assert b.stats()["tiers"]["nvme"]["promoted_blocks"] >= half
-    assert b.shared("fetched_blocks") == BLOCKS - half
-    # What came from the store is on NVMe then, as what a client stores.
-    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == BLOCKS, "write-behind of the rest")
-
-
 @pytest.mark.parametrize("kind", ["bucket", "folder"])
 def test_hosts_share_other_kinds_of_stores(
     make: Callable[..., Host], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -146,19 +146,3 @@ async def test_a_slow_store_does_not_keep_a_small_arena_from_making_room(tmp_pat
     await a.sent()
     a.check()
     await a.close()
-
-
-@played
-async def test_evicted_blocks_that_wait_are_forgotten_by_a_flush(tmp_path: Path) -> None:
-    """Else they are sent under the new names, and other hosts find what was flushed."""
-    store = MemoryStore()
-    a = host(store, tmp_path, "a", write="evicted", regions=1)
-    space = a.namespace()
-    for number in range(10):  # more than DRAM holds
-        a.store(space, chain_of(number, 64))
-    assert a.shared._writes.queued > 0
-    assert await a.flush()
-    await a.sent()
-    assert store.values == {}
-    a.check_end()
-    await a.close()

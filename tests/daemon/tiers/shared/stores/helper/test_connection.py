@@ -23,13 +23,6 @@ def test_the_staging_buffer_grows_and_stays_bounded(make: Make) -> None:
     assert got == [content(number, size) for number, size in enumerate(sizes)]
 
 
-def test_a_value_of_more_parts_than_a_system_call_takes(make: Make) -> None:
-    line = make().connect()
-    one = Put(b"parts", [bytes([number % 256]) * 3 for number in range(3000)])
-    line.put([one], [], soon())
-    assert read(line, [b"parts"]) == [b"".join(one.parts)]
-
-
 def test_an_error_of_the_store_comes_back_and_the_line_is_used_again(make: Make) -> None:
     line = make().connect()
     values = [Put(b"%d" % number, [b"value!"]) for number in range(3)]
