@@ -55,17 +55,6 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(points: Points) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "head", "more"), [("png", b"\x89PNG", ["--policy", "lru,hazard"]), ("svg", b"<?xml", ["--shared", "20x"])]
-)
-def test_a_picture(run: Run, tmp_path: Path, kind: str, head: bytes, more: list[str], short: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"sizes.{kind}"
-    status, out, _ = run("replay", short, "--dram", "5%", "--no-optimum", "--plot", path, *more)
-    assert (status, f"The picture is in {path}" in out) == (0, True)
-    assert path.read_bytes().startswith(head)
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "--dram says how large the cache is"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiercache.cli.report import Section, human, print_sections, sections
+from tiercache.cli.report import Section, human, print_sections
 
 
 @pytest.mark.parametrize(
@@ -30,26 +30,6 @@ from tiercache.cli.report import Section, human, print_sections, sections
 )
 def test_numbers_are_shown_by_their_unit(name: str, value: Any, shown: str) -> None:
     assert human(name, value) == shown
-
-
-TREE: dict[str, Any] = {
-    "daemon": {"version": "1", "generation": 7, "loop": {"ticks": 1234, "max_us": 1500.0}},
-    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30, "classes": [{"frame_bytes": 4096, "used": 2}]},
-    "counters": {"match_requests": 10},
-    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5}},
-    "namespaces": [],
-}
-
-
-def test_a_tree_becomes_sections() -> None:
-    found = {section.title: section for section in sections(TREE)}
-    assert list(found) == ["daemon", "arena", "arena classes", "counters", "latency", "namespaces"]
-    assert ("loop.ticks", "1,234") in found["daemon"].rows
-    assert found["arena classes"] == Section("arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")])
-    assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
-    assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
-    assert found["namespaces"].rows == [("none", "")]
-    assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
 
 
 def test_names_of_clients_cannot_control_the_terminal(

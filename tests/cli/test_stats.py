@@ -62,19 +62,6 @@ def test_watch_prints_a_line_per_interval_until_it_is_interrupted(daemon: Path) 
     assert re.fullmatch(r"\d\d:\d\d:\d\d", lines[1][0])
 
 
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (None, list(stats._COLUMNS)),
-        (80, ["time", "hit%", "asked/s", "hit/s", "stored/s", "evicted/s", "used", "match p99"]),
-    ],
-)
-def test_a_narrow_terminal_gets_the_columns_that_matter_most(columns: int | None, shown: list[str]) -> None:
-    places = stats.shown_columns(columns)
-    assert [stats._COLUMNS[place] for place in places] == shown
-    assert columns is None or sum(stats._WIDTHS[place] + 1 for place in places) - 1 <= columns
-
-
 def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
     counts = {"match_blocks_asked": 120, "match_blocks_hit": 71, "match_blocks_below": 4}  # in DRAM, and on NVMe
     later = {**TREE, "counters": {**TREE["counters"], **counts}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +79,6 @@ def test_one_that_is_away_or_refuses_us_is_one_line(valkey: ValkeyServer) -> Non
     assert "shared_key" in missing.figure
 
 
-def test_one_that_is_full_says_so() -> None:
-    with ValkeyServer("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
-        found = only(look(config_of(full.url)))
-    assert found.figure.startswith("sending a block: ")
-    assert "volatile-ttl" in found.remedy
-
-
 def test_one_that_gives_other_bytes_is_found_out(valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor_store._Trial._put
 
@@ -111,16 +103,6 @@ def test_whether_a_hit_pays() -> None:
     for model, rate in (("Lama", None), ("Llama-3.1-8B", 0.0)):
         with pytest.raises(ConfigError):
             prefill_of(model, rate)
-
-
-def test_what_the_daemon_uses_is_compared(valkey: ValkeyServer) -> None:
-    tree = {"tiers": {"shared": {"store": "valkey://other:6379"}}}
-    [skipped] = examine(DaemonConfig(), tree, "", PREFILL, True)
-    assert skipped.state is State.NOT_APPLICABLE
-    assert "TIERCACHE_SHARED" in skipped.figure
-    found = examine(config_of(valkey.url), tree, "", PREFILL, False)
-    assert (found[-1].state, found[-1].figure) == (State.WARNING, "uses another store: valkey://other:6379")
-    assert examine(replace(DaemonConfig()), {}, "", PREFILL, True)[0].figure == "none is configured: --shared"
 
 
 def test_the_command(

@@ -245,17 +245,6 @@ def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None
             NamedBlocks(run, 16).check()
 
 
-def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Events(Publisher("", "", "", 10))
-    monkeypatch.setattr("tiercache.daemon.events.events.MAX_WAITING_BYTES", 1000)
-    said = [NamedBlocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
-    assert [events.waits("a", one) for one in said[:3]] == [True, True, False]
-    assert events.waits("b", said[3])
-    del said[0]
-    assert events.waits("a", said[1])
-    events.close()
-
-
 def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:
     """The block is cached all the same."""
     with daemon(tmp_path / "run", *flags(tmp_path)), connected(tmp_path) as client:

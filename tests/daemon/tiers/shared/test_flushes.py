@@ -148,7 +148,7 @@ class Flushes(Hosts):
 
 
 TestFlushes = in_first_ring(Flushes, examples=40, steps=12)
-TestFlushesForLong = in_stress(Flushes, examples=200, steps=60)
+TestFlushesForLong = in_stress(Flushes, examples=100, steps=40)
 
 
 @played

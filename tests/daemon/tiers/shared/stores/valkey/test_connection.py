@@ -43,35 +43,6 @@ def problem_of(call: object) -> StoreProblem:
     return caught.value.problem
 
 
-def test_passwords() -> None:
-    with ValkeyServer("--requirepass", "s3cret:/@") as server:
-        login = "s3cret%3A%2F%40"
-        for good in (f":{login}", f"default:{login}"):
-            connection = connect(server.url.replace("//", f"//{good}@"))
-            assert connection.exists([b"x"], [], soon()).there == [False]
-            connection.close()
-        for wrong in ("", ":other@", f"nemo:{login}@"):
-            connection = connect(server.url.replace("//", f"//{wrong}"))
-            with pytest.raises(StoreError, match="user") as caught:
-                connection.exists([b"x"], [], soon())
-            assert caught.value.problem is StoreProblem.DENIED
-            assert "s3cret" not in caught.value.text
-            assert "other" not in caught.value.text
-            connection.close()
-        # It is changed while we are connected, and those who have the old one are sent away.
-        connection = connect(server.unix_url.replace("//", f"//:{login}@"))
-        connection.exists([], [], soon())
-        killer = connect(server.url.replace("//", f"//:{login}@"))
-        killer.exists([], [], soon())
-        assert b"NOAUTH" in server.ask("CONFIG", "GET", "port")
-        connection.close()
-        killer.close()
-    with ValkeyServer() as server:
-        connection = connect(server.url.replace("//", "//:s3cret@"))
-        assert problem_of(lambda: connection.exists([], [], soon())) is StoreProblem.DENIED
-        connection.close()
-
-
 def test_stopped_and_going_on(valkey: ValkeyServer) -> None:
     """Every call ends at its deadline; no late answer reaches a later call."""
     connection = connect(valkey.url)
