@@ -13,7 +13,7 @@ import msgpack
 import msgspec
 import pytest
 import zmq
-from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain
+from raw_client import VISIBLE, WAIT_S, Client, daemon, new_chain, new_spec
 from waiting import wait_until
 
 from tiercache.daemon.events.events import Events, NamedBlocks
@@ -185,6 +185,28 @@ def test_a_flush_and_the_end_leave_nothing(tmp_path: Path) -> None:
             assert sub.replay(0) == [(0, [CLEARED])]  # another life begins with nothing, and counts from 0
             store(client, client.namespace(), new_chain(1), [1])
             wait_until(lambda: sub.all() == [CLEARED, stored([1])])
+
+
+def test_blocks_from_a_shared_store_are_in_events_once_a_client_names_them(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    shared = ["--shared", f"file://{tmp_path}/kv", "--shared-plain", "yes", "--shared-lookup-timeout", "1s"]
+    spec, keys = new_spec(8192), new_chain(2)
+    said = [[1, 2], None, struct.pack("<8I", 0, 0, 0, 0, 1, 1, 1, 1), 0, "full_attention"]
+    with daemon(tmp_path / "run", *flags(tmp_path), *shared), connected(tmp_path) as client:
+        store(client, client.ask("register_namespace", spec)[1], keys, [1, 2])
+        wait_until(lambda: client.stats()["tiers"]["shared"]["written_blocks"] == 2, "the store has them")
+    running = daemon(tmp_path / "run", *flags(tmp_path), *shared)
+    with running, connected(tmp_path) as client, subscriber(tmp_path) as sub:
+        number = client.ask("register_namespace", spec)[1]
+
+        def loaded() -> bool:
+            client.ask("match", [number], keys, 10_000, 0, True)
+            return client.stats()["tiers"]["dram"]["blocks"] == 2
+
+        wait_until(loaded, "they come up")
+        assert sub.all() == [CLEARED]
+        client.ask("reserve", number, b"", keys, 10_000, [*said, None, 7, "adapter"])
+        wait_until(lambda: sub.all() == [CLEARED, stored([1, 2])], "they are named")
 
 
 def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:

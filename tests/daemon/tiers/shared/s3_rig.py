@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
@@ -82,7 +81,6 @@ class FakeServer:
         asked: method, key and range of each request.
         hook: called with method and key before each answer: None to answer as a server does, or status and body.
         ranges: answer with 206; else with 200 and the whole object.
-        clock_ahead: of the client's, as S3 compares it with the time in each request's signature.
     """
 
     def __init__(self) -> None:
@@ -90,7 +88,6 @@ class FakeServer:
         self.asked: list[tuple[str, str, str]] = []
         self.hook: Callable[[str, str], tuple[int, bytes] | None] = lambda method, key: None
         self.ranges = True
-        self.clock_ahead = timedelta(0)
         self.gate = threading.Event()
         self.gate.set()
         """While it is cleared, answers wait after their first byte."""
@@ -101,9 +98,6 @@ class FakeServer:
 
             def log_message(self, *_: object) -> None:
                 """Tests look at `asked`."""
-
-            def parse_request(self) -> bool:
-                return super().parse_request() and fake._accepts_time(self)
 
             def do_GET(self) -> None:
                 fake._get(self)
@@ -136,15 +130,6 @@ class FakeServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def _accepts_time(self, request: BaseHTTPRequestHandler) -> bool:
-        """S3 takes requests that were signed at most 15 minutes before or after its own time."""
-        signed = datetime.strptime(request.headers["x-amz-date"] + "+0000", "%Y%m%dT%H%M%SZ%z")
-        if abs(datetime.now(timezone.utc) + self.clock_ahead - signed) <= timedelta(minutes=15):
-            return True
-        request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        self._answer(request, 403, b"<Error><Code>RequestTimeTooSkewed</Code></Error>")
-        return False
 
     def _key(self, request: BaseHTTPRequestHandler) -> str:
         return unquote(request.path.partition("?")[0]).removeprefix(f"/{BUCKET}/")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from chains import chain_of
 from fleet import Hosts
 from host_rig import HostRig
@@ -17,7 +18,7 @@ from hypothesis.stateful import initialize, rule
 from machines import in_first_ring, in_stress
 from played import played
 
-from tiercache.daemon.tiers.shared import presence, writes
+from tiercache.daemon.tiers.shared import flushes, presence, writes
 from tiercache.daemon.tiers.shared.epochs import Epochs
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import LineUse
@@ -195,3 +196,31 @@ async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_pat
     assert its._saving is not None
     await its._saving
     assert state.read_text() == b"note".hex()
+
+
+@played
+async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_path: Path) -> None:
+    loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
+    loop.set_default_executor(threads)
+    state = tmp_path / "state"
+    its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    for name in (b"one", b"two"):
+        loop.run_in_executor(None, busy.wait, 60)
+        its.begin([name], lambda durable: None)
+        its._save()
+    busy.set()
+    while its._saving is not None:
+        await asyncio.sleep(0.001)
+    assert state.read_text().split() == [b"one".hex(), b"two".hex()]
+
+
+@played
+async def test_too_many_notes_become_a_flush_of_the_whole_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushes, "MAX_KEPT", 2)
+    epochs = Epochs(Naming("d", b""))
+    its = SharedFlushes(epochs, tmp_path / "state", lambda job: None, lambda job: None, lambda: True)
+    for number in range(3):
+        its.end(its.begin([b"note %d" % number], lambda durable: None))
+    assert epochs.pending == {epochs.naming.deployment_note}

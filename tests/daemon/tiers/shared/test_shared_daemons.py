@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -207,3 +208,21 @@ def test_a_flush_of_a_store_that_is_away_outlives_kill_9(make: Callable[..., Hos
         a = make(valkey.url, name="a", **state)
         wait_until(lambda: a.shared("flushes_waiting") == 0, "the store is told")
         assert a.load("one") == b.load("one") == 0
+
+
+@pytest.mark.stress
+def test_a_folder_that_hangs_costs_nobody_a_request(make: Callable[..., Host], tmp_path: Path) -> None:
+    """What calls the folder is a process of its own, which is replaced."""
+    (tmp_path / "kv").mkdir()
+    with brief():
+        a = make(f"file://{tmp_path}/kv")
+        a.share("one")
+        of_threads = Path(f"/proc/{a.daemon.pid}/task").glob("*/children")
+        children = [child for path in of_threads for child in path.read_text().split()]
+        (helper,) = [one for one in children if b"helper" in Path(f"/proc/{one}/cmdline").read_bytes()]
+        os.kill(int(helper), signal.SIGSTOP)
+        a.forget_dram()
+        a.store("two")
+        assert a.load("two") == BLOCKS
+        assert a.load("one") == 0
+        a.finds("one")
