@@ -13,7 +13,6 @@ from command_line import DEADLINE_S, Run, assert_refused
 
 from tiercache.plan.model import load_model
 
-KIB = 1024
 Plan = Callable[..., dict[str, Any]]
 
 
@@ -49,27 +48,6 @@ def test_load_or_compute(plan: Plan) -> None:
     assert one["compute_s"] == pytest.approx(load_model("Llama-3.1-8B").prefill_flops(8192) / 50e12)
     assert (one["bytes"], one["dram_s"], one["nvme_s"]) == (1 << 30, (1 << 30) / 5e9, (1 << 30) / 1e9)
     assert one["break_even_bytes_per_s"] * one["compute_s"] == pytest.approx(1 << 30)
-
-
-def test_a_model_with_states(plan: Plan, run: Run) -> None:
-    line = "Qwen3-Next-80B-A3B --gpu B200 --dram 64GiB --shared 1TiB --length 5440"
-    found = plan(line)
-    state_bytes = 36 * (32 * 128 * 128 + 3 * 8192) * 2
-    state = found["state"]
-    assert (state["bytes"], state["gpu_bytes"], state["as_tokens"]) == (state_bytes, state_bytes, 1608)
-    assert state_bytes <= state["tier_bytes"] < state_bytes + (1 << 21)
-    assert (found["kv"]["block_size"], found["kv"]["token_bytes"]) == (544, 24 * KIB)
-    one_bytes = 5440 * 24 * KIB + state_bytes
-    [sequence], [load] = found["sequences"], found["loads"]
-    assert sequence["bytes"] == load["bytes"] == one_bytes
-    assert sequence["in_gpu"] == found["gpu"]["pool_bytes"] // one_bytes
-    stored_bytes = 10 * found["kv"]["tier_block_bytes"] + state["tier_bytes"]
-    assert (sequence["in_dram"], sequence["in_shared"]) == ((64 << 30) // stored_bytes, (1 << 40) // stored_bytes)
-    assert plan(f"{line} --block-size 1088")["kv"]["block_size"] == 1088
-    out = run("plan", *line.split())[1]
-    for words in ("36 layers keep a state", "37.7 MiB, as much as the KV of 1,608 tokens", "544 tokens: "):
-        assert words in out
-    assert plan("Qwen3-8B")["state"] is None
 
 
 @pytest.mark.parametrize(

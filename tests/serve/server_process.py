@@ -65,11 +65,6 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())["error"]["code"]
 
-    def rss_bytes(self) -> int:
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
-
     @property
     def daemon_dir(self) -> Path:
         """Run directory of the private daemon."""

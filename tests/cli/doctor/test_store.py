@@ -13,11 +13,10 @@ from valkey_rig import ValkeyServer
 
 from tiercache.cli.doctor import store as doctor_store
 from tiercache.cli.doctor.findings import Finding, State
-from tiercache.cli.doctor.store import Prefill, examine, prefill_of, verdict
+from tiercache.cli.doctor.store import Prefill, examine
 from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
-from tiercache.errors import ConfigError
 
 PREFILL = Prefill("a model", 1.0, 1 << 30)
 
@@ -89,20 +88,6 @@ def test_one_that_gives_other_bytes_is_found_out(valkey: ValkeyServer, monkeypat
     monkeypatch.setattr(doctor_store._Trial, "_put", put_and_spoil)
     assert only(look(config_of(valkey.url))).figure == "fetching a block: other bytes came back than were sent"
     assert valkey.ask("DBSIZE") == b":0"
-
-
-def test_whether_a_hit_pays() -> None:
-    assert verdict(PREFILL, 2 << 30).state is State.OK
-    slow = verdict(PREFILL, 1 << 29)
-    assert slow.state is State.WARNING
-    assert slow.figure == "8,192 tokens of a model: 2.00 s to fetch 1.0 GiB, 1.00 s to compute"
-    known = prefill_of("Llama-3.1-8B", None)
-    assert known.kv_bytes == 1 << 30, "128 KiB for each of 8,192 tokens"
-    assert 0.1 < known.compute_s < 1
-    assert prefill_of("Llama-3.1-8B", 4096.0).compute_s == 2.0
-    for model, rate in (("Lama", None), ("Llama-3.1-8B", 0.0)):
-        with pytest.raises(ConfigError):
-            prefill_of(model, rate)
 
 
 def test_the_command(

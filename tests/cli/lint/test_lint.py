@@ -100,19 +100,6 @@ def test_ordinary_prompts_are_clean(lint: Lint, clean: str | Request) -> None:
     assert lint(clean) == []
 
 
-def test_conversations_and_unrelated_prompts_are_clean(lint: Lint) -> None:
-    turns = [("system", RULES)]
-    asked = []
-    for number in range(4):
-        turns += [("user", prose(f"asked{number}", 3)), ("assistant", prose(f"told{number}", 8))]
-        asked.append(request(*turns, ("user", f"It is 10:{number + 10} today.")))
-    others = [request(("system", RULES), ("user", prose(f"other{number}", 10))) for number in range(3)]
-    assert lint(*asked, *others) == []
-    assert lint(*DOCUMENTS) == []
-    fixed = f"As of today, 2026-11-23 16:48, these rules apply. {RULES}"
-    assert lint(f"{fixed}\nfirst question", f"{fixed}\nanother one") == [], "a time that all prompts share"
-
-
 def test_system_messages_that_differ_by_a_time_are_one_finding(lint: Lint) -> None:
     hours = range(10, 24)
     [found] = lint(

@@ -67,6 +67,21 @@ def test_errors_of_one_value() -> None:
         connection.close()
 
 
+def test_nothing_is_sent_behind_an_error() -> None:
+    """Not hundreds of megabytes to a server that is full."""
+
+    def script(peer: Peer) -> None:
+        while peer.command():
+            peer.send(b"-OOM\r\n")
+
+    with FakeServer(script) as server:
+        connection = connect(server.url)
+        puts = [new_put(b"v%d" % number, bytes(MIB)) for number in range(100)]
+        assert failing(lambda: connection.put(puts, [], soon())).problem is StoreProblem.FULL
+        connection.close()
+    assert server.peers[0].received_bytes < 20 * MIB
+
+
 @pytest.mark.parametrize(
     "reply",
     [

@@ -1,4 +1,4 @@
-"""The calls of a connection to a real Valkey server, and what it does when that is stopped, killed or full."""
+"""A connection to a real Valkey server that is stopped and goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from store_calls import content
 from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon
 
 from tiercache.daemon.tiers.shared.stores.store import (
-    Connection,
     StoreError,
     StoreProblem,
 )
@@ -23,16 +22,6 @@ MIB = 1 << 20
 def valkey() -> Iterator[ValkeyServer]:
     with ValkeyServer() as server:
         yield server
-
-
-@pytest.fixture(params=["tcp", "unix", "name"])
-def line(request: pytest.FixtureRequest, valkey: ValkeyServer) -> Iterator[Connection]:
-    """A connection to an empty server."""
-    valkey.ask("FLUSHALL")
-    url = {"tcp": valkey.url, "unix": valkey.unix_url, "name": f"valkey://localhost:{valkey.port}"}[request.param]
-    connection = connect(url)
-    yield connection
-    connection.close()
 
 
 def problem_of(call: object) -> StoreProblem:
