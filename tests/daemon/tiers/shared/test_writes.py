@@ -48,9 +48,10 @@ def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
         a.store(space, chain)
         await a.sent()
         assert store.values == {}
-        if when == "reused":
-            a.cache.match(a.owner, [space], chain, 0.0)
-        else:
+        a.cache.match(a.owner, [space], chain, 0.0)
+        if when == "evicted":
+            await a.sent()
+            assert store.values == {}, "it is still in DRAM"
             for number in range(20):
                 a.store(space, chain_of(f"y{number}", 40))
                 await a.sent()
