@@ -176,6 +176,8 @@ async def test_a_store_that_refuses_is_told_later_and_later(tmp_path: Path) -> N
     jobs[-1].problem = None
     jobs[-1].ended()
     assert (its.waiting, its._pause_s) == (False, 0.5)
+    its.store_is_back()
+    assert len(jobs) == 10, "there is nothing to tell"
     while its._saving is not None:
         await asyncio.sleep(0.001)
 

@@ -143,6 +143,9 @@ async def test_a_spoilt_pack_costs_what_is_spoilt(tmp_path: Path) -> None:
         assert await b.load([b.namespace()], CHAIN) <= found, what
         b.forget_dram()
         b.shared.presence.forget()
+    read = list[str]()
+    store.before = read.append
     assert await b.load([b.namespace()], CHAIN) == BLOCKS
+    assert read.count("value") == BLOCKS // 4, "each pack is read at once"
     for one in (a, b):
         await one.close()

@@ -15,6 +15,7 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
 from tiercache.daemon.tiers.shared import settings
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
+from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.errors import ConfigError
 from tiercache.protocol.messages import BlockState
 
@@ -146,4 +147,18 @@ async def test_a_slow_store_does_not_keep_a_small_arena_from_making_room(tmp_pat
     gate.set()
     await a.sent()
     a.check()
+    await a.close()
+
+
+@played
+async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
+    a = host(MemoryStore(), tmp_path, "a", write="evicted", regions=1)
+    for number in range(10):  # more than DRAM holds
+        a.store(a.namespace(), chain_of(number, 64))
+    waited = a.shared._writes.queued
+    a.shared.breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
+    a.cache.work()
+    assert (a.shared._writes.queued, a.shared.stats()["skipped_evicted"]) == (0, waited)
+    assert waited > 0
+    a.check_end()
     await a.close()
