@@ -55,7 +55,7 @@ class Flushes(Hosts):
         self.working: list[HostRig] = []
         self.fills = 0
 
-    @initialize(modes=st.lists(st.sampled_from(["all", "all", "evicted", "reused"]), min_size=2, max_size=2))
+    @initialize(modes=st.lists(st.sampled_from(["all", "all", "evicted", "evicted", "reused"]), min_size=2, max_size=2))
     def open_two(self, modes: list[str]) -> None:
         self.open(modes, False, 1)
 

@@ -156,6 +156,8 @@ async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
     for number in range(10):  # more than DRAM holds
         a.store(a.namespace(), chain_of(number, 64))
     waited = a.shared._writes.queued
+    a.shared._writes.flushed(frozenset())  # of other chains
+    assert a.shared._writes.queued == waited
     a.shared.breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
     a.cache.work()
     assert (a.shared._writes.queued, a.shared.stats()["skipped_evicted"]) == (0, waited)
