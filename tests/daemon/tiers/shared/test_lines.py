@@ -94,4 +94,5 @@ def test_the_end_cuts_off_calls_under_way() -> None:
     line = lines.Lines(store, [(lines.LineUse.FETCH,)], lambda call: None)
     line.submit(Hangs(), lines.LineUse.FETCH)
     assert begun.wait(60)
-    assert line.stop(time.monotonic() + 30)
+    until_s = time.monotonic() + 30
+    assert line.stop(until_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chains import chain_of
+from chains import chain_of, key_of
 from host_rig import KEY, host, names_of
 from memory_store import MemoryStore
 from played import played
@@ -113,6 +113,7 @@ async def test_a_bad_value_is_a_miss_until_the_next_store_replaces_it(tmp_path: 
         b.forget_dram()
         b.shared.presence.forget()
         assert await b.load([space], CHAIN) == BLOCKS, f"{what}: the next store did not replace it"
+        assert b.shared.presence.has(space, key_of(CHAIN, 5)), "what was fetched is not sent"
         b.forget_dram()
         b.shared.presence.forget()
     for one in (a, b):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from played import play, played
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
+from tiercache.daemon import cache
+from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.shared import settings
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
@@ -162,5 +165,26 @@ async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
     a.cache.work()
     assert (a.shared._writes.queued, a.shared.stats()["skipped_evicted"]) == (0, waited)
     assert waited > 0
+    a.check_end()
+    await a.close()
+
+
+@played
+async def test_flushed_blocks_that_wait_to_be_unlinked_are_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush of much unlinks it in slices. What is queued meanwhile would go out under the new names."""
+    monkeypatch.setattr(cache, "_FLUSH_AT_ONCE", 1)
+    store, answers = MemoryStore(), list[bool]()
+    a = host(store, tmp_path, "a")
+    space, chain = a.namespace(), chain_of("x", 40)
+    a.store(space, chain)
+    below = a.below.begin_flush([space], chain[:16], lambda blocks, durable: answers.append(durable))
+    finish(a.cache.flush([space], chain[:16], below))
+    below.end()
+    while not answers or a.shared._writes._in_flight:
+        await asyncio.sleep(0.001)
+        a.shared._writes.pump()
+    assert store.values == {}
     a.check_end()
     await a.close()
