@@ -275,7 +275,8 @@ class Hosts(RuleBasedStateMachine):
     ) -> Iterator[bool]:
         """Begin a flush. Returns its slices; `told` when it is answered."""
         rig, host = self.rig(host), host % len(self.hosts)
-        if not self.loading:
+        self.told()
+        if not self.loading and not self.unanswered:  # else the store may have been told, and a host may send since
             self.trim()
         wanted = [self.space(rig, space) for space in spaces] or rig.cache.space.all_namespaces()
         key = key_of(CHAINS[name], number) if name else b""
@@ -287,13 +288,13 @@ class Hosts(RuleBasedStateMachine):
             told(durable)
 
         below = self.act(lambda: rig.below.begin_flush(wanted, key, done, bool(spaces), tier))
+        self.unanswered.append((answers, host, tier, flushed))
         steps = rig.cache.flush(wanted, key, below, tier == "all")
 
         def slices() -> Iterator[bool]:
             while self.act(lambda: next(steps, rig)) is None:
                 yield True
             self.act(below.end)
-            self.unanswered.append((answers, host, tier, flushed))
 
         return slices()
 
