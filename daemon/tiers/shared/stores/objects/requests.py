@@ -81,8 +81,8 @@ class BucketRequests:
     def side_by_side(self, jobs: Iterable[Job], width: int, deadline_s: float) -> Iterator[tuple[int, Any]]:
         """Do the jobs, at most `width` at once; yields number and result, or exception, of each as they end.
 
-        `jobs` is consumed in the calling thread, as there is room. Raises StoreError at the deadline, after which no job
-        begins. At the end of the iteration, however it ends, nothing is under way.
+        `jobs` is consumed in the calling thread, as there is room. Raises StoreError at the deadline, after which no
+        job begins. At the end of the iteration, however it ends, nothing is under way.
         """
         thread = self._current()
         ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
