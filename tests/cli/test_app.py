@@ -79,12 +79,3 @@ def test_only_the_command_that_is_asked_for_is_imported(arguments: list[str], lo
     watched = ["typer", "tiercache.cli.ping", "tiercache.cli.pin", "tiercache.cli.serve", "torch", "starlette"]
     out = output_of(f"main({arguments}); print(*[name for name in {watched} if name in sys.modules])")
     assert set(out.splitlines()[-1].split()) == loaded
-
-
-@pytest.mark.parametrize("name", WITH_PARSER)
-def test_commands_with_a_parser_of_their_own_need_no_typer(name: str) -> None:
-    refused = f"print(main([{name!r}, '--nosuch']), file=sys.stdout)"
-    out = output_of(f"sys.modules['typer'] = None; main([{name!r}, '--help']); sys.stderr = sys.stdout; {refused}")
-    assert f"usage: tiercache {name}" in out
-    assert "--nosuch" in out or "MODEL" in out
-    assert out.splitlines()[-1] == "2"

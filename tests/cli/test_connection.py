@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import DEADLINE_S, Run, assert_refused
+from command_line import Run, assert_refused
 
 import tiercache
 from tiercache.cli import connection
@@ -39,19 +37,6 @@ class TestStopped:
     def test_it_is_named(self, stopped: tiercache.LaunchedDaemon, command: str, run: Run) -> None:
         why = f"(pid {stopped.pid}) does not answer: it was stopped (SIGSTOP): let it go on with kill -CONT"
         assert_refused(run(*command.split(), "--address", stopped.address), why, status=EXIT_NO_ANSWER)
-
-    def test_a_process_of_its_own_has_the_same_status(self, stopped: tiercache.LaunchedDaemon) -> None:
-        code = "from tiercache.cli import connection; connection.CONNECT_DEADLINE_S = connection.REQUEST_S = 0.2"
-        code += "; import runpy; runpy.run_module('tiercache.cli.main', run_name='__main__', alter_sys=True)"
-        command = [sys.executable, "-c", code, "ping", "--address", stopped.address]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert_refused((ended.returncode, ended.stdout, ended.stderr), "does not answer", status=EXIT_NO_ANSWER)
-
-    def test_a_check_of_the_default_daemon_does_not_take_it_for_none(
-        self, stopped: tiercache.LaunchedDaemon, monkeypatch: pytest.MonkeyPatch, run: Run
-    ) -> None:
-        monkeypatch.setenv("TIERCACHE_RUN_DIR", stopped.address)
-        assert_refused(run("check"), f"(pid {stopped.pid}) does not answer", status=EXIT_NO_ANSWER)
 
     def test_programs_are_told_its_pid(self, stopped: tiercache.LaunchedDaemon, run: Run) -> None:
         status, out, _ = run("ping", "--json", "--address", stopped.address)

@@ -73,11 +73,6 @@ def test_version(run: Run) -> None:
     assert json.loads(run("version", "--json")[1])["pyzmq"][0].isdigit()
 
 
-def test_a_wrong_name_of_a_client_makes_no_keys(run: Run, tmp_path: Path) -> None:
-    assert_refused(run("keygen", tmp_path / "keys", "../evil"), "client '../evil': a name has 1 to 64 letters")
-    assert not (tmp_path / "keys").exists()
-
-
 @pytest.mark.parametrize("command", ["--help", "config"])
 def test_an_output_on_a_full_disk_is_one_line(command: str) -> None:
     with open("/dev/full", "w") as full:

@@ -6,16 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import DEADLINE_S, Run, assert_refused
 
-from tiercache.plan.known import GPUS, MODELS
 from tiercache.plan.model import load_model
 
-KIB = 1024
 Plan = Callable[..., dict[str, Any]]
 
 
@@ -53,44 +50,6 @@ def test_load_or_compute(plan: Plan) -> None:
     assert one["break_even_bytes_per_s"] * one["compute_s"] == pytest.approx(1 << 30)
 
 
-def test_a_shared_store(plan: Plan) -> None:
-    line = "Llama-3.1-8B --tflops 100 --shared 2TiB --tokens-per-s 1000 --shared-bandwidth 8Gbit/s"
-    far = f"{line} --shared-round-trip 250ms"
-    found = plan(f"{far} --length 8192")
-    tier = found["tiers"][-1]
-    assert (tier["tier"], tier["blocks"], tier["tokens"], tier["holds_s"]) == ("shared", 1 << 20, 1 << 24, 16777.216)
-    assert found["sequences"][0]["in_shared"] == 2048
-    assert found["loads"][0]["shared_s"] == pytest.approx((1 << 30) / 1e9 + 2 * 0.25)
-    assert (found["shared"]["bytes_per_s"], found["shared"]["round_trip_s"]) == (10**9, 0.25)
-    pays = found["shared"]["pays_from_tokens"]
-    short, enough = plan(f"{far} --length {pays - 16} --length {pays}")["loads"]
-    assert short["shared_s"] >= short["compute_s"]
-    assert enough["shared_s"] < enough["compute_s"]
-    assert 0 < plan(f"{line} --shared-round-trip 0.5ms")["shared"]["pays_from_tokens"] < pays
-    assert plan("Llama-3.1-8B")["shared"] is None
-
-
-def test_a_model_with_states(plan: Plan, run: Run) -> None:
-    line = "Qwen3-Next-80B-A3B --gpu B200 --dram 64GiB --shared 1TiB --length 5440"
-    found = plan(line)
-    state_bytes = 36 * (32 * 128 * 128 + 3 * 8192) * 2
-    state = found["state"]
-    assert (state["bytes"], state["gpu_bytes"], state["as_tokens"]) == (state_bytes, state_bytes, 1608)
-    assert state_bytes <= state["tier_bytes"] < state_bytes + (1 << 21)
-    assert (found["kv"]["block_size"], found["kv"]["token_bytes"]) == (544, 24 * KIB)
-    one_bytes = 5440 * 24 * KIB + state_bytes
-    [sequence], [load] = found["sequences"], found["loads"]
-    assert sequence["bytes"] == load["bytes"] == one_bytes
-    assert sequence["in_gpu"] == found["gpu"]["pool_bytes"] // one_bytes
-    stored_bytes = 10 * found["kv"]["tier_block_bytes"] + state["tier_bytes"]
-    assert (sequence["in_dram"], sequence["in_shared"]) == ((64 << 30) // stored_bytes, (1 << 40) // stored_bytes)
-    assert plan(f"{line} --block-size 1088")["kv"]["block_size"] == 1088
-    out = run("plan", *line.split())[1]
-    for words in ("36 layers keep a state", "37.7 MiB, as much as the KV of 1,608 tokens", "544 tokens: "):
-        assert words in out
-    assert plan("Qwen3-8B")["state"] is None
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -118,20 +77,6 @@ def test_a_model_with_states(plan: Plan, run: Run) -> None:
 )
 def test_what_cannot_be_planned_is_one_line(run: Run, line: str, words: list[str]) -> None:
     assert_refused(run("plan", *line.split()), *words)
-
-
-def test_the_configuration_of_a_model_is_read_from_its_folder(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert_refused(run("plan", tmp_path), "num_attention_heads", "config.json of a decoder")
-
-
-def test_every_known_model_can_be_planned_and_gpus_have_figures_of_a_kind(plan: Plan) -> None:
-    for name in MODELS:
-        assert plan(f"{name} --gpu B200 --tensor-parallel-size 8")["gpu"]["pool_blocks"] > 1000
-    for gpu in GPUS.values():
-        assert 16 << 30 < gpu.memory_bytes < 1 << 40
-        assert 1e14 < gpu.flops < 1e16
-        assert 1e10 < gpu.bus_bytes_per_s < 1e11
 
 
 def test_neither_torch_nor_numpy_is_needed() -> None:

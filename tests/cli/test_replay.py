@@ -54,40 +54,6 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(points: Points) -> No
         assert point["nvme_written_bytes"] == point["tallies"]["nvme_written"] * (64 << 20)
 
 
-def test_policies_are_compared_in_one_run(points: Points, short: Path) -> None:
-    arguments = ["--dram", "2%,5%", "--nvme", "5x"]
-    both = points(short, *arguments, "--policy", "lru, hazard,lru")
-    assert [(point["dram"], point["policy"]) for point in both] == [
-        ("2%", "lru"),
-        ("2%", "hazard"),
-        ("5%", "lru"),
-        ("5%", "hazard"),
-    ]
-    alone = points(short, *arguments, "--policy", "lru")
-    for name in ("hit_rates", "tallies", "optimum"):
-        assert [point[name] for point in both[0::2]] == [point[name] for point in alone]
-    assert both[1]["optimum"] == both[0]["optimum"] != both[2]["optimum"]
-
-
-def test_a_write_budget_is_kept(points: Points) -> None:
-    arguments = ["--dram", "2%", "--nvme", "5x", "--no-optimum", "--write-budget"]
-    free, tight = (points(SAMPLE, *arguments, budget)[0]["nvme_written_bytes"] for budget in ("0", "1TiB"))
-    # Two hours' worth of the day's budget, and what the five minutes of the trace add.
-    assert 0 < tight <= (1 << 40) * (7200 + 300) / 86400 + (64 << 20)
-    assert tight < free
-
-
-@pytest.mark.parametrize(
-    ("kind", "head", "more"), [("png", b"\x89PNG", ["--policy", "lru,hazard"]), ("svg", b"<?xml", ["--shared", "20x"])]
-)
-def test_a_picture(run: Run, tmp_path: Path, kind: str, head: bytes, more: list[str], short: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"sizes.{kind}"
-    status, out, _ = run("replay", short, "--dram", "5%", "--no-optimum", "--plot", path, *more)
-    assert (status, f"The picture is in {path}" in out) == (0, True)
-    assert path.read_bytes().startswith(head)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

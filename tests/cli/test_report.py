@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import pytest
 
-from tiercache.cli.report import Section, human, print_sections, sections, with_human
+from tiercache.cli.report import Section, human, print_sections
 
 
 @pytest.mark.parametrize(
@@ -31,38 +30,6 @@ from tiercache.cli.report import Section, human, print_sections, sections, with_
 )
 def test_numbers_are_shown_by_their_unit(name: str, value: Any, shown: str) -> None:
     assert human(name, value) == shown
-
-
-def test_long_texts_are_cut() -> None:
-    assert len(human("text", "x" * 1000)) == 60
-
-
-TREE: dict[str, Any] = {
-    "daemon": {"version": "1", "generation": 7, "loop": {"ticks": 1234, "max_us": 1500.0}},
-    "arena": {"bytes": 4 << 30, "used_bytes": 1 << 30, "classes": [{"frame_bytes": 4096, "used": 2}]},
-    "counters": {"match_requests": 10},
-    "latency": {"match": {"count": 10, "p50_us": 12.0, "p99_us": 300.0}, "stats": {"count": 1, "p99_us": 5}},
-    "namespaces": [],
-}
-
-
-def test_json_has_raw_and_human_numbers() -> None:
-    tree = with_human(TREE)
-    assert (tree["arena"]["used_bytes"], tree["arena"]["used_bytes_human"]) == (1 << 30, "1.0 GiB")
-    assert tree["arena"]["classes"][0]["frame_bytes_human"] == "4.0 KiB"
-    assert "match_requests_human" not in tree["counters"]
-    assert json.loads(json.dumps(tree)) == tree
-
-
-def test_a_tree_becomes_sections() -> None:
-    found = {section.title: section for section in sections(TREE)}
-    assert list(found) == ["daemon", "arena", "arena classes", "counters", "latency", "namespaces"]
-    assert ("loop.ticks", "1,234") in found["daemon"].rows
-    assert found["arena classes"] == Section("arena classes", ("frame_bytes", "used"), [("4.0 KiB", "2")])
-    assert found["latency"].columns == ("latency", "count", "p50_us", "p99_us")
-    assert found["latency"].rows[1] == ("stats", "1", "-", "5 us")
-    assert found["namespaces"].rows == [("none", "")]
-    assert sections({"age_s": 2, "tiers": {}})[0] == Section("general", ("", ""), [("age_s", "2.00 s")])
 
 
 def test_names_of_clients_cannot_control_the_terminal(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from command_line import COMMAND, DEADLINE_S, Run, assert_refused
-from terminal import Terminal
 
 from tiercache.cli import stats
 
@@ -51,13 +50,6 @@ def test_sections_of_stats(run: Run, daemon: Path) -> None:
     assert_refused(run("stats", "arenas", "--address", daemon), "arenas: is no section: there are summary, daemon,")
 
 
-def test_stats_on_a_terminal(daemon: Path) -> None:
-    with Terminal([*COMMAND, "stats", "--address", str(daemon)]) as terminal:
-        assert terminal.wait() == 0
-        assert "64.0 MiB" in terminal.text
-        assert "─" in terminal.text
-
-
 def test_watch_prints_a_line_per_interval_until_it_is_interrupted(daemon: Path) -> None:
     watch = [*COMMAND, "stats", "--watch", "0.02", "--address", str(daemon)]
     with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -68,19 +60,6 @@ def test_watch_prints_a_line_per_interval_until_it_is_interrupted(daemon: Path) 
     assert (child.returncode, err) == (0, "")
     assert lines[0][:3] == lines[21][:3] == ["time", "hit%", "matches/s"], "the header comes again"
     assert re.fullmatch(r"\d\d:\d\d:\d\d", lines[1][0])
-
-
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (None, list(stats._COLUMNS)),
-        (80, ["time", "hit%", "asked/s", "hit/s", "stored/s", "evicted/s", "used", "match p99"]),
-    ],
-)
-def test_a_narrow_terminal_gets_the_columns_that_matter_most(columns: int | None, shown: list[str]) -> None:
-    places = stats.shown_columns(columns)
-    assert [stats._COLUMNS[place] for place in places] == shown
-    assert columns is None or sum(stats._WIDTHS[place] + 1 for place in places) - 1 <= columns
 
 
 def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:

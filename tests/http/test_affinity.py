@@ -66,20 +66,6 @@ def test_asking_leaves_no_trace(client: tiercache.Client, opened: Opened) -> Non
     assert ask_affinity(client, tokens=old)["matched"] < 120 == ask_affinity(client, tokens=new)["matched"]
 
 
-def test_a_match_is_what_all_ranks_have(client: tiercache.Client, opened: Opened) -> None:
-    ranks = [spec(tp_rank=rank, tp_size=2) for rank in range(2)]
-    tokens = tokens_of("ranks", 10)
-    for rank, stored in zip(ranks, (10, 4), strict=True):
-        connector = opened(rank)
-        connector.store(chain(tokens)[: stored * 16], range(stored))
-    connector.announce([card(*ranks)])
-    answer = ask_affinity(client, tokens=tokens)
-    assert answer["matched"] == 16
-    assert [one["dram"] for one in answer["chains"][0]["namespaces"]] == [40, 16]
-    connector.announce([card(ranks[0], spec(tp_rank=0, tp_size=3))])  # a rank that has not connected has nothing
-    wait_until(lambda: ask_affinity(client, tokens=tokens)["matched"] == 0, "the new card is known")
-
-
 def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) -> None:
     finder = Affinity(client)
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tiercache.client.session import Session
 from tiercache.connectors.vllm.hashes import hash_seed
-from tiercache.http import ordering
 from tiercache.http.affinity import Query
 from tiercache.http.ordering import Budget, OrderSearch
 from tiercache.http.peeking import ModelBlocks, ModelsKnown
@@ -100,22 +99,6 @@ def test_no_order_has_more_than_the_one_found(
 
 def documents(count: int, length: int) -> list[list[int]]:
     return [list(range(number * 1000, number * 1000 + length)) for number in range(count)]
-
-
-def test_a_peek_asks_for_the_new_blocks_only() -> None:
-    """64 documents, stored in the worst order: a peek or two for each that is tried, and few keys."""
-    query = Query(model="m", segments=[Unordered(documents(64, 100))], salt="")
-    blocks = Blocks([0])
-    stored = stored_in(blocks, query)
-    backwards = [list(range(63, -1, -1))]
-    blocks.store(stored.names.keys(query.prompt(backwards)))
-    budget = Budget(until_s=math.inf)
-    found = OrderSearch(stored, query, budget).find()
-    assert (found.order, found.matched, found.complete) == (backwards, 6400, True)
-    tried = 64 * 65 // 2
-    assert ordering.MAX_LOOKS - budget.looks <= tried
-    assert blocks.peeks <= tried + 64 + 1
-    assert ordering.MAX_BYTES - budget.left_bytes <= (tried * ordering.FIRST_BLOCKS + 1600) * KEY_BYTES
 
 
 @pytest.mark.parametrize("limit", [{"looks": 10}, {"left_bytes": 200 * KEY_BYTES}, {"until_s": 0.0}], ids=str)

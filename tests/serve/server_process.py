@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
@@ -43,9 +43,6 @@ class ServerProcess:
             self.url = found[1]
         return bool(self.url)
 
-    def async_client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT_S)
-
     def metrics(self) -> dict[str, float]:
         """Samples by name; with labels besides the model's, as `name{value,...}`."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT_S) as answer:
@@ -67,11 +64,6 @@ class ServerProcess:
                 return answer.status, None
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())["error"]["code"]
-
-    def rss_bytes(self) -> int:
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
 
     @property
     def daemon_dir(self) -> Path:

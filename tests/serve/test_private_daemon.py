@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-import tiercache
-from tiercache.errors import DaemonUnavailable
 from tiercache.serve import private_daemon
 from tiercache.serve.private_daemon import PrivateDaemon
 
@@ -103,23 +101,3 @@ def test_only_pings_that_are_missed_in_a_row_and_in_one_life_end_it(monkeypatch:
     assert len(lives.killed_s) == 1
     assert lives.said is not None
     assert len(lives.said) < 1000, "the second life was asked too"
-
-
-def test_what_is_ending_anyway_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lives = _Lives([1000], [False] * 100)
-    monkeypatch.setattr(lives, "is_set", lambda: lives.now_s > 200)
-    watched = PrivateDaemon.__new__(PrivateDaemon)
-    watched._daemon = watched._ending = lives  # type: ignore[assignment]
-    lives.now_s = 201
-    watched._end_if_hung(6)
-    assert not lives.killed_s
-    lives.now_s = 0
-    watched._end_if_hung(6)
-    assert lives.killed_s == [0]
-
-
-def test_a_closed_daemon_stays_closed() -> None:
-    with tiercache.launch("16MiB") as daemon:
-        pass
-    with pytest.raises(DaemonUnavailable, match="launch another one"):
-        daemon.restart()

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
+from tiercache.http.hosts import allowed_hosts
 from tiercache.serve import bodies
 from tiercache.serve.app import ModelService
 from tiercache.serve.bodies import Bodies
@@ -46,6 +47,19 @@ def test_with_the_key_and_for_probes_all_is_served() -> None:
         assert ask(keyed(), "GET", path, host="localhost", authorization="Bearer secret")[0] == 200
     for path in ("/health", "/metrics"):
         assert ask(keyed(), "GET", path, host="localhost")[0] == 200
+
+
+def test_pages_of_others_reach_no_route() -> None:
+    """`http/hosts.py` decides. The stand-in for an engine has no `submit`: a request that reaches it gets a 500."""
+    for path in ("/v1/models", "/metrics", "/health", "/v1/completions", "/nothing"):
+        status, body = ask(bare_service(), "GET", path, host="evil.example")
+        assert (status, b"--allowed-hosts" in body) == (421, True)
+    post = "POST", "/v1/completions"
+    assert ask(bare_service(), *post, host="localhost", origin="https://evil.example", content_type=JSON)[0] == 403
+    assert ask(bare_service(), *post, host="localhost", content_type="text/plain")[0] == 415
+    assert ask(bare_service(), *post, host="localhost", content_type=JSON)[0] == 400
+    everywhere = bare_service(allowed_hosts("0.0.0.0", ""))
+    assert ask(everywhere, "GET", "/v1/models", host="node7")[0] == 200
 
 
 @pytest.mark.parametrize("trouble", ["death", "stall"])

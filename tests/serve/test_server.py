@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import math
@@ -13,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 from server_process import TIMEOUT_S, ServerProcess
 from waiting import wait_until
 
@@ -33,6 +32,7 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(model_dir, tmp_path_factory.mktemp("server") / "log", *FLAGS) as server:
         yield server
+        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture
@@ -264,11 +264,6 @@ def test_other_paths_methods_models_and_sizes(server: ServerProcess, client: Ope
         complete(client, "x" * 1010)
 
 
-def test_what_a_client_sent_is_quoted_in_part(server: ServerProcess) -> None:
-    _, error = post(server, json.dumps({"prompt": "x", "z" * 5000: 1}).encode())
-    assert error["message"] == error["param"] == "z" * 400 + "..."
-
-
 def test_an_answer_fits_into_memory() -> None:
     check_size(128, SamplingParams(max_tokens=100_000))
     check_size(1, SamplingParams(max_tokens=100_000, logprobs=20))
@@ -277,26 +272,6 @@ def test_an_answer_fits_into_memory() -> None:
 
 
 # --- clients that come in crowds, and that go
-
-
-@pytest.mark.stress
-def test_two_hundred_at_once(server: ServerProcess) -> None:
-    prompts = [f"{number} {PROMPT}" for number in range(5)]
-    expected = [complete(server.client, prompt).choices[0].text for prompt in prompts]
-
-    async def ask_all() -> list[str]:
-        async with server.async_client() as client:
-
-            async def ask(number: int) -> str:
-                stream = await client.completions.create(
-                    **GREEDY, prompt=prompts[number % 5], max_tokens=20, stream=True
-                )
-                return "".join([part.choices[0].text async for part in stream])
-
-            return await asyncio.gather(*map(ask, range(200)))
-
-    assert asyncio.run(ask_all()) == expected * 40
-    server.wait_until_idle()
 
 
 @pytest.mark.stress
@@ -318,18 +293,3 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: 
         wait_until(lambda: server.metric("num_requests_running") == 1, "the request runs")
     server.wait_until_idle()
     assert server.metric("generation_tokens_total") - between < 980
-
-
-@pytest.mark.stress
-def test_a_client_that_hangs_up_in_its_own_body(server: ServerProcess, client: OpenAI) -> None:
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:
-        connection.sendall(f"{POST}Content-Length: 100\r\n\r\n{{".encode())
-    assert complete(client).choices[0].finish_reason == "length"
-    assert "Traceback" not in server.log.read_text()
-
-
-def test_the_log_has_no_traceback(server: ServerProcess) -> None:
-    with pytest.raises(APIStatusError):
-        complete(server.client, temperature=-1)
-    assert "Traceback" not in server.log.read_text()

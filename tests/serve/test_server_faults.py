@@ -1,12 +1,11 @@
-"""A server in trouble: a step that hangs, a crowd, half a request, connections that stand still."""
+"""A server in trouble: a step that hangs, half a request, connections that stand still."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -44,43 +43,9 @@ listening.bind = bind_small
 """
 
 
-class Answer(NamedTuple):
-    status: int
-    headers: str
-    body: str
-
-
-class RawClient:
-    """One request over a connection of its own, without a library that makes it better than it is."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        url = urlsplit(server.url)
-        self._address = (url.hostname, url.port)
-
-    async def send(
-        self, body: dict[str, Any], receive_bytes: int = 0
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """With `receive_bytes` the kernel keeps no more than about that, and we read no more than that."""
-        data = json.dumps(body).encode()
-        head = HEAD + f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-        connection = socket.socket()
-        if receive_bytes:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        # Neither blocks, and a connection without a request would be swept away.
-        connection.connect(self._address)
-        connection.sendall(head + data)
-        return await asyncio.open_connection(sock=connection, limit=receive_bytes or 1 << 16)
-
-    async def ask(self, body: dict[str, Any]) -> Answer:
-        reader, writer = await self.send(body)
-        head, _, text = (await asyncio.wait_for(reader.read(), TIMEOUT_S)).decode().partition("\r\n\r\n")
-        writer.close()
-        return Answer(int(head.split()[1]), head.lower(), text)
-
-
 def test_a_step_that_hangs_is_said_and_survived(model_dir: Path, tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
-    limits = ("--stall-timeout", "6", "--max-queued-requests", "300", "--max-num-seqs", "8", "--no-cache")
+    limits = ("--stall-timeout", "6", "--max-num-seqs", "8", "--no-cache")
     patch = HANGS.format(file=str(hangs))
     with ServerProcess(model_dir, tmp_path / "log", *FLAGS, *limits, patch=patch) as server:
         expected = server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=20).choices[0].text
@@ -100,7 +65,6 @@ def test_a_step_that_hangs_is_said_and_survived(model_dir: Path, tmp_path: Path)
         assert server.client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=20).choices[0].text == expected
         server.wait_until_idle()
         with _half_a_body(server) as connection:
-            _check_crowd(server)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
         assert "Traceback" not in server.log.read_text()
 
@@ -137,43 +101,10 @@ def _check_unread_body(server: ServerProcess) -> None:
 def _check_unread_answer(server: ServerProcess) -> None:
     """A client that reads nothing of its stream does not keep it."""
     # So many that they are not all computed before the connection has stood still for long enough.
-    client = RawClient(server)
-    body = {**GREEDY, "prompt": ["x"] * 32, "max_tokens": 1000, "logprobs": 20, "stream": True}
-
-    async def wait_for_the_end() -> None:
-        _, writer = await client.send(body, receive_bytes=4096)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, wait_until, lambda: server.metric("request_success_total{abort}"), "the end")
-        writer.close()
-
-    asyncio.run(wait_for_the_end())
-
-
-def _check_crowd(server: ServerProcess) -> None:
-    """Of a thousand requests at once some are served and the others refused; fifty that hang up leave nothing."""
-    texts = [
-        server.client.completions.create(**GREEDY, prompt=str(number), max_tokens=4).choices[0].text
-        for number in range(5)
-    ]
-    before_bytes = server.rss_bytes()
-    client = RawClient(server)
-
-    async def leave() -> None:
-        _, writer = await client.send({**GREEDY, "prompt": PROMPT, "max_tokens": 700})
-        writer.close()
-
-    async def come() -> list[Answer]:
-        leaving = [leave() for _ in range(50)]
-        asking = [client.ask({**GREEDY, "prompt": str(number % 5), "max_tokens": 4}) for number in range(950)]
-        return (await asyncio.gather(*leaving, *asking))[50:]
-
-    answers = asyncio.run(come())
-    served = [(number, json.loads(answer.body)) for number, answer in enumerate(answers) if answer.status == 200]
-    assert [body["choices"][0]["text"] for _, body in served] == [texts[number % 5] for number, _ in served]
-    refused = [answer for answer in answers if answer.status != 200]
-    assert {answer.status for answer in refused} <= {429}
-    assert all("retry-after: 1\r\n" in answer.headers and "try again later" in answer.body for answer in refused)
-    assert len(served) >= 250
-    server.wait_until_idle()
-    assert server.metric("request_success_total{abort}") > 0
-    assert server.rss_bytes() - before_bytes < 128 << 20
+    body = json.dumps({**GREEDY, "prompt": ["x"] * 32, "max_tokens": 1000, "logprobs": 20, "stream": True}).encode()
+    url = urlsplit(server.url)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((url.hostname, url.port))
+        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: server.metric("request_success_total{abort}"), "the end")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIError, AuthenticationError, RateLimitError
+from openai import APIError, RateLimitError
 from server_process import ServerProcess
 from waiting import wait_until
 
@@ -96,7 +96,6 @@ def test_requests_outlive_the_daemon(model_dir: Path, tmp_path: Path) -> None:
             thread.join(100)
         assert texts == [expected] * 4
         server.wait_until_idle()
-        _check_key(server)
         _check_queue(server)
         _check_deadline(server)
 
@@ -120,11 +119,6 @@ def test_a_server_whose_engine_fails_says_so_and_ends(model_dir: Path, tmp_path:
             list(server.client.completions.create(**GREEDY, max_tokens=500, stream=True))
         assert server.wait() == 1
         assert "no memory for that" in server.log.read_text()
-
-
-def _check_key(server: ServerProcess) -> None:
-    with pytest.raises(AuthenticationError, match="API key is wrong"):
-        server.client.with_options(api_key="guessed").models.list()
 
 
 def _check_queue(server: ServerProcess) -> None:

@@ -37,16 +37,6 @@ def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, given: dict[str, Any
     assert "\n" not in str(refused.value)
 
 
-def test_the_edges_are_served(tmp_path: Path) -> None:
-    settings = ServeSettings(
-        model=tmp_path, port=65535, max_queued_requests=1, grace_s=0.0, nvme="/mnt/a", nvme_size="1GiB"
-    )
-    assert settings.name == tmp_path.name
-    assert settings.where == "host 127.0.0.1, port 65535"
-    assert settings.read_chat_template() is None
-    assert ServeSettings(model=tmp_path, served_model_name="mine", daemon=Path("/run/x")).name == "mine"
-
-
 def test_a_chat_template_that_cannot_be_read_is_said_with_its_path(tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xff")

@@ -22,17 +22,6 @@ def bench(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return lambda *arguments: run("bench", "codec", *arguments)
 
 
-def test_invented_blocks_are_bfloat16_values_that_get_smaller(bench: Run) -> None:
-    tree = json.loads(bench("--json", "--block-bytes", "64KiB")[1])
-    assert (tree["blocks"], tree["block_bytes"], tree["disk"]) == (16, 65536, None)
-    for figures in tree["codecs"]:
-        assert 1.05 < figures["ratio"] < 2
-        assert figures["encoded_share"] == 1.0
-    status, out, err = bench("--block-bytes", "64KiB")
-    assert (status, err) == (0, "")
-    assert ("made up: normal values" in out, "lz4" in out, "cores to write here" in out) == (True, True, False)
-
-
 def test_blocks_of_files(bench: Run, tmp_path: Path) -> None:
     easy, hard = tmp_path / "easy", tmp_path / "hard"
     easy.write_bytes(bytes(10 * 8192 + 17))

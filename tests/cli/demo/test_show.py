@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import COMMAND
-from waiting import state_of, wait_until
 
 from tiercache.cli.demo import show as demo
 from tiercache.demo import valkey as demo_valkey
@@ -55,44 +53,6 @@ def has_valkey() -> None:
         demo_valkey.server_program()
     except ConfigError as error:
         pytest.skip(str(error))
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Command lines of the processes below `pid`."""
-    parents: dict[int, int] = {}
-    found, level = {}, {pid}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    while level := {child for child, parent in parents.items() if parent in level}:
-        for child in level:
-            try:
-                found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return found
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("ctrl_c")  # the demo inherits what this process does at SIGINT
-@pytest.mark.parametrize("stage", ["tiercache.demo.worker", "tiercache.cli.demo.server"])
-def test_an_interrupt_ends_all_processes(stage: str) -> None:
-    command = [*COMMAND, "demo", "--tokens", "1024"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: stage in " ".join(descendants(process.pid).values()), f"{stage} runs", WHOLE_DEMO_S)
-        children = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=WHOLE_DEMO_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode in (2, 130)  # ours, and that of newer typers
-    assert "Traceback" not in err
-    wait_until(lambda: all(state_of(pid) in ("", "Z") for pid in children), "all have ended")
 
 
 @pytest.mark.stress

@@ -84,13 +84,6 @@ def test_what_is_said_of_a_host(
     assert bool(one.remedy) is (state in ("warning", "failure")), "what is not well has a remedy, and nothing else"
 
 
-def test_a_good_host_has_no_remedies(tmp_path: Path) -> None:
-    found = look(host_with(tmp_path, {}))
-    names = ("libraries", "memory", "memlock", "shared memory", "huge pages", "descriptors", "processors")
-    assert [(name, found[name].remedy) for name in names if found[name].state is not State.OK] == []
-    assert found["kernel"].state is not State.NOT_APPLICABLE
-
-
 def test_a_check_that_fails_is_a_finding_itself() -> None:
     def broken_check() -> list[Finding]:
         raise PermissionError(13, "no")
@@ -196,6 +189,12 @@ def test_why_there_are_no_hits(spaces: list[dict[str, Any]], counters: dict[str,
     told = told_of(spaces, **counters)
     assert words in told
     assert ("found no room" in told) == ("found no room" in words), "what quotas refuse is said only once"
+
+
+def test_a_flush_that_a_store_was_not_told_of_is_told() -> None:
+    shared = {"lookups": 0, "lookups_late": 0, "bad_blocks": 0, "flushes_waiting": 2, "flush_tries": 5}
+    assert "flush not told yet: 2 notes wait after 5 tries" in told_of([space(1, asked=9, hit=3)], shared=shared)
+    assert "not told" not in told_of([space(1, asked=9, hit=3)], shared={**shared, "flushes_waiting": 0})
 
 
 # --- the command -------------------------------------------------------------------------------------

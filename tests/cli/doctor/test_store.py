@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from valkey_rig import ValkeyServer
 
 from tiercache.cli.doctor import store as doctor_store
 from tiercache.cli.doctor.findings import Finding, State
-from tiercache.cli.doctor.store import Prefill, examine, prefill_of, verdict
+from tiercache.cli.doctor.store import Prefill, examine
 from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
-from tiercache.errors import ConfigError
 
 PREFILL = Prefill("a model", 1.0, 1 << 30)
 
@@ -61,13 +59,6 @@ def test_a_good_store_is_tried_and_left_as_it_was(valkey: ValkeyServer, sealed: 
     assert look(config, measure=False)["speed"].state is State.NOT_APPLICABLE
 
 
-def test_a_host_too_busy_to_begin_in_time_is_measured_all_the_same(
-    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor_store, "PART_S", 0.0)
-    assert "fetched on 4 connections" in look(config_of(valkey.url))["speed"].figure
-
-
 def only(found: dict[str, Finding]) -> Finding:
     [one] = found.values()
     assert one.state is State.FAILURE
@@ -87,13 +78,6 @@ def test_one_that_is_away_or_refuses_us_is_one_line(valkey: ValkeyServer) -> Non
     assert "shared_key" in missing.figure
 
 
-def test_one_that_is_full_says_so() -> None:
-    with ValkeyServer("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
-        found = only(look(config_of(full.url)))
-    assert found.figure.startswith("sending a block: ")
-    assert "volatile-ttl" in found.remedy
-
-
 def test_one_that_gives_other_bytes_is_found_out(valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor_store._Trial._put
 
@@ -104,30 +88,6 @@ def test_one_that_gives_other_bytes_is_found_out(valkey: ValkeyServer, monkeypat
     monkeypatch.setattr(doctor_store._Trial, "_put", put_and_spoil)
     assert only(look(config_of(valkey.url))).figure == "fetching a block: other bytes came back than were sent"
     assert valkey.ask("DBSIZE") == b":0"
-
-
-def test_whether_a_hit_pays() -> None:
-    assert verdict(PREFILL, 2 << 30).state is State.OK
-    slow = verdict(PREFILL, 1 << 29)
-    assert slow.state is State.WARNING
-    assert slow.figure == "8,192 tokens of a model: 2.00 s to fetch 1.0 GiB, 1.00 s to compute"
-    known = prefill_of("Llama-3.1-8B", None)
-    assert known.kv_bytes == 1 << 30, "128 KiB for each of 8,192 tokens"
-    assert 0.1 < known.compute_s < 1
-    assert prefill_of("Llama-3.1-8B", 4096.0).compute_s == 2.0
-    for model, rate in (("Lama", None), ("Llama-3.1-8B", 0.0)):
-        with pytest.raises(ConfigError):
-            prefill_of(model, rate)
-
-
-def test_what_the_daemon_uses_is_compared(valkey: ValkeyServer) -> None:
-    tree = {"tiers": {"shared": {"store": "valkey://other:6379"}}}
-    [skipped] = examine(DaemonConfig(), tree, "", PREFILL, True)
-    assert skipped.state is State.NOT_APPLICABLE
-    assert "TIERCACHE_SHARED" in skipped.figure
-    found = examine(config_of(valkey.url), tree, "", PREFILL, False)
-    assert (found[-1].state, found[-1].figure) == (State.WARNING, "uses another store: valkey://other:6379")
-    assert examine(replace(DaemonConfig()), {}, "", PREFILL, True)[0].figure == "none is configured: --shared"
 
 
 def test_the_command(

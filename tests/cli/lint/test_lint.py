@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_line import Run, assert_refused
 
-from tiercache.cli.lint import command, prompts
+from tiercache.cli.lint import prompts
 
 Request = dict[str, Any]
 Lint = Callable[..., list[dict[str, Any]]]
@@ -100,19 +100,6 @@ def test_ordinary_prompts_are_clean(lint: Lint, clean: str | Request) -> None:
     assert lint(clean) == []
 
 
-def test_conversations_and_unrelated_prompts_are_clean(lint: Lint) -> None:
-    turns = [("system", RULES)]
-    asked = []
-    for number in range(4):
-        turns += [("user", prose(f"asked{number}", 3)), ("assistant", prose(f"told{number}", 8))]
-        asked.append(request(*turns, ("user", f"It is 10:{number + 10} today.")))
-    others = [request(("system", RULES), ("user", prose(f"other{number}", 10))) for number in range(3)]
-    assert lint(*asked, *others) == []
-    assert lint(*DOCUMENTS) == []
-    fixed = f"As of today, 2026-11-23 16:48, these rules apply. {RULES}"
-    assert lint(f"{fixed}\nfirst question", f"{fixed}\nanother one") == [], "a time that all prompts share"
-
-
 def test_system_messages_that_differ_by_a_time_are_one_finding(lint: Lint) -> None:
     hours = range(10, 24)
     [found] = lint(
@@ -159,19 +146,6 @@ def test_documents_in_changing_order(lint: Lint, number: str) -> None:
 # --- the command -------------------------------------------------------------------------------------
 
 
-def test_lines_for_people(tmp_path: Path, run: Run) -> None:
-    texts = f"Request ID: 8f3a99c1d2e4b5a6\x1b[2J\n{RULES}", RULES
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text)
-    assert run("lint", tmp_path / "0.txt")[:2] == (
-        1,
-        f"{tmp_path}/0.txt: character 12: an id that looks new in each request, '8f3a99c1d2e4b5a6': "
-        f"{len(texts[0]) - 28:,} of {len(texts[0]):,} characters (99%) cannot be reused; "
-        "leave it out, or put it behind everything that stays the same\n",
-    )
-    assert run("lint", tmp_path / "1.txt")[:2] == (0, "1 prompt: nothing found that costs a tenth of one\n")
-
-
 def test_wrong_command_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, binary, large = (tmp_path / name for name in ("lines.jsonl", "binary", "large"))
     lines.write_text(f"{json.dumps(request(('user', 'Hi')))}\n\n{{broken\n")
@@ -188,38 +162,3 @@ def test_wrong_command_lines(tmp_path: Path, run: Run, monkeypatch: pytest.Monke
         ([], "Missing argument"),
     ):
         assert_refused(run("lint", *arguments), words)
-
-
-def test_large_inputs_are_bounded(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_CHARS", 50_000)
-    for name, value in {"MAX_CHARS": 50_000, "MAX_PROMPTS": 3, "MAX_ALL_CHARS": 120_000}.items():
-        monkeypatch.setattr(command, name, value)
-    names = [tmp_path / name for name in ("nested.json", "long.txt", "other.txt")]
-    for path, text in zip(names, ("[" * 100_000, "{" * 90_000, "{" * 45_000 + "x" * 45_000), strict=True):
-        path.write_text(text)
-    status, _, err = run("lint", *names)
-    assert status == 0
-    assert "only the first 2 of 3 prompts are looked at" in err
-    assert "only the first 50,000 characters of a prompt are looked at" in err
-    lines = tmp_path / "many.jsonl"
-    lines.write_text(f"{json.dumps(request(('user', 'Hi')))}\n" * 5)
-    assert "only the first 3 of 5 prompts" in run("lint", lines)[2]
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nonce-" * 60_000,
-        "request id: " + "run-" * 60_000,
-        json.dumps(request(*[("system", "a")] * 60_000)),
-        json.dumps(request(*[("system", f"{number}: now 12:30:00") for number in range(20_000)])),
-    ],
-    ids=["no id", "no id behind one", "messages", "parts"],
-)
-def test_time_grows_with_the_length_and_no_faster(tmp_path: Path, text: str, run: Run) -> None:
-    """With the square of the length each of these took minutes: the timeout is what would notice."""
-    path = tmp_path / "long"
-    path.write_text(text)
-    assert run("lint", path)[0] in (0, 1)

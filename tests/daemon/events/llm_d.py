@@ -14,7 +14,6 @@ Written from llm-d-router's `pkg/kvevents` (engineadapter, pool, subscriber; Sep
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from typing import Annotated, Any
 
 import msgspec
@@ -77,9 +76,7 @@ class Indexer:
     def __init__(self, size: int) -> None:
         self.size = size
         self.tiers: dict[bytes, set[tuple[str, str]]] = {}
-        self.skipped: list[str] = []
         self._request_keys: dict[int, bytes] = {}  # by the engine's hash, last key of its tokens
-        self._announced: Counter[tuple[str, str, Any, int]] = Counter()
 
     def receive(self, topic: bytes, number: bytes, payload: bytes) -> None:
         assert len(number) == 8
@@ -88,42 +85,27 @@ class Indexer:
             if isinstance(event, BlockStored):
                 self._stored(event, pod, model)
             elif isinstance(event, BlockRemoved):
-                self._removed(event, pod)
+                for name in map(hash64, event.block_hashes):
+                    if name in self._request_keys:
+                        self.tiers[self._request_keys[name]].discard((pod, (event.medium or "gpu").lower()))
             else:
-                self._cleared(pod)
+                for places in self.tiers.values():
+                    places -= {place for place in places if place[0] == pod}
 
     def _stored(self, event: BlockStored, pod: str, model: str) -> None:
-        tier = (event.medium or "gpu").lower()
         tokens, hashes = event.token_ids, list(map(hash64, event.block_hashes))
         if event.group_idx is not None:
-            dense = len(tokens) == event.block_size * len(hashes)
-            if event.kv_cache_spec_kind not in PREFIX_KINDS or not dense:
-                return self.skipped.append("not a prefix")
+            assert event.kv_cache_spec_kind in PREFIX_KINDS
+            assert len(tokens) == event.block_size * len(hashes)
         parent = hash64(event.parent_block_hash or 0)
-        if parent and parent not in self._request_keys:
-            return self.skipped.append("unknown parent")
+        assert not parent or parent in self._request_keys, "blocks of an unknown parent are skipped"
         keys = self.keys(tokens, event.lora_name or model, self._request_keys[parent] if parent else b"")
         per_hash = len(keys) // len(hashes)
         for number, name in enumerate(hashes):
             its = keys[number * per_hash : (number + 1) * per_hash]
             self._request_keys[name] = its[-1]
             for key in its:
-                self.tiers.setdefault(key, set()).add((pod, tier))
-            self._announced[pod, tier, event.group_idx, name] += 1
-        return None
-
-    def _removed(self, event: BlockRemoved, pod: str) -> None:
-        tier = (event.medium or "gpu").lower()
-        for name in map(hash64, event.block_hashes):
-            self._announced[pod, tier, event.group_idx, name] -= 1
-            if self._announced[pod, tier, event.group_idx, name] <= 0 and name in self._request_keys:
-                self.tiers.get(self._request_keys[name], set()).discard((pod, tier))
-
-    def _cleared(self, pod: str) -> None:
-        for places in self.tiers.values():
-            places -= {place for place in places if place[0] == pod}
-        for counted in [counted for counted in self._announced if counted[0] == pod]:
-            del self._announced[counted]
+                self.tiers.setdefault(key, set()).add((pod, (event.medium or "gpu").lower()))
 
     def keys(self, tokens: list[int], model: str, parent: bytes = b"") -> list[bytes]:
         """Keys of the full blocks of these tokens."""
@@ -136,12 +118,3 @@ class Indexer:
     def places(self, tokens: list[int], model: str) -> list[set[str]]:
         """For each block of a prompt the tiers that it is in."""
         return [{tier for _, tier in self.tiers.get(key, ())} for key in self.keys(tokens, model)]
-
-    def score(self, tokens: list[int], model: str, weights: dict[str, float]) -> float:
-        """Of the only pod: the best weight of each block, up to the first that is nowhere."""
-        total = 0.0
-        for tiers in self.places(tokens, model):
-            if not tiers:
-                break
-            total += max(weights.get(tier, 1.0) for tier in tiers)
-        return total

@@ -13,7 +13,7 @@ import msgpack
 import msgspec
 import pytest
 import zmq
-from raw_client import VISIBLE, WAIT_S, Client, Daemon, daemon, new_chain
+from raw_client import VISIBLE, WAIT_S, Client, Daemon, daemon, new_chain, new_spec
 from waiting import wait_until
 
 from tiercache.daemon.events.events import Events, NamedBlocks
@@ -226,6 +226,28 @@ def test_an_answer_that_has_lost_its_beginning_clears_first(tmp_path: Path) -> N
         assert sub.replay(number + 1) == rest
 
 
+def test_blocks_from_a_shared_store_are_in_events_once_a_client_names_them(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    shared = ["--shared", f"file://{tmp_path}/kv", "--shared-plain", "yes", "--shared-lookup-timeout", "1s"]
+    spec, keys = new_spec(8192), new_chain(2)
+    said = [[1, 2], None, struct.pack("<8I", 0, 0, 0, 0, 1, 1, 1, 1), 0, "full_attention"]
+    with daemon(tmp_path / "run", *flags(tmp_path), *shared), connected(tmp_path) as client:
+        store(client, client.ask("register_namespace", spec)[1], keys, [1, 2])
+        wait_until(lambda: client.stats()["tiers"]["shared"]["written_blocks"] == 2, "the store has them")
+    running = daemon(tmp_path / "run", *flags(tmp_path), *shared)
+    with running, connected(tmp_path) as client, subscriber(tmp_path) as sub:
+        number = client.ask("register_namespace", spec)[1]
+
+        def loaded() -> bool:
+            client.ask("match", [number], keys, 10_000, 0, True)
+            return client.stats()["tiers"]["dram"]["blocks"] == 2
+
+        wait_until(loaded, "they come up")
+        assert sub.all() == [CLEARED]
+        client.ask("reserve", number, b"", keys, 10_000, [*said, None, 7, "adapter"])
+        wait_until(lambda: sub.all() == [CLEARED, stored([1, 2])], "they are named")
+
+
 def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     wrong: list[tuple[list[Any], str]] = [
         ([[1], None, bytes(16)], "events name 1 blocks"),
@@ -282,17 +304,6 @@ def test_extra_keys_are_what_subscribers_of_vllm_can_read(extra: object) -> None
     else:
         with pytest.raises(msgspec.ValidationError):
             NamedBlocks(run, 16).check()
-
-
-def test_what_waits_to_be_said_is_limited_by_process_for_as_long_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Events(Publisher("", "", "", 10))
-    monkeypatch.setattr("tiercache.daemon.events.events.MAX_WAITING_BYTES", 1000)
-    said = [NamedBlocks(ReceivedRun([1], None, bytes(400)), 100) for _ in range(4)]
-    assert [events.waits("a", one) for one in said[:3]] == [True, True, False]
-    assert events.waits("b", said[3])
-    del said[0]
-    assert events.waits("a", said[1])
-    events.close()
 
 
 def test_what_is_said_of_one_block_is_limited(tmp_path: Path) -> None:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import html
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from waiting import state_of, wait_until
+from waiting import wait_until
 
 KEY, SECRET = "testkey", "testsecret"
 BUCKET = "bucket"
@@ -47,13 +44,10 @@ class RcloneServer:
         self.bucket = folder / BUCKET
         self.bucket.mkdir(parents=True)
         self.log = folder / "log"
-        self._start(SECRET)
-
-    def _start(self, secret: str) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{secret}"),
+                    *(rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}"),
                     *("--vfs-cache-mode", "off", "--config", "/dev/null", str(self.bucket.parent)),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -74,25 +68,6 @@ class RcloneServer:
 
         wait_until(serves, "rclone")
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Meanwhile it accepts connections and answers nothing."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            threads = [
-                f"{self.process.pid}/task/{one.name}" for one in Path(f"/proc/{self.process.pid}/task").iterdir()
-            ]
-            wait_until(lambda: {state_of(one) for one in threads} <= {"T", ""}, "rclone to stop")
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
-
-    def restart(self, secret: str) -> None:
-        """At the same place, with another secret."""
-        self.end()
-        self._start(secret)
-        self.wait()
-
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -108,7 +83,6 @@ class FakeServer:
         ranges: answer with 206; else with 200 and the whole object.
         excess: follows the bytes of each range.
         cut: answers that their client did not read to the end.
-        clock_ahead: of the client's, as S3 compares it with the time in each request's signature.
     """
 
     def __init__(self) -> None:
@@ -118,7 +92,6 @@ class FakeServer:
         self.ranges = True
         self.excess = b""
         self.cut = 0
-        self.clock_ahead = timedelta(0)
         self.gate = threading.Event()
         self.gate.set()
         """While it is cleared, answers wait after their first byte."""
@@ -129,9 +102,6 @@ class FakeServer:
 
             def log_message(self, *_: object) -> None:
                 """Tests look at `asked`."""
-
-            def parse_request(self) -> bool:
-                return super().parse_request() and fake._accepts_time(self)
 
             def do_GET(self) -> None:
                 fake._get(self)
@@ -164,15 +134,6 @@ class FakeServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def _accepts_time(self, request: BaseHTTPRequestHandler) -> bool:
-        """S3 takes requests that were signed at most 15 minutes before or after its own time."""
-        signed = datetime.strptime(request.headers["x-amz-date"] + "+0000", "%Y%m%dT%H%M%SZ%z")
-        if abs(datetime.now(timezone.utc) + self.clock_ahead - signed) <= timedelta(minutes=15):
-            return True
-        request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        self._answer(request, 403, b"<Error><Code>RequestTimeTooSkewed</Code></Error>")
-        return False
 
     def _key(self, request: BaseHTTPRequestHandler) -> str:
         return unquote(request.path.partition("?")[0]).removeprefix(f"/{BUCKET}/")

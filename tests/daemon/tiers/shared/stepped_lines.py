@@ -20,6 +20,8 @@ class SteppedLines:
         self._store = store
         self._queues: dict[LineUse, deque[SharedJob]] = {use: deque() for use in LineUse}
         self._posted: deque[Callable[[], None]] = deque()
+        self.running: list[SharedJob] = []
+        """More than one where a test runs the next one within a call of the store."""
 
     @property
     def waiting(self) -> int:
@@ -39,10 +41,12 @@ class SteppedLines:
         if not queues:
             return False
         job, connection = queues[which % len(queues)].popleft(), self._store.connect()
+        self.running.append(job)
         try:
             job.run(connection)
         except StoreError as error:
             job.problem = error
+        self.running.pop()
         self._posted.append(job.ended)
         self.deliver()
         return True

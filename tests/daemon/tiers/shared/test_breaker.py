@@ -49,6 +49,7 @@ def test_kinds_of_jobs_are_counted_apart(breaker: Breaker) -> None:
     for _ in range(FAILURES - 1):
         breaker.failed(AWAY, "fetch")
         breaker.worked("look-up")
+        assert breaker.problem == "refused"
     assert breaker.failed(AWAY, "fetch")
 
 
@@ -91,10 +92,11 @@ def test_a_full_store_gets_no_writes_for_a_while(breaker: Breaker, clock: Clock)
         assert breaker.closed
         assert not breaker.may_write
         assert breaker.problem == "no room"
+        assert breaker.refuses_writes
         clock.now_s += module.FIRST_WRITE_PAUSE_S
         assert breaker.may_write
         breaker.worked("write")
-        assert breaker.problem == ""
+        assert (breaker.problem, breaker.refuses_writes) == ("", False)
 
 
 def test_a_store_that_stays_full_is_tried_less_and_less(breaker: Breaker, clock: Clock) -> None:

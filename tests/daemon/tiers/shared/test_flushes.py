@@ -1,22 +1,155 @@
-"""Flushes that the store did not take: told later and later, kept in a file, and told to the operator."""
+"""Flushes amid everything else: no host finds what was flushed; and flushes that the store did not take."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from chains import chain_of
+from fleet import Hosts
+from host_rig import HostRig
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+from machines import in_first_ring, in_stress
 from played import played
 
-from tiercache.cli.doctor.hits import _shared as shared_findings
-from tiercache.daemon.tiers.shared.epochs import EpochReader, Epochs
+from tiercache.daemon.tiers.shared import flushes, presence, writes
+from tiercache.daemon.tiers.shared.epochs import Epochs
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
-from tiercache.daemon.tiers.shared.naming import Naming, Scope
+from tiercache.daemon.tiers.shared.lines import LineUse
+from tiercache.daemon.tiers.shared.naming import Naming
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 
-pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
+NAME, LENGTH = "x", 2
+SPACES = list[tuple[int, ...]]([(), (), (0,), (0, 1)])
+Action = tuple[str, int, int, int]
+"""What, on which host, about which namespace, and how."""
+
+WHAT = ["store", "store", "fill", "work", "busy", "busy", "job", "load", "load", "flush", "flush", "slice", "end"]
+ACTION = st.tuples(st.sampled_from(WHAT), st.sampled_from([0, 0, 1]), st.sampled_from([0, 0, 1]), st.integers(0, 3))
+PROGRAM = st.lists(ACTION, min_size=3, max_size=12)
+MEANWHILE = st.lists(st.tuples(st.integers(0, 5), ACTION), max_size=5)
+
+
+class Flushes(Hosts):
+    """Two hosts with room for a few blocks, over a store that works.
+
+    Each example plays some programs. Every slice of a flush, every job and every piece of work is an action of its own.
+    Other actions happen meanwhile: before or after a call of the store, so many of them after the one before.
+    """
+
+    frames = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch.setattr(writes, "HELD_SHARE", 0.5)
+        self.patch.setattr(presence, "NO_CLAIM_S", 0.0)
+        self.patch.setattr(presence, "UNFETCHABLE_S", 0.0)
+        self.meanwhiles = deque[tuple[int, Action]]()
+        self.flushes: list[Iterator[bool]] = []
+        self.working: list[HostRig] = []
+        self.fills = 0
+
+    @initialize(modes=st.lists(st.sampled_from(["all", "all", "evicted", "evicted", "reused"]), min_size=2, max_size=2))
+    def open_two(self, modes: list[str]) -> None:
+        self.open(modes, False, 1)
+
+    @rule(program=PROGRAM, meanwhile=MEANWHILE, clean=st.sampled_from([(), (0, 1), (1, 0)]))
+    def play(self, program: list[Action], meanwhile: list[tuple[int, Action]], clean: tuple[int, ...]) -> None:
+        self.meanwhiles = deque(meanwhile)
+        for action in program:
+            self.do(*action)
+        self.end_flushes()
+        self.all_is_idle()
+        self.meanwhiles.clear()
+        self.end_flushes()
+        self.all_is_idle()
+        assert not self.unanswered, "a flush is not answered, though the store was told"
+        for host in range(2):
+            for space in range(2):
+                self.host_loads(host, (space,), NAME, LENGTH)
+        if clean:
+            self.new_blocks_are_shared(*clean)
+
+    def new_blocks_are_shared(self, one: int, other: int) -> None:
+        """Both forget everything; what is stored then is found by the other host at once."""
+        self.host_flushes(one, (), "", 0, "all", 0)
+        self.host_flushes(other, (), "", 0, "all", 0)
+        assert not self.copies
+        for host, looker in ((one, other), (other, one)):
+            self.host_stores(host, host, NAME, LENGTH)
+            self.all_is_idle()
+            if self.modes[host] == "all":
+                assert self.host_loads(looker, (host,), NAME, LENGTH) == LENGTH
+
+    def all_is_idle(self) -> None:
+        for rig in self.hosts:
+            self.drive(rig, lambda rig=rig: self.is_idle(rig))  # type: ignore[misc]
+        self.told()
+
+    def end_flushes(self) -> None:
+        while self.flushes:
+            list(self.flushes.pop(0))
+
+    def point(self) -> None:
+        """Another action may happen now."""
+        if self.meanwhiles:
+            left, action = self.meanwhiles.popleft()
+            if left:
+                self.meanwhiles.appendleft((left - 1, action))
+            else:
+                self.do(*action)
+
+    def do(self, what: str, host: int, space: int, how: int) -> None:
+        rig = self.hosts[host]
+        if what == "store":
+            self.host_stores(host, space, NAME, 1 + how % LENGTH)
+            if how > 1:
+                self.host_sends(host)
+        elif what == "fill":
+            self.fills += 1
+            self.act(lambda: rig.store(self.space(rig, 0), chain_of(f"fill {self.fills}", self.frames)))
+        elif what == "work":
+            self.act(rig.cache.work)
+        elif what == "job":
+            self.step(rig, list(LineUse)[how % 3])
+        elif what == "busy":
+            for _ in range(1 + how):
+                self.step(rig)
+                self.act(rig.cache.work)
+        elif what == "load":
+            self.host_loads(host, (space,), NAME, LENGTH)
+            if how > 1:
+                self.act(rig.forget_dram)
+        elif what == "flush":
+            self.flushes.append(self.flush_in_slices(host, SPACES[how]))
+        elif what == "slice":
+            for slices in self.flushes[:1]:
+                next(slices, None)
+        else:
+            self.end_flushes()
+
+    def step(self, rig: HostRig, use: LineUse | None = None) -> bool:
+        self.working.append(rig)
+        try:
+            return super().step(rig, use)
+        finally:
+            self.working.pop()
+
+    def before(self, call: str) -> None:
+        if call == "put":
+            epochs = self.working[-1].shared.epochs
+            assert epochs.naming.deployment_note not in epochs.pending, "it sends what is being flushed"
+        super().before(call)
+
+
+TestFlushes = in_first_ring(Flushes, examples=40, steps=12)
+TestFlushesForLong = in_stress(Flushes, examples=100, steps=40)
 
 
 @played
@@ -43,6 +176,8 @@ async def test_a_store_that_refuses_is_told_later_and_later(tmp_path: Path) -> N
     jobs[-1].problem = None
     jobs[-1].ended()
     assert (its.waiting, its._pause_s) == (False, 0.5)
+    its.store_is_back()
+    assert len(jobs) == 10, "there is nothing to tell"
     while its._saving is not None:
         await asyncio.sleep(0.001)
 
@@ -65,41 +200,29 @@ async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_pat
     assert state.read_text() == b"note".hex()
 
 
-def test_the_doctor_says_that_a_flush_was_not_told() -> None:
-    shared = {"lookups": 0, "lookups_late": 0, "bad_blocks": 0, "flushes_waiting": 2, "flush_tries": 5}
-    (finding,) = shared_findings({"tiers": {"shared": shared}})
-    assert "flush not told yet: 2 notes wait after 5 tries" in str(finding)
-    assert not list(shared_findings({"tiers": {"shared": {**shared, "flushes_waiting": 0}}}))
+@played
+async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_path: Path) -> None:
+    loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
+    loop.set_default_executor(threads)
+    state = tmp_path / "state"
+    its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    for name in (b"one", b"two"):
+        loop.run_in_executor(None, busy.wait, 60)
+        its.begin([name], lambda durable: None)
+        its._save()
+    busy.set()
+    while its._saving is not None:
+        await asyncio.sleep(0.001)
+    assert state.read_text().split() == [b"one".hex(), b"two".hex()]
 
 
 @played
-async def test_a_note_that_is_wanted_again_while_it_is_told_is_told_again(tmp_path: Path) -> None:
-    """What was stored between the two flushes may have gone out under the first one's note."""
-    jobs, epochs, answers = list[FlushJob](), Epochs(Naming("d", b"")), list[str]()
-    its = SharedFlushes(epochs, tmp_path / "state", jobs.append, lambda job: None, lambda: False)
-    for name in ("first", "second"):
-        its.end(its.begin([b"note"], lambda durable, name=name: answers.append(name)))  # type: ignore[misc]
-    for number, told in enumerate((["first"], ["first", "second"])):
-        jobs[number].learned = {b"note": b"new%d" % number}
-        jobs[number].ended()
-        assert (answers, its.waiting, b"note" in epochs.pending) == (told, number == 0, number == 0)
-    assert len(jobs) == 2
-
-
-@played
-async def test_notes_are_in_use_once_the_store_and_all_of_dram_know_of_the_flush(tmp_path: Path) -> None:
-    naming, jobs = Naming("d", b""), list[FlushJob]()
-    epochs, scope = Epochs(naming), Scope("ab" * 16, 3)
-    before = [b"1" * 16, b"2" * 16, b"3" * 16]
-    epochs.learn(dict(zip(naming.notes(scope), before, strict=True)))
-    reader = EpochReader(epochs, [scope])
-    assert reader.check(before)
-    its = SharedFlushes(epochs, tmp_path / "state", jobs.append, lambda job: None, lambda: False)
-    number = its.begin([naming.deployment_note], lambda durable: None)
-    assert not reader.check(before), "the store answered before it was told"
-    jobs[0].learned = {naming.deployment_note: b"4" * 16}
-    jobs[0].ended()
-    assert not reader.check([b"4" * 16, *before[1:]]), "DRAM has blocks from before the flush"
-    assert its.end(number) == {naming.deployment_note}
-    assert not reader.check([b"4" * 16, *before[1:]]), "the names have changed"
-    assert reader.check([b"4" * 16, *before[1:]])
+async def test_too_many_notes_become_a_flush_of_the_whole_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushes, "MAX_KEPT", 2)
+    epochs = Epochs(Naming("d", b""))
+    its = SharedFlushes(epochs, tmp_path / "state", lambda job: None, lambda job: None, lambda: True)
+    for number in range(3):
+        its.end(its.begin([b"note %d" % number], lambda durable: None))
+    assert epochs.pending == {epochs.naming.deployment_note}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from memory_store import MemoryStore
 from played import played
 
 from tiercache.daemon.tiers.shared import breaker, lines
+from tiercache.daemon.tiers.shared.stores.store import Connection
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
@@ -72,3 +76,23 @@ def test_what_threads_post_is_taken_in_by_slices_and_none_of_it_is_lost(monkeypa
     assert done == [0, 1, 2, -1, 4, 5, 6, 7, 8, 9]
     line._post(lambda: done.append(10))
     assert len(rounds) == 1
+
+
+def test_the_end_cuts_off_calls_under_way() -> None:
+    """A store that does not answer keeps no daemon from ending."""
+    begun, closed = threading.Event(), threading.Event()
+
+    class Hangs(lines.SharedJob):
+        def run(self, connection: Connection) -> None:
+            begun.set()
+            assert closed.wait(60)
+
+        def ended(self) -> None:
+            """Nobody asks."""
+
+    store: Any = SimpleNamespace(connect=lambda: SimpleNamespace(close=closed.set))
+    line = lines.Lines(store, [(lines.LineUse.FETCH,)], lambda call: None)
+    line.submit(Hangs(), lines.LineUse.FETCH)
+    assert begun.wait(60)
+    until_s = time.monotonic() + 30
+    assert line.stop(until_s)

@@ -44,6 +44,7 @@ def test_a_flood_leaves_room_and_turns_for_others() -> None:
     assert 0 < sum(flood) < MAX_LOOKUPS
     assert len(play.begun) == MAX_BEGUN
     assert [play.ask(tenant, "x") for tenant in "bcd"] == [True, True, True]
+    assert (play.looked.asked, play.looked.shared, play.looked.late) == (len(play.looked), 0, 0)
     ended = play.begun[:3]
     for one in ended:
         play.end(*one)

@@ -51,6 +51,16 @@ def test_names_are_what_the_document_says() -> None:
     ]
 
 
+def test_what_a_host_may_not_read_it_cannot_name() -> None:
+    scope, epoch = Scope(FINGERPRINT, 3), b"e" * 16
+    names = {Naming(name, secret).block(scope, epoch, KEY) for name in ("a", "b") for secret in (b"", K, bytes(32))}
+    naming = Naming("a", K)
+    names |= {naming.block(scope, b"f" * 16, KEY), naming.block(Scope("cd" * 16, 3), epoch, KEY)}
+    assert len(names) == 8
+    marks = {name.rpartition(b":")[2] for name in names if name.startswith(b"tc1:a:")}
+    assert len(marks) == 5, "each is a hash of its own"
+
+
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_header_is_what_the_document_says(sealed: bool) -> None:
     if sealed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -140,22 +141,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Host]]:
         host.close()
 
 
-def test_nvme_has_the_beginning_and_the_store_the_rest(
-    make: Callable[..., Host], valkey: ValkeyServer, tmp_path: Path
-) -> None:
-    half, url = BLOCKS // 2, url_of(valkey)
-    a, b = make(url), make(url, nvme=str(tmp_path / "nvme"), nvme_size="64MiB", shared_write="evicted")
-    b.store("half", half)
-    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == half, "write-behind")
-    b.forget_dram()
-    a.share("half")
-    b.finds("half")
-    assert b.stats()["tiers"]["nvme"]["promoted_blocks"] >= half
-    assert b.shared("fetched_blocks") == BLOCKS - half
-    # What came from the store is on NVMe then, as what a client stores.
-    wait_until(lambda: b.stats()["tiers"]["nvme"]["blocks"] == BLOCKS, "write-behind of the rest")
-
-
 @pytest.mark.parametrize("kind", ["bucket", "folder"])
 def test_hosts_share_other_kinds_of_stores(
     make: Callable[..., Host], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,3 +208,21 @@ def test_a_flush_of_a_store_that_is_away_outlives_kill_9(make: Callable[..., Hos
         a = make(valkey.url, name="a", **state)
         wait_until(lambda: a.shared("flushes_waiting") == 0, "the store is told")
         assert a.load("one") == b.load("one") == 0
+
+
+@pytest.mark.stress
+def test_a_folder_that_hangs_costs_nobody_a_request(make: Callable[..., Host], tmp_path: Path) -> None:
+    """What calls the folder is a process of its own, which is replaced."""
+    (tmp_path / "kv").mkdir()
+    with brief():
+        a = make(f"file://{tmp_path}/kv")
+        a.share("one")
+        of_threads = Path(f"/proc/{a.daemon.pid}/task").glob("*/children")
+        children = [child for path in of_threads for child in path.read_text().split()]
+        (helper,) = [one for one in children if b"helper" in Path(f"/proc/{one}/cmdline").read_bytes()]
+        os.kill(int(helper), signal.SIGSTOP)
+        a.forget_dram()
+        a.store("two")
+        assert a.load("two") == BLOCKS
+        assert a.load("one") == 0
+        a.finds("one")

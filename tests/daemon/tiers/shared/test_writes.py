@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from played import play, played
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
+from tiercache.daemon import cache
+from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.shared import settings
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
+from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.errors import ConfigError
 from tiercache.protocol.messages import BlockState
 
@@ -48,9 +52,10 @@ def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
         a.store(space, chain)
         await a.sent()
         assert store.values == {}
-        if when == "reused":
-            a.cache.match(a.owner, [space], chain, 0.0)
-        else:
+        a.cache.match(a.owner, [space], chain, 0.0)
+        if when == "evicted":
+            await a.sent()
+            assert store.values == {}, "it is still in DRAM"
             for number in range(20):
                 a.store(space, chain_of(f"y{number}", 40))
                 await a.sent()
@@ -149,16 +154,37 @@ async def test_a_slow_store_does_not_keep_a_small_arena_from_making_room(tmp_pat
 
 
 @played
-async def test_evicted_blocks_that_wait_are_forgotten_by_a_flush(tmp_path: Path) -> None:
-    """Else they are sent under the new names, and other hosts find what was flushed."""
-    store = MemoryStore()
-    a = host(store, tmp_path, "a", write="evicted", regions=1)
-    space = a.namespace()
+async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
+    a = host(MemoryStore(), tmp_path, "a", write="evicted", regions=1)
     for number in range(10):  # more than DRAM holds
-        a.store(space, chain_of(number, 64))
-    assert a.shared._writes.queued > 0
-    assert await a.flush()
-    await a.sent()
+        a.store(a.namespace(), chain_of(number, 64))
+    waited = a.shared._writes.queued
+    a.shared._writes.flushed(frozenset())  # of other chains
+    assert a.shared._writes.queued == waited
+    a.shared.breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
+    a.cache.work()
+    assert (a.shared._writes.queued, a.shared.stats()["skipped_evicted"]) == (0, waited)
+    assert waited > 0
+    a.check_end()
+    await a.close()
+
+
+@played
+async def test_flushed_blocks_that_wait_to_be_unlinked_are_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush of much unlinks it in slices. What is queued meanwhile would go out under the new names."""
+    monkeypatch.setattr(cache, "_FLUSH_AT_ONCE", 1)
+    store, answers = MemoryStore(), list[bool]()
+    a = host(store, tmp_path, "a")
+    space, chain = a.namespace(), chain_of("x", 40)
+    a.store(space, chain)
+    below = a.below.begin_flush([space], chain[:16], lambda blocks, durable: answers.append(durable))
+    finish(a.cache.flush([space], chain[:16], below))
+    below.end()
+    while not answers or a.shared._writes._in_flight:
+        await asyncio.sleep(0.001)
+        a.shared._writes.pump()
     assert store.values == {}
     a.check_end()
     await a.close()

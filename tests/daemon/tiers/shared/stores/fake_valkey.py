@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,15 +180,3 @@ def bulk(value: bytes) -> bytes:
 
 
 GOOD = bulk(VALUE)
-
-
-@contextlib.contextmanager
-def full_backlog() -> Iterator[int]:
-    """The port of a server that accepts nothing: no connection to it is ever made."""
-    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        port = listener.getsockname()[1]
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(("127.0.0.1", port))
-        yield port

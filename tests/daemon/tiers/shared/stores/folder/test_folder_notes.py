@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -41,17 +40,6 @@ def test_a_value_that_is_read_lives_on(folder: Path, left_h: float, renewed: boo
     assert value_of(get) == b"value!"
     now = place(folder).stat().st_mtime
     assert abs(now - (full if renewed else then)) < 600
-
-
-def test_who_may_use_the_folder_may_use_its_files(folder: Path) -> None:
-    earlier = os.umask(0)
-    try:
-        folder.chmod(0o2775)
-        put(connect(folder), {NAME: b"value!"})
-    finally:
-        os.umask(earlier)
-    assert stat.S_IMODE(place(folder).stat().st_mode) == 0o664
-    assert stat.S_IMODE(place(folder).parent.stat().st_mode) == 0o2775
 
 
 def test_notes_work_on_a_file_system_without_hard_links(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

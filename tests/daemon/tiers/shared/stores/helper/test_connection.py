@@ -4,30 +4,10 @@ from __future__ import annotations
 
 import pytest
 from helper_rig import Make
-from store_calls import content, put, read, soon
+from store_calls import put, read, soon
 
-from tiercache.daemon.tiers.shared.stores.helper import lines, messages
+from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.store import Fate, Put, StoreError, StoreProblem
-
-
-def test_the_staging_buffer_grows_and_stays_bounded(make: Make) -> None:
-    line = make().connect()
-    sizes = [10, 100_000, 3 << 20, 20 << 20]
-    for number, size in enumerate(sizes):
-        put(line, {b"%d" % number: content(number, size)})
-        its = line._line
-        assert its is not None
-        assert its.slot_bytes >= size
-        assert its.slots * its.slot_bytes <= max(lines.STAGING_BYTES, lines.MIN_SLOTS * (size + (64 << 10)))
-    got = read(line, [b"%d" % number for number in range(4)], 5, 20 << 20)
-    assert got == [content(number, size) for number, size in enumerate(sizes)]
-
-
-def test_a_value_of_more_parts_than_a_system_call_takes(make: Make) -> None:
-    line = make().connect()
-    one = Put(b"parts", [bytes([number % 256]) * 3 for number in range(3000)])
-    line.put([one], [], soon())
-    assert read(line, [b"parts"]) == [b"".join(one.parts)]
 
 
 def test_an_error_of_the_store_comes_back_and_the_line_is_used_again(make: Make) -> None:

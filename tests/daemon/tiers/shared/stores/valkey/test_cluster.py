@@ -70,10 +70,6 @@ def test_slots_that_move(nodes: list[ValkeyServer], line: Connection) -> None:
     assert line.exists([name], [], soon()).there == [True]
 
 
-CLUSTER_SLOTS = b"*2\r\n$7\r\nCLUSTER\r\n$5\r\nSLOTS\r\n"
-GET_NOTE = b"*2\r\n$3\r\nGET\r\n$4\r\nnote\r\n"
-
-
 def slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
     parts = [
         b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (low, high, len(host), host, port)
@@ -130,34 +126,4 @@ def test_slots_that_make_no_sense(reply: bytes) -> None:
         connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
         problem = failing(lambda: connection.exists([b"x"], [], soon())).problem
         assert problem is StoreProblem.PROTOCOL
-        connection.close()
-
-
-def test_notes_come_first() -> None:
-    """No value is asked for before the notes are there: another node could be faster."""
-
-    def script(peer: Peer) -> None:
-        while words := peer.command():
-            if words[0] == b"CLUSTER":
-                peer.send(slots((0, 16383, b"", server.port)))
-            elif words[1] == b"note":
-                assert peer.received_bytes == len(CLUSTER_SLOTS + GET_NOTE)  # both would come with one send
-                peer.send(b"$1\r\n7\r\n")
-            else:
-                peer.value(content(1, 500))
-
-    with FakeServer(script) as server:
-        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
-        assert connection.get([new_get(b"value", 1000)], [b"note"], soon()) == [b"7"]
-        connection.close()
-
-
-def test_a_slot_that_no_node_serves() -> None:
-    def script(peer: Peer) -> None:
-        while peer.command():
-            peer.send(slots((0, 0, b"", server.port)))
-
-    with FakeServer(script) as server:
-        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
-        assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.BUSY
         connection.close()

@@ -1,4 +1,4 @@
-"""The calls of a connection to a real Valkey server, and what it does when that is stopped, killed or full."""
+"""A connection to a real Valkey server that is stopped and goes on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from store_calls import content
 from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon
 
 from tiercache.daemon.tiers.shared.stores.store import (
-    Connection,
-    Fate,
     StoreError,
     StoreProblem,
 )
@@ -26,80 +24,12 @@ def valkey() -> Iterator[ValkeyServer]:
         yield server
 
 
-@pytest.fixture(params=["tcp", "unix", "name"])
-def line(request: pytest.FixtureRequest, valkey: ValkeyServer) -> Iterator[Connection]:
-    """A connection to an empty server."""
-    valkey.ask("FLUSHALL")
-    url = {"tcp": valkey.url, "unix": valkey.unix_url, "name": f"valkey://localhost:{valkey.port}"}[request.param]
-    connection = connect(url)
-    yield connection
-    connection.close()
-
-
 def problem_of(call: object) -> StoreProblem:
     assert callable(call)
     with pytest.raises(StoreError) as caught:
         call()
     assert "\n" not in caught.value.text
     return caught.value.problem
-
-
-def test_what_is_no_value(line: Connection, valkey: ValkeyServer) -> None:
-    """Others have put a list where a value of ours should be: that one is refused."""
-    assert valkey.ask("RPUSH", "list", "item") == b":1"
-    line.put([new_put(b"value", content(1, 1000))], [], soon())
-    gets = [new_get(b"list", 1000), new_get(b"value", 1000)]
-    line.get(gets, [], soon())
-    assert [get.fate for get in gets] == [Fate.REFUSED, Fate.DONE]
-    # As a note it may hide that there was a flush.
-    assert problem_of(lambda: line.get([], [b"list"], soon())) is StoreProblem.PROTOCOL
-    assert line.exists([b"value"], [], soon()).there == [True]
-
-
-def test_passwords() -> None:
-    with ValkeyServer("--requirepass", "s3cret:/@") as server:
-        login = "s3cret%3A%2F%40"
-        for good in (f":{login}", f"default:{login}"):
-            connection = connect(server.url.replace("//", f"//{good}@"))
-            assert connection.exists([b"x"], [], soon()).there == [False]
-            connection.close()
-        for wrong in ("", ":other@", f"nemo:{login}@"):
-            connection = connect(server.url.replace("//", f"//{wrong}"))
-            with pytest.raises(StoreError, match="user") as caught:
-                connection.exists([b"x"], [], soon())
-            assert caught.value.problem is StoreProblem.DENIED
-            assert "s3cret" not in caught.value.text
-            assert "other" not in caught.value.text
-            connection.close()
-        # It is changed while we are connected, and those who have the old one are sent away.
-        connection = connect(server.unix_url.replace("//", f"//:{login}@"))
-        connection.exists([], [], soon())
-        killer = connect(server.url.replace("//", f"//:{login}@"))
-        killer.exists([], [], soon())
-        assert b"NOAUTH" in server.ask("CONFIG", "GET", "port")
-        connection.close()
-        killer.close()
-    with ValkeyServer() as server:
-        connection = connect(server.url.replace("//", "//:s3cret@"))
-        assert problem_of(lambda: connection.exists([], [], soon())) is StoreProblem.DENIED
-        connection.close()
-
-
-def test_full() -> None:
-    """The call fails, what is there stays, and the connection too."""
-    with ValkeyServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
-        connection = connect(server.url)
-        puts = [new_put(b"v%d" % number, content(number, MIB)) for number in range(40)]
-        assert problem_of(lambda: connection.put(puts, [], soon())) is StoreProblem.FULL
-        fates = [put.fate for put in puts]
-        assert fates[0] is Fate.DONE
-        assert fates[-1] is Fate.UNKNOWN  # those behind are not even sent
-        before = server.info("total_connections_received")
-        get = new_get(b"v0", MIB)
-        connection.get([get], [], soon())
-        assert got(get) == content(0, MIB)
-        assert server.info("total_connections_received") == before + 1  # that of the second question
-        connection.close()
 
 
 def test_stopped_and_going_on(valkey: ValkeyServer) -> None:

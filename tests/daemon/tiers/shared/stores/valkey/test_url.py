@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,16 +104,6 @@ def test_mistakes(url: str, remedy: str) -> None:
     assert "\n" not in text
     assert "hunter2" not in text
     assert "ter2" not in text
-
-
-def test_files_that_are_no_certificates(tmp_path: Path) -> None:
-    nonsense = tmp_path / "nonsense"
-    nonsense.write_text("no certificate")
-    for parameter in ("ca", "cert"):
-        with pytest.raises(ConfigError, match="PEM"):
-            open_valkey(f"valkeys://localhost?{parameter}={nonsense}")
-    with pytest.raises(ConfigError, match="ca = "):
-        open_valkey(f"valkeys://localhost?ca={tmp_path}")
 
 
 SECRET = "zqxj"
