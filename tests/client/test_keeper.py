@@ -67,11 +67,6 @@ def test_hello_carries_the_versions_and_one_pidfd(daemon: FakeDaemon, client: ti
     assert len(daemon.seen(m.Ping)) == 3
 
 
-def test_no_daemon_is_one_clear_line(run_dir: Path) -> None:
-    with pytest.raises(DaemonUnavailable, match=r"no tiercache daemon answers at .*tiercache daemon --run-dir"):
-        tiercache.Client.connect(run_dir, timeout_s=0.05)  # rule: none comes
-
-
 def test_a_refusal_at_hello_is_told_at_once(daemon: FakeDaemon) -> None:
     daemon.refusal = m.Refused("version", "speak another")
     with pytest.raises(RequestRefused, match="version: speak another"):
@@ -165,17 +160,6 @@ def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> N
     expected = [min(BACK_OFF_FIRST_S * 2**number, BACK_OFF_LAST_S) for number in range(12)]
     assert all(0.75 * mean <= pause <= 1.25 * mean for pause, mean in zip(pauses, expected, strict=True))
     client.close()
-
-
-def test_it_is_logged_once_when_it_goes_and_once_when_it_comes(
-    daemon: FakeDaemon, connector: tiercache.Connector, caplog: pytest.LogCaptureFixture
-) -> None:
-    daemon.drop_sessions()
-    wait_until(lambda: connector.counters["times_down"] == 1)
-    for _ in range(20):
-        connector.match(KEYS)
-    wait_until(lambda: len(caplog.records) > 1)
-    assert [record.message.split()[-2:] for record in caplog.records] == [["without", "it"], ["is", "back"]]
 
 
 def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,10 +39,6 @@ def daemon(tmp_path: Path) -> Iterator[LaunchedDaemon]:
         daemon.close()
 
 
-def test_ctrl_c_at_a_terminal_is_not_for_it(daemon: LaunchedDaemon) -> None:
-    assert os.getsid(daemon.pid) == daemon.pid != os.getsid(0)
-
-
 def test_one_that_was_stopped_ends_with_sigterm_too(daemon: LaunchedDaemon) -> None:
     os.kill(daemon.pid, signal.SIGSTOP)
     daemon.close(WAIT_S)

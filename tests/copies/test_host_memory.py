@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
-from waiting import wait_until
 
-from tiercache.client import mapping
-from tiercache.copies import arena, host_memory
+from tiercache.copies import host_memory
 from tiercache.copies.host_memory import HostMemory
 from tiercache.errors import ArenaError
 
@@ -117,20 +112,3 @@ def test_what_the_driver_keeps_is_never_offered_again(fake: FakeDriver) -> None:
     assert fake.held == {}
     memory.register(5000, 250)
     assert covers(memory, 5000)
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_region_that_cuda_keeps_stays_mapped(fake: FakeDriver, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next mapping could reuse the addresses, and copies would go to the old memory."""
-    monkeypatch.setattr(mapping, "process_memory", HostMemory())
-    ready: list[str] = []
-    mapped = mapping.ArenaMapping(ready.append, cuda=True)
-    fd = arena.create_region(2 << 20)
-    mapped.add([(0, 2 << 20)], [fd])
-    os.close(fd)
-    wait_until(lambda: ready, "the region is registered")
-    assert ready == ["cuda"]
-    (address,) = fake.held
-    fake.keeps = address if kept else -1
-    mapped.end()
-    assert (f"{address:x}-" in Path("/proc/self/maps").read_text()) == kept
