@@ -39,6 +39,8 @@ def growing(window_blocks: int) -> tuple[CacheRig, Namespace, bytes, ReadLease]:
     h.store(namespace, keys[64:96], keys[48:64])
     h.cache.reads.growing.grow(lease)
     assert lease.target == 8
+    first = 8 - window_blocks if window_blocks else 0
+    assert len(h.cache.reads.frames(lease, namespace, first, 8)) == max(0, 6 - first), "what has landed can be read"
     assert not lease.over
     return h, namespace, keys, lease
 
