@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
-from tiercache.daemon.ground.slices import LOOKUPS, Steps, finish
+from tiercache.daemon.ground.slices import LOOKUPS, Steps
 from tiercache.daemon.index.allocator import Allocator, RegionFrames, SizeClass
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
@@ -161,20 +161,6 @@ class FrameCheck:
         del waiting[0]
         if waiting != +allocator.waiting_bytes:
             findings.append("bytes that wait for their last holder are not counted as they are")
-
-
-def check_frames(allocator: Allocator, owned_frames: Iterable[int]) -> list[str]:
-    """Findings when exactly `owned_frames` (those of every owner, any order) should be in use."""
-    check = FrameCheck(allocator)
-    try:
-        finish(check.begin())
-        check.written(owned_frames)
-        if check.in_doubt:
-            check.findings.append("frames have two owners")
-        finish(check.end(()))
-    finally:
-        check.stop()
-    return check.findings
 
 
 def _free_and_owned(frame: int, number: int) -> str:

@@ -310,8 +310,8 @@ class DramMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self._note_ends()
-        counters = self.cache.counters
-        evicted, self.evicted = counters.evicted_blocks - self.evicted, counters.evicted_blocks
+        left = self.cache.counters.evicted_blocks + self.cache.space.policies.hints.counts["expired_blocks"]
+        evicted, self.evicted = left - self.evicted, left
         self._note_drains()
         before, self.here = self.here, {block: self._found(block) for block in self._blocks() if self.is_here(block)}
         gone = {block for block, found in before.items() if self.here.get(block) != found}
@@ -884,10 +884,15 @@ class DramMachine(RuleBasedStateMachine):
         self.run(UnderWay(steps, lambda: None, lambda found: None), at_once=not slices)
 
     @rule(
-        which=NAMESPACES, prompt=PROMPT, first=st.integers(0, 2), done=st.booleans(), priority=st.sampled_from(Priority)
+        which=NAMESPACES,
+        prompt=PROMPT,
+        first=st.integers(0, 2),
+        done=st.booleans(),
+        ttl_s=st.sampled_from([0.0, 0.0, 2.0]),
+        priority=st.sampled_from(Priority),
     )
-    def hint(self, which: Sequence[int], prompt: int, first: int, done: bool, priority: Priority) -> None:
-        said = hint_given_at(self.now_s, done, 0.0 if done else 2.0, 0.0, priority)
+    def hint(self, which: Sequence[int], prompt: int, first: int, done: bool, ttl_s: float, priority: Priority) -> None:
+        said = hint_given_at(self.now_s, done, 0.0 if done else 2.0, ttl_s, priority)
         self.cache.hint_now(self.some_namespaces(which), PROMPTS[prompt], first, said)
 
     # --- the tier below ------------------------------------------------------------------------------------

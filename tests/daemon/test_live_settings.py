@@ -118,16 +118,6 @@ def test_what_is_set_by_hand_holds_until_a_reload(running: Running, capsys: pyte
     assert running.settings()["log_level"][:2] == ['"info"', str(running.file)]
 
 
-def test_a_file_that_cannot_be_read_is_said_where_settings_are_shown(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
-    running.file.unlink()
-    assert main(["config", "--running", "--address", running.daemon.address]) == 0
-    shown = capsys.readouterr().out
-    assert "what a restart would change is not known: config file" in shown
-    assert 'quota = "team-a=1MiB"' in shown
-
-
 def test_quotas_change_while_namespaces_have_accounts() -> None:
     fingerprint = "5d1e0b3a" + "0" * 24
     quotas = Quotas({"a": 5, "ns:5d1e0b3a": 3})

@@ -13,7 +13,6 @@ import torch
 from tiny_models import Open, greedy, prompt, tiny_model
 
 from tiercache.connectors.transformers_cache import PrefixCache
-from tiercache.errors import ModelRefused
 
 pytestmark = pytest.mark.engine
 IDS = prompt(100)
@@ -217,16 +216,6 @@ def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, swit
         assert restored_blocks(cache) == BLOCKS
     assert restored_blocks(cache) == BLOCKS
     assert greedy(cache, IDS) == greedy(model, IDS) == before
-
-
-def test_hooks_need_a_name(open_cache: Open) -> None:
-    model = tiny_model("LlamaConfig")
-    with hook(model.model.layers[0].mlp):
-        with pytest.raises(ModelRefused, match=r"model.layers.0.mlp has hooks .* pass model_id="):
-            open_cache(model)
-        cache = open_cache(model, model_id="steered")
-        assert greedy(cache, IDS) == greedy(model, IDS)
-        assert restored_blocks(cache) == BLOCKS
 
 
 def test_autocast_is_another_arithmetic(open_cache: Open) -> None:

@@ -14,7 +14,6 @@ from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, EngineFacts, 
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SIZE = 4
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=SIZE, block_bytes=64)
 ROOT = b"r" * KEY_BYTES

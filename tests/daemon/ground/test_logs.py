@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
-from raw_client import ROOT, WAIT_S, Client, new_chain
+from raw_client import ROOT, WAIT_S, Client
 from waiting import wait_until
 
 from tiercache.daemon.ground import logs
@@ -221,22 +220,3 @@ def test_a_daemon_serves_and_stops_while_its_log_is_not_read(full: Callable[[int
             assert client.ask("ping") == ["done"]
             ends_well(child)
         assert reader > 0
-
-
-def test_the_log_of_a_daemon_as_json(tmp_path: Path) -> None:
-    with pipe() as (reader, writer):
-        flags = ["--log-format", "json", "--log-level", "debug", "--slow-request", "1us"]
-        with daemon_with(writer, tmp_path / "run", *flags) as child:
-            with Client(tmp_path / "run", name="who") as client:
-                client.length(client.namespace(), new_chain(3))
-            lines: list[dict[str, Any]] = []
-            with open(reader, closefd=False) as file:
-                while not lines or "has ended" not in lines[-1]["message"]:
-                    lines.append(json.loads(file.readline()))
-            ends_well(child)
-    messages = [line["message"] for line in lines]
-    assert any(" serves " in message for message in messages)
-    assert f"session who (pid {os.getpid()}) has begun" in messages
-    slow = next(line for line in lines if line.get("event") == "slow_request" and line["request"] == "Match")
-    assert (slow["client"], slow["pid"], slow["keys"]) == ("who", os.getpid(), 3)
-    assert slow["work_ms"] > 0

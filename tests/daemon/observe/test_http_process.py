@@ -47,12 +47,6 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_the_settings_say_is_handed_on(watched: HttpProcess) -> None:
-    command = watched._command
-    assert command[command.index("--hosts") + 1] == "a.internal,b.internal"
-    assert command[command.index("--listen-fd") + 1] == str(watched._socket.fileno())
-
-
 def test_pauses_grow_until_a_child_has_lived_well(watched: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     lives = iter([False] * 9 + [True, False])
     monkeypatch.setattr(watched, "_live", lambda: ("ended with status 1", next(lives)))

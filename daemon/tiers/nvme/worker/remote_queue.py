@@ -167,11 +167,6 @@ class RemoteQueue(Tally):
             since_s.append(self._task_since_s)
         return time.monotonic() - min(since_s) if since_s else 0.0
 
-    @property
-    def waits_for_process(self) -> bool:
-        """Whether the process has something to answer."""
-        return bool(self._sent)
-
     def stats(self) -> dict[str, object]:
         """See `DiskQueue`."""
         return {

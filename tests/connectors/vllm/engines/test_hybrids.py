@@ -62,20 +62,6 @@ def test_what_is_loaded_is_used(case: Case, tmp_path: Path) -> None:
         case.store(ids)
 
 
-def test_answers_that_go_on_past_the_ends_of_blocks(case: Case) -> None:
-    unit, start = case.kind.unit, LONG[: case.kind.unit - 7]
-    case.compute(start, tokens=3 * unit)
-    whole = start + case.right(start, 3 * unit)
-    turns = [whole[: 2 * unit + 1], whole[: 3 * unit - 1], [*whole, *prompt(40, "next turn")]]
-    case.compute(*turns)
-    # In 16 bits a prefill rounds otherwise than the steps of an answer: a hit in vLLM's own cache changes tokens too.
-    compare = case.kind.dtype == "float32"
-    with case.launch():
-        assert case.cached(start, 3 * unit, compare=compare) == 0
-        for ids in turns:  # each block of the answer is stored, with the state at its end
-            wait_until(lambda ids=ids: case.cached(ids, compare=compare) == case.usable(ids))
-
-
 @pytest.mark.parametrize("state", [True, False])
 def test_one_kind_of_blocks_is_lost(case: Case, state: bool) -> None:
     """Without states there is no hit, and without the rest neither; what is computed then is stored again."""

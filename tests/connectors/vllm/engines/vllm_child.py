@@ -11,7 +11,7 @@ makes that engine, and answers the lines that follow.
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
 {"op": "hold", "way": "in", "folder": "..."}
     the next copy from the cache (`out`: to it) says so with a file `held...` there, and goes on when there is a file
-    `go`; with "damage" the blocks that it has filled are then spoilt
+    `go`
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_available(worker: Any) -> bool:
     return all(connector.available for connector in worker_groups(worker))
 
 
-def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
+def hold(worker: Any, way: str, folder: str) -> None:
     """In the process of a rank: see above. The copy is done where it would have been, by the thread that does it."""
     import time
 
@@ -83,9 +83,6 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
             time.sleep(0.005)  # rule: the gate is another process's file
         copied = copy(*arguments)
         (Path(folder) / "copied").touch()
-        if damage:
-            for cache in worker.model_runner.kv_caches:
-                cache[arguments[1]] *= -1
         return copied
 
     setattr(copier, name, held)
@@ -248,19 +245,11 @@ class Child:
         return {"loading": loading}
 
     def hold(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.llm.collective_rpc(hold, args=(order["way"], order["folder"], order.get("damage", False)))
+        self.llm.collective_rpc(hold, args=(order["way"], order["folder"]))
         return {"done": True}
 
     def scale(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"done": all(self.llm.collective_rpc(scale))}
-
-    def fork(self, order: dict[str, Any]) -> dict[str, Any]:
-        """A child that has open what this process has, and does nothing until it is killed."""
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(300)
-            signal.pause()
-        return {"pid": pid}
 
     def count(self, order: dict[str, Any]) -> dict[str, Any]:
         """The process of each rank, and what it has moved."""
@@ -295,7 +284,6 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "abort": Child.abort,
     "hold": Child.hold,
     "scale": Child.scale,  # its weights are updated in place
-    "fork": Child.fork,
     "count": Child.count,
     "check": Child.check,  # the scheduler's books, and its counts
 }
