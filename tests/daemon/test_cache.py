@@ -490,6 +490,7 @@ class DramMachine(RuleBasedStateMachine):
         free = self._free_frames(namespace)
         names: list[int | bytes] = [self.hash_of(block) for block in blocks]
         said = NamedBlocks(EventRun(names, None, bytes(4 * len(names))), 1)
+        known = self.cache.counters.dedup_blocks
         got = self.cache.reserve(session.owner, namespace, parent, b"".join(keys), ttl_s, said)
         above = (number, parent)
         if got.parent_missing:
@@ -500,6 +501,8 @@ class DramMachine(RuleBasedStateMachine):
             return None
         states = got.states
         self._check_states(states, present, waiting, windowed)
+        count = states.count
+        assert self.cache.counters.dedup_blocks - known == count(BlockState.HAVE) + count(BlockState.PENDING)
         if not windowed:
             assert all(self.is_here(block) for block, state in zip(blocks, states, strict=True) if state == "have")
         wanted = sum(state in (BlockState.FRAME, BlockState.NONE) for state in states)
@@ -801,6 +804,7 @@ class DramMachine(RuleBasedStateMachine):
             return
         assert not load.lost, "a lease that has lost a block is still good"
         assert load.lease.blocks >= load.blocks or load.doubtful
+        broken = self.cache.space.index.invariant_failures
         for namespace in load.lease.namespaces:
             window = namespace.spec.window_blocks
             blocks = load.lease.blocks
@@ -813,6 +817,7 @@ class DramMachine(RuleBasedStateMachine):
                 assert token[:2] == (namespace.number, load.keys[number]), "bytes of another block"
                 known = load.read.setdefault((namespace.number, number), token)
                 assert known == token, "bytes changed under a lease"
+        assert not load.in_order or self.cache.space.index.invariant_failures == broken, "a chain is said to be broken"
 
     @rule(which=SOME)
     def release(self, which: int) -> None:
@@ -953,7 +958,7 @@ class DramMachine(RuleBasedStateMachine):
     def send(self, which: int) -> None:
         """Something reads a frame and cannot be recalled, such as a write to a disk; one after the other."""
         if len(self.sends) == 3 or (self.sends and not self.here):
-            self.cache.space.allocator.unhold(self.sends.pop(0)[0])
+            self.cache.space.allocator.unhold_many([self.sends.pop(0)[0]])
         elif self.here:
             block = self.pick(sorted(self.here), which)
             frame, token = self.here[block]
@@ -1059,7 +1064,8 @@ class DramMachine(RuleBasedStateMachine):
             raise AssertionError("deferred work does not end")
         self.all_is_well()
         if not self.shelf.fetching and self.shelf.settled:
-            assert not self.cache.reads.growing.leases, "a lease waits although nothing is on its way"
+            growing = self.cache.reads.growing.leases
+            assert not [one for one in self.loads if one.lease.lease_id in growing], "a lease waits for nothing"
         self.draining = False
         for one in self.reserved:
             if one.complete and one.pending and not one.may_drop:
