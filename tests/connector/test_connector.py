@@ -99,6 +99,8 @@ def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
         connector.match(b"short")
     with pytest.raises(ValueError, match="5 keys from the root; there are 4"):
         connector.store(chain, [0, 1, 2], first=2)
+    with pytest.raises(ValueError, match="ttl_s is 0"):
+        connector.pin(chain, 0)
     with pytest.raises(LayoutError, match="0 to 31"):
         connector.store(chain, [32])
     with pytest.raises(LayoutError, match="twice"):

@@ -200,6 +200,9 @@ def test_each_direction_is_chosen_by_itself(
         assert path.store_reason == "gds: 2.00 GB/s are less than 3.00 by the bounce"
     path.close()
     assert (path.counters()["direct_in_use"], path.counters()["direct_store_in_use"]) == (0, 0)
+    unasked = decided(cluster, monkeypatch, probe)
+    assert unasked.storer is None
+    unasked.close()
 
 
 def test_a_pool_on_the_cpu_is_not_probed(cluster: Cluster) -> None:
