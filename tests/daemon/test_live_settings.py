@@ -20,7 +20,7 @@ from tiercache.cli.main import main
 from tiercache.config.daemon_config import DaemonConfig, Resolved
 from tiercache.daemon.ground.run_directory import RunDir
 from tiercache.daemon.live_settings import LiveSettings
-from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
+from tiercache.daemon.tiers.quotas import Quotas
 from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'
@@ -116,23 +116,6 @@ def test_what_is_set_by_hand_holds_until_a_reload(running: Running, capsys: pyte
     running.reload(FILE)
     assert running.limits()["team-a"] == 1 << 20
     assert running.settings()["log_level"][:2] == ['"info"', str(running.file)]
-
-
-def test_quotas_change_while_namespaces_have_accounts() -> None:
-    fingerprint = "5d1e0b3a" + "0" * 24
-    quotas = Quotas({"a": 5, "ns:5d1e0b3a": 3})
-    assert [quotas.enter(1, "a", "x"), quotas.enter(2, "b", "x"), quotas.enter(3, "a", fingerprint)] == [
-        "a",
-        UNLIMITED,
-        "ns:5d1e0b3a",
-    ]
-    quotas.change({"b": 7, "*": 9})
-    assert [quotas.limit_bytes(name) for name in ("a", "b", UNLIMITED, "ns:5d1e0b3a")] == [9, 7, None, None]
-    assert quotas.account_of("b", "x") == "b", "for new namespaces"
-    assert quotas.enter(4, "b", "y") == "b"
-    assert len(set(quotas.numbers.values())) == len(quotas.numbers)
-    quotas.change({})
-    assert quotas.limit_bytes("a") is None
 
 
 def test_each_quota_is_for_its_own_tier() -> None:

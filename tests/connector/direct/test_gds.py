@@ -16,7 +16,7 @@ from waiting import wait_until
 from tiercache.connector.blocks import Blocks
 from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.gds import DirectLoader, DirectResult, DirectStorer
-from tiercache.connector.direct.transfers import MOVE_BYTES, direct_problem
+from tiercache.connector.direct.transfers import direct_problem
 from tiercache.copies.pool import Limit, Pool
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum
 from tiercache.protocol.messages import Extent
@@ -113,15 +113,6 @@ def test_neighbours_are_written_together_and_nothing_else_is_touched(disk: Disk)
     expected[NUMBERS] = disk.pool[IDS]
     assert np.array_equal(disk.on_disk(), expected)
     assert disk.storer.counters["direct_stored_bytes"] == 7 * BLOCK
-
-
-def test_a_call_has_a_largest_size(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    extents = [disk.extent(0, offset=number * BLOCK) for number in range(2000)]
-    moves = disk.loader._moves(1, [str(tmp_path)], extents, np.arange(2000, dtype=np.int64) * BLOCK)
-    assert max(move.length for move in moves) == MOVE_BYTES
-    assert sum(move.blocks for move in moves) == 2000
-    disk.close()
 
 
 WRONG = [{"length": BLOCK - 4096}, {"offset": 2 * BLOCK + 512}, {"directory": 1}]

@@ -199,14 +199,6 @@ def test_weights_from_elsewhere_need_a_model_id(
 # --- faults -------------------------------------------------------------------------------------
 
 
-def test_a_full_quota_keeps_the_beginning(rig: Rig) -> None:
-    first, tokens = stored_by(rig, tenant="team")
-    second = rig.engine(tenant="team")
-    found = rig.prefetch(second, tokens)
-    assert 0 < found < len(tokens)
-    assert same(rig, first, second, tokens[:found])
-
-
 def test_injected_failures_cost_hits_only(rig: Rig) -> None:
     """SGLang fails three of ten calls. What comes is whole: the state is at the end only."""
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.connectors.transformers_cache import PrefixCache
-from tiercache.errors import DaemonUnavailable, ModelRefused
+from tiercache.errors import ModelRefused
 
 pytestmark = pytest.mark.engine
 MLA = {
@@ -163,15 +162,6 @@ def test_calls_that_cannot_be_served_are_plain_ones(open_cache: Open, caplog: py
     said = [record.getMessage() for record in caplog.records if "without the cache" in record.getMessage()]
     assert len(said) == 5  # each reason once
     assert "num_beams is set" in said[0]
-
-
-def test_without_a_daemon_it_is_plain_generate(tmp_path: Path) -> None:
-    model = tiny_model("LlamaConfig")
-    ids = prompt(64)
-    with PrefixCache(model, tmp_path / "absent") as cache:
-        assert greedy(cache, ids) == greedy(model, ids)
-    with pytest.raises(DaemonUnavailable, match="no tiercache daemon answers"):
-        PrefixCache(model, tmp_path / "absent", required=True, connect_timeout_s=0.1)  # rule: nobody comes
 
 
 def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:

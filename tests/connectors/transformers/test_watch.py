@@ -66,27 +66,6 @@ def test_an_update_in_the_middle_of_a_generation_is_noticed(open_cache: Open) ->
     assert restored_blocks(cache) == 0
 
 
-def test_weights_that_model_id_named_get_a_name_of_their_own(
-    open_cache: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_model("LlamaConfig")
-    cache, other = open_cache(model, model_id="v1"), open_cache(tiny_model("LlamaConfig"), model_id="v1")
-    greedy(cache, IDS)
-    assert restored_blocks(other) == BLOCKS
-    with caplog.at_level(logging.WARNING):
-        copy_data(model)
-        assert restored_blocks(cache) == 0
-    assert "model_id no longer names them" in caplog.text
-    greedy(cache, IDS)
-    assert restored_blocks(cache) == BLOCKS
-    cache.weights_changed("v2")
-    assert restored_blocks(cache) == 0
-    greedy(cache, IDS)
-    assert restored_blocks(open_cache(model, model_id="v2")) == BLOCKS
-    cache.weights_changed()
-    assert restored_blocks(cache) == 0
-
-
 @pytest.mark.parametrize("part", ["", "model.layers.1.self_attn", "model.embed_tokens"])
 def test_in_training_mode_nothing_is_served_or_stored(
     open_cache: Open, caplog: pytest.LogCaptureFixture, part: str
@@ -216,18 +195,3 @@ def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, swit
         assert restored_blocks(cache) == BLOCKS
     assert restored_blocks(cache) == BLOCKS
     assert greedy(cache, IDS) == greedy(model, IDS) == before
-
-
-def test_autocast_is_another_arithmetic(open_cache: Open) -> None:
-    model = tiny_model("LlamaConfig")
-    cache = open_cache(model)
-    greedy(cache, IDS)
-    with torch.autocast("cpu", torch.bfloat16):
-        greedy(cache, IDS)
-        assert cache.bypassed == 1
-        under = open_cache(model)
-        assert restored_blocks(under) == 0
-        greedy(under, IDS)
-        assert restored_blocks(under) == BLOCKS
-    assert restored_blocks(under) == 0
-    assert restored_blocks(cache) == BLOCKS

@@ -117,26 +117,6 @@ def test_a_window_takes_its_blocks_along() -> None:
     assert engine.step({"a": 1}, a=[7]).flush == [store.job_id]  # it has left the window, and comes back as a new one
 
 
-@pytest.mark.parametrize("why", ["finished", "preempted", "forgotten"])
-def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
-    engine = Engine()
-    request = engine.add("a", [1, 2, 3])
-    engine.add("b", [4])
-    [store] = engine.step({"a": 12}).fresh
-    assert engine.step({"b": 1}, b=[5]).flush == []
-    if why == "finished":
-        engine.finish("a")
-    elif why == "preempted":
-        request.num_preemptions += 1
-    else:
-        engine.stores.forget()
-        engine.add("b", [4])
-    assert engine.step({"b": 1}, b=[6]).flush == []
-    assert engine.step({"b": 1}, b=[2]).flush == [store.job_id]
-    engine.stores.reported(WorkerReport({store.job_id: 1}))
-    assert engine.step({"b": 1}, b=[2]).flush == []
-
-
 def blocks(ids: list[int]) -> list[list[Any]]:
     return [[SimpleNamespace(block_id=block, is_null=block == 0) for block in ids]]
 

@@ -21,7 +21,6 @@ from raw_client import ROOT, WAIT_S, Client
 from waiting import wait_until
 
 from tiercache.daemon.ground import logs
-from tiercache.daemon.ground.health_log import HealthLog
 
 TEXT = logging.Formatter("%(levelname)s %(message)s")
 
@@ -157,24 +156,6 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --- what is said ------------------------------------------------------------------------------------
-
-
-def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    health = HealthLog()
-    with caplog.at_level(logging.INFO, "tiercache.daemon"):
-        health.look([], 0.0)
-        health.look(["/kv: an operation has been under way for 11 s"], 1.0)
-        health.look(["/kv: an operation has been under way for 12 s"], 2.0)
-        health.look(["/kv: an operation has been under way for 13 s", "no memory"], 3.0)
-        health.look(["/kv: an operation has been under way for 14 s"], 4.0)
-        health.look([], 5.0)
-        health.look([], 6.0)
-    assert caplog.messages == [
-        "health: degraded: /kv: an operation has been under way for 11 s",
-        "health: degraded: no memory",
-        "health: ok again, after 4 s",
-    ]
-    assert caplog.records[0].fields["event"] == "health"  # type: ignore[attr-defined]
 
 
 # --- with a real daemon ------------------------------------------------------------------------------

@@ -42,17 +42,6 @@ def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) 
     assert sum(others) == 5 + 3 - 1, "one of these is gone, as the policy chose"
 
 
-def test_a_client_that_asks_again_is_not_done(h: Hinting) -> None:
-    ns = h.space()
-    h.fill(ns, 1, 8)
-    h.hint(ns, branch(5), done=True)
-    assert h.policy(ns).victim() == ns.table.get(key(5))
-    h.now_s += 2.0
-    assert h.length(ns, branch(5)) == 1
-    h.fill(ns, 100, 3)
-    assert h.here(ns, branch(5)) == [1]
-
-
 # --- a client is to return --------------------------------------------------------------------------
 
 

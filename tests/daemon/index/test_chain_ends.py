@@ -39,17 +39,6 @@ def test_a_store_goes_on_although_its_end_would_be_the_next_victim() -> None:
     h.check()
 
 
-def test_a_writer_is_not_waited_for_any_longer_than_a_second() -> None:
-    h = SmallCache(frames=3)
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    h.now_s += TAIL_S
-    assert held(h) == [key(1, 2)]
-    h.store(ns, branch(5, 6, 7))
-    assert held(h) == [key(5, 6, 7)]
-    assert h.length(ns, branch(1, 2)) == 0
-
-
 def test_no_store_is_refused_to_keep_the_end_of_a_chain() -> None:
     h = SmallCache(frames=4)
     ns = h.space()

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import DROPPED, FRAME, NONE, REGIONS, ROOT, VISIBLE, Client, block_of, daemon, new_chain, new_spec
+from raw_client import DROPPED, FRAME, ROOT, VISIBLE, Client, block_of, daemon, new_chain, new_spec
 from waiting import wait_until
-
-from tiercache.daemon.cache import FLUSHED_AT_ONCE
 
 
 def stored(client: Client, blocks: int) -> tuple[int, bytes]:
@@ -87,15 +85,6 @@ def test_what_cannot_be_read_or_written_is_refused(client: Client) -> None:
         assert client.refusal("read", lease, number, index, offset, length) == "bad_value"
     assert client.refusal("read", lease + 1, number, 0, 0, 1) == "unknown_lease"
     assert client.release(lease)
-
-
-def test_regions_come_in_packets_of_at_most_sixteen(run_dir: Path, client: Client) -> None:
-    with Client(run_dir) as late:
-        while len(late.regions) < REGIONS:
-            late.take_regions()
-        assert late.region_packets == [16, 16, 8]
-        assert sorted(late.regions) == list(range(REGIONS))
-        assert late.arena_bytes == sum(map(len, late.regions.values())) == 80 << 20
 
 
 def test_a_permuted_list_names_no_wrong_frame(client: Client) -> None:
@@ -267,35 +256,6 @@ def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Pa
         assert client.ask("models") == ["model_list", [], {}, {}]
         assert other.ask("report", "none", {}, cards) == ["done"]
     wait_until(lambda: client.ask("models") == ["model_list", [], {}, {}])
-
-
-def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
-    with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), Client(tmp_path / "run") as client:
-        client.await_arena()
-        number, keys = client.namespace(512 << 10), new_chain(6)
-        lease, states, frames, _ = client.reserve(number, keys)
-        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 4, 2)  # half of the arena: the writer may never commit
-        assert client.commit(lease, range(2)) == [VISIBLE] * 2
-        lease, states, frames, _ = client.reserve(number, keys[32:], keys[16:32])
-        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 2, 2)
-        assert client.commit(lease, range(2)) == [VISIBLE] * 2
-        with Client(tmp_path / "run") as other:
-            _, lease, _ = other.match([number], keys)
-            assert client.reserve(number, new_chain(1))[:2] == (0, [NONE])
-        wait_until(lambda: client.reserve(number, new_chain(1))[1] == [FRAME])
-
-
-def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
-    numbers = [
-        client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(2 * FLUSHED_AT_ONCE + 10)
-    ]
-    keys = new_chain(1)
-    client.store(numbers[-1], keys, [block_of(0)])
-    with Client(run_dir) as leaver:
-        leaver.send("flush", "dram", [], b"")
-        leaver.leave()
-    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
-    assert client.ask("check")[1] == []
 
 
 # --- hints ----------------------------------------------------------------------------------------
