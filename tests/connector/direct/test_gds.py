@@ -33,7 +33,7 @@ class Disk:
     """
 
     def __init__(self, root: Path, aligned: bool = True, fault: Any = lambda number: None) -> None:
-        self.root = root
+        self.root, self.others = root, {*threading.enumerate()}
         noise = np.random.default_rng(3).integers(0, 256, (2, BLOCKS, BLOCK), np.uint8)
         self.data = noise[0]
         (root / "segments").mkdir()
@@ -85,6 +85,7 @@ class Disk:
         self.backend.resume()
         self.loader.close()
         self.storer.close()
+        wait_until(lambda: not any("direct" in one.name for one in {*threading.enumerate()} - self.others))
 
 
 @pytest.fixture(params=[True, False], ids=["aligned", "unaligned"])

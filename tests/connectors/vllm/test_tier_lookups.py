@@ -135,3 +135,5 @@ def test_chunks_of_vllm_have_their_place() -> None:
     assert (place(0, 128), place(2, 128)) == (ChunkPlace(0, 1), ChunkPlace(3, 1))
     assert place(1, 40) is None  # the end of a prompt within a block
     assert place(1, 32, [GroupPart(0, 64), GroupPart(1, 32, 1, 2, window=1)]) is None  # no match needs it
+    split = [ChunkPlaces(parts, 64).is_split(make_offload_key(b"h" * 32, group)) for group in range(3)]
+    assert split == [False, True, False]
