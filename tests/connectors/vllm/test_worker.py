@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_vllm import SIZE, Cell, TinyCache, TinyRank
 
-import tiercache
+from tiercache.connectors.vllm import worker
 from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, WorkerReport
 from tiercache.connectors.vllm.weights import Look, Weights
 from tiercache.connectors.vllm.worker import RankWorker
@@ -17,8 +18,6 @@ from tiercache.protocol.messages import KEY_BYTES
 
 pytestmark = pytest.mark.engine
 BLOCKS = 8
-BLOCK_BYTES = 65536
-SPEC = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=16, block_bytes=BLOCK_BYTES)
 
 
 def cells() -> list[list[Cell]]:
@@ -130,14 +129,18 @@ def test_without_loads_and_stores_nothing_is_looked_at(rig: Rig) -> None:
     assert rig.worker.report() is None
 
 
-def test_copies_end_before_vllm_takes_its_memory_away(rig: Rig) -> None:
+def test_copies_end_before_vllm_takes_its_memory_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does when it goes to sleep."""
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: 100.0))
     rig.worker.begin(Orders(ready=[rig.store(1)]))
     rig.copy()
     rig.worker.begin(Orders(fresh=[rig.store(2)], loads=[rig.load()]))
     for rank in rig.ranks:
         rank.copies[-1].hurry = True
     rig.worker.end_copies()
+    stored, loaded = (copy.limits_s for copy in rig.ranks[0].copies)
+    assert stored == [worker.SLEEP_TIMEOUT_S, *loaded]
+    assert loaded == [worker.SLEEP_TIMEOUT_S + worker.COPY_GIVE_UP_S]
     report = rig.worker.report()
     assert report is not None
     assert (report.ended, report.incomplete) == ({1: 1, 2: 1}, {2}), "the second had not begun"
