@@ -147,6 +147,9 @@ def test_a_file_that_is_gone_or_short_is_a_failure_and_is_not_made(disk: Disk) -
     assert disk.load([disk.extent(0)], [0]) == DirectResult(1)
     assert disk.load([disk.extent(0, segment=7)], [0]) == DirectResult(0)
     assert disk.loader.off == "", "only failures in a row end it"
+    for _ in range(2):
+        assert disk.load([disk.extent(0, segment=7)], [0]) == DirectResult(0)
+    assert "3 direct reads in a row failed" in disk.loader.off
     assert disk.store([disk.extent(0, segment=7)], [0]) == []
     assert disk.storer.failures == 1
     assert [path.name for path in (disk.root / "segments").iterdir()] == ["00000001.seg"]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import Open, greedy, prompt, tiny_model
@@ -119,48 +118,6 @@ def forward_of_class(model: Any) -> Iterator[None]:
     forward = kind.forward
     with attribute(kind, "forward", lambda self, states: forward(self, states) * 1.5):
         yield
-
-
-class SteeredMLP(torch.nn.Module):
-    """What people build into models: it computes with attributes of many kinds."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.mlp, self.vector, self.factor = mlp, torch.ones(64), np.float32(1)
-        self.scales, self.steer = {"adapter": [[1.0]]}, lambda states: states
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.steer(self.mlp(states)) * self.vector * float(self.factor) * self.scales["adapter"][0][0]
-
-
-def steered_model() -> Any:
-    model = tiny_model("LlamaConfig")
-    model.model.layers[0].mlp = SteeredMLP(model.model.layers[0].mlp).eval()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("vector", torch.full((64,), 2.0)),
-        ("factor", np.float32(2)),
-        ("scales", {"adapter": [[2.0]]}),
-        ("steer", lambda states: states * 2),
-        ("forward", lambda states: states * 2),
-    ],
-)
-def test_whatever_a_module_computes_with_is_looked_at(open_cache: Open, name: str, value: Any) -> None:
-    model = steered_model()
-    cache = open_cache(model)
-    greedy(cache, IDS)
-    with attribute(model.model.layers[0].mlp, name, value):
-        assert restored_blocks(cache) == 0
-        assert greedy(cache, IDS) == greedy(model, IDS)
-    if name == "forward":
-        del model.model.layers[0].mlp.forward
-    assert restored_blocks(cache) == BLOCKS
-    model.model.layers[0].mlp.vector.mul_(3)
-    assert restored_blocks(cache) == 0
 
 
 @pytest.mark.parametrize(

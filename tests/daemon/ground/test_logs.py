@@ -7,17 +7,14 @@ import logging
 import os
 import re
 import select
-import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
-from raw_client import ROOT, WAIT_S, Client
+from raw_client import WAIT_S
 from waiting import wait_until
 
 from tiercache.daemon.ground import logs
@@ -159,45 +156,3 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --- with a real daemon ------------------------------------------------------------------------------
-
-
-@contextmanager
-def daemon_with(stderr: int, run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(run_dir), "--arena", "4MiB", *flags]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=stderr)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-
-
-def ends_well(child: subprocess.Popen[bytes]) -> None:
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(WAIT_S) == 0
-
-
-def make_noise(client: Client, times: int) -> None:
-    """Flush `times` times: each flush logs several lines, of different kinds."""
-    number = client.namespace()
-    for _ in range(times):
-        assert client.ask("flush", "all", [number], b"")[0] == "flushed"
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("full", [fill, None])
-def test_a_daemon_serves_and_stops_while_its_log_is_not_read(full: Callable[[int], int] | None, tmp_path: Path) -> None:
-    with pipe() as (reader, writer):
-        if full is not None:
-            full(writer)
-        else:
-            os.dup2(os.open("/dev/full", os.O_WRONLY), writer)
-        flags = ["--log-level", "debug", "--slow-request", "1us"]
-        with daemon_with(writer, tmp_path / "run", *flags) as child, Client(tmp_path / "run") as client:
-            make_noise(client, 200)
-            wait_until(lambda: client.stats()["daemon"]["log_left_out_lines"] > 0)
-            if full is None:
-                wait_until(lambda: client.stats()["daemon"]["log_problem"] == "No space left on device")
-            assert client.ask("ping") == ["done"]
-            ends_well(child)
-        assert reader > 0

@@ -169,21 +169,3 @@ def test_of_a_window_what_the_next_request_needs_is_kept_and_all_of_it_may_go(mo
     h.hint(ns, keys, priority=LOW)
     assert h.policy(ns).marks == 3
     assert mark_of(h, ns, key(1, 2, 3)) is None
-
-
-def test_what_is_of_no_use_goes_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Hinting(frames=40)
-    ns, said = h.space(), h.cache.space.policies.hints
-    for number in range(10):
-        h.store(ns, branch(number))
-        h.cache.space.tails.give_up()
-        h.hint(ns, branch(number), ttl_s=5.0)
-    h.now_s += 10.0
-    monkeypatch.setattr(hinted, "EXPIRE_AT_ONCE", 4)
-    h.policy(ns).expire(h.now_s)
-    assert len(h.policy(ns)._first[HintGroup.EXPIRED]) == 4, "sorted anew"
-    monkeypatch.undo()
-    monkeypatch.setattr(hints, "EXPIRE_AT_ONCE", 3)
-    gone = [said.expire(h.cache.space.index, h.cache.space.tails) for _ in range(5)]
-    assert gone == [3, 3, 3, 1, 0]
-    h.check()

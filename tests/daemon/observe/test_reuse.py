@@ -119,17 +119,6 @@ def test_the_estimate_of_one_cache_is_what_caches_of_other_sizes_find(traces: Mo
 # --- distances -----------------------------------------------------------------------------------
 
 
-def test_distances_are_the_bytes_used_since() -> None:
-    h = Harness()
-    first, second = keys_of(1, 4), keys_of(2, 3)
-    h.store(first)
-    h.ask(first)  # its root is the newest: 1, 2, 3, 4 blocks are enough
-    assert h.rates(0, 1, 2, 3, 4) == [0, 0.25, 0.5, 0.75, 1]
-    h.store(second)
-    h.ask(first)  # 4, 5, 6, 7 blocks
-    assert h.rates(3, 4, 5, 6, 7) == [3 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
-
-
 def test_a_window_needs_its_last_blocks() -> None:
     assert windowed([0, 1, 2, 3], [5, 9, 1, 2], window=2) == [2, 2, 2, 2]
     assert windowed([0, 1, 2, 3], [1, inf, 1, 2], window=2) == [1, 2, 2, 2]
