@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from raw_client import Client
@@ -17,10 +14,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.config.daemon_config import DaemonConfig, Resolved
 from tiercache.daemon.ground.run_directory import RunDir
-from tiercache.daemon.live_settings import LiveSettings
-from tiercache.daemon.tiers.quotas import Quotas
 from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'
@@ -116,21 +110,6 @@ def test_what_is_set_by_hand_holds_until_a_reload(running: Running, capsys: pyte
     running.reload(FILE)
     assert running.limits()["team-a"] == 1 << 20
     assert running.settings()["log_level"][:2] == ['"info"', str(running.file)]
-
-
-def test_each_quota_is_for_its_own_tier() -> None:
-    quotas, below = Quotas({}), Quotas({})
-    cache: Any = SimpleNamespace(space=SimpleNamespace(quotas=quotas, quotas_below=below, namespaces={}))
-    running = Resolved(DaemonConfig(), {})
-    settings = LiveSettings(running, lambda: running, cache)
-    level = logging.getLogger().level
-    try:
-        settings.change("nvme_quota", "a=5MiB")
-        assert (quotas.limit_bytes("a"), below.limit_bytes("a")) == (None, 5 << 20)
-        settings.change("quota", "a=3MiB")
-        assert (quotas.limit_bytes("a"), below.limit_bytes("a")) == (3 << 20, 5 << 20)
-    finally:
-        logging.getLogger().setLevel(level)
 
 
 def test_a_run_dir_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

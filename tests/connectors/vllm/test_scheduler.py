@@ -378,15 +378,6 @@ def test_a_request_waits_for_what_another_engine_is_storing_and_asks_less_and_le
     assert vllm.planner.matched_tokens(one, 0) == SIZE, "it waits no longer"
 
 
-def test_a_request_does_not_wait_for_a_block_that_is_computed_in_any_case() -> None:
-    vllm = TinyVllm(leaves_last=True)
-    store(vllm, 2)
-    one = request("a", 3, rest=0)
-    one.kv_transfer_params = {"tiercache": {"stored": 3 * SIZE}}
-    assert ask(vllm, one) == 2 * SIZE
-    vllm.close()
-
-
 # --- names
 
 

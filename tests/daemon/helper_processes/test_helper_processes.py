@@ -213,24 +213,6 @@ def test_one_that_ends_at_once_is_told_and_tried_again_after_pauses(
         assert "ValueError: a defect" in caplog.text
 
 
-def test_a_short_life_that_had_begun_to_serve_is_followed_at_once_and_the_next_one_after_a_pause(
-    own: Own, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = own(limits=ProcessLimits(0.01, 0.02, steady_s=1000.0))
-    for pause in ("0", "0.01", "0.02", "0.02"):
-        caplog.clear()
-        wait_until(lambda: owner.problem() is None, "a process")
-        pid = owner.pid()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda pid=pid: ("gone", pid) in owner.told, "its end")
-        wait_until(lambda pause=pause: f"ended with status -9: another one starts in {pause} s" in caplog.text)
-    wait_until(lambda: owner.problem() is None, "a process")
-    owner.supervisor.limits = EAGER  # a long life
-    caplog.clear()
-    os.kill(owner.pid(), signal.SIGKILL)
-    wait_until(lambda: "another one starts in 0 s" in caplog.text, "the log")
-
-
 def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
     own: Own, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -157,15 +157,3 @@ def test_a_hint_is_about_so_many_blocks_of_all_its_namespaces(monkeypatch: pytes
         mark = mark_of(h, spaces[0], key(1, 2, 3, 4, 5, 6))
         assert mark is not None
         assert mark.own == own
-
-
-def test_of_a_window_what_the_next_request_needs_is_kept_and_all_of_it_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Hinting(frames=40)
-    monkeypatch.setattr(hints, "MAX_WINDOW", 3)
-    ns, keys = h.space(window_blocks=2), branch(1, 2, 3, 4, 5, 6)
-    h.store(ns, keys)
-    h.hint(ns, keys, priority=HIGH)
-    assert h.policy(ns).marks == 2
-    h.hint(ns, keys, priority=LOW)
-    assert h.policy(ns).marks == 3
-    assert mark_of(h, ns, key(1, 2, 3)) is None

@@ -63,24 +63,6 @@ def test_a_writer_that_stored_its_prompt_to_the_end_is_not_expected_to_go_on() -
     assert held(h) == [key(1, 2, 3, 4)], "the end of what was computed after the prompt"
 
 
-def test_ends_go_with_their_writer_and_with_a_flush() -> None:
-    h = SmallCache()
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    h.store(ns, branch(3, 4))
-    h.cache.flush_dram([ns.number], key(3))
-    assert held(h) == [key(1, 2)]
-    h.check()
-    h.cache.session_lost(h.owner)
-    assert held(h) == []
-    h.check()
-    h.store(ns, branch(5, 6))
-    h.cache.flush_dram([ns.number], b"")
-    assert held(h) == []
-    h.check()
-    assert h.cache.space.allocator.used_bytes == 0
-
-
 def test_a_writer_has_so_many_ends_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "MAX_TAILS", 4)
     h = SmallCache(frames=MAX_TAILS)

@@ -88,26 +88,6 @@ def hold(worker: Any, way: str, folder: str) -> None:
     setattr(copier, name, held)
 
 
-def spoil(worker: Any, until: str) -> None:
-    """In the process of a rank: what is loaded into windows, or as states, is damaged until there is that file."""
-    import ctypes
-
-    for connector in worker_groups(worker):
-        if connector.namespace.window_blocks:
-            copier, pool = connector._own_mover().copier, connector._own_pool()  # rule: as in `hold`
-
-            def spoilt(
-                *arguments: Any, copy: Callable[..., int] = copier.copy_in, segments: Any = pool.segments
-            ) -> int:
-                copied = copy(*arguments)
-                for part in segments if not Path(until).exists() else ():
-                    for block in arguments[1]:
-                        ctypes.memset(part.base + int(block) * part.stride, 0x3F, part.bytes)
-                return copied
-
-            copier.copy_in = spoilt
-
-
 def scale(worker: Any, factor: float = 1.3) -> bool:
     """In the process of a rank: update its weights in place, as a trainer does, through `.data`.
 
@@ -220,10 +200,6 @@ class Child:
         self.llm.wake_up()
         return {"done": True}
 
-    def spoil(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.llm.collective_rpc(spoil, args=(order["until"],))
-        return {"done": True}
-
     def _loads(self) -> bool:
         if self.tier is not None:
             from tiercache.connectors.vllm.tier_jobs import LoadJob
@@ -280,7 +256,6 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "offloaded": Child.offloaded,  # vLLM forgets what it has offloaded itself
     "reset": Child.reset,  # as after an update of the weights: the connector's cache too
     "sleep": Child.sleep,  # and wakes up; with "scale" its weights are updated in between
-    "spoil": Child.spoil,  # what is loaded into windows, or as states, until there is a file
     "abort": Child.abort,
     "hold": Child.hold,
     "scale": Child.scale,  # its weights are updated in place
