@@ -206,7 +206,7 @@ class DramMachine(RuleBasedStateMachine):
             self.cache.space.allocator.add_region(region_id, REGION_UNITS * UNIT_BYTES)
         self.quota, self.sizes, self.strict = quota, sizes, strict
         self.told: set[int] = set()
-        self.namespaces = [self.open(0), self.open(1, window_blocks=4), self.open(2, tenant="t")]
+        self.namespaces = [self.open(0), self.open(1, window_blocks=3), self.open(2, tenant="t")]
         self.namespaces.append(self.open(3, block_bytes=9000) if sizes else self.open(3, window_blocks=1))
         self.sessions = [Session("a"), Session("a"), Session("b"), Session("r", mapped=False)]
         for prompt in (0, 2) if filled else ():
@@ -902,40 +902,6 @@ class DramMachine(RuleBasedStateMachine):
 
     # --- the tier below ------------------------------------------------------------------------------------
 
-    @rule(
-        session=SESSION,
-        which=st.sampled_from([0, 1, 1, 2, 3]),
-        prompt=PROMPT,
-        length=st.integers(3, DEPTH),
-        prefetched=RARELY,
-        many=st.integers(0, 3),
-        outcome=st.sampled_from([FetchOutcome.OK, FetchOutcome.CORRUPT]),
-    )
-    def reload(
-        self,
-        session: int,
-        which: int,
-        prompt: int,
-        length: int,
-        prefetched: bool,
-        many: int,
-        outcome: FetchOutcome,
-    ) -> None:
-        """DRAM forgets what the tier below has, a client asks for it, and some of it comes."""
-        namespace, keys = self.pick(self.namespaces, which), split(PROMPTS[prompt])[:length]
-        self.flush([self.namespaces.index(namespace)], None, "dram", False)
-        self.all_is_well()
-        if prefetched:
-            self.cache.prefetch(self.sessions[session].owner, [namespace], b"".join(keys))
-        else:
-            self._match(self.sessions[session], [namespace], keys, 60, True, False, True)
-        if many:
-            self.all_is_well()
-            self.deliver(0, many, outcome)
-            if outcome is FetchOutcome.CORRUPT:
-                self.deliver(0, DEPTH, outcome)
-                self._settle()
-
     @rule(which=SOME, many=st.integers(1, 4), outcome=st.sampled_from([FetchOutcome.OK] * 5 + [FetchOutcome.CORRUPT]))
     def deliver(self, which: int, many: int, outcome: FetchOutcome) -> None:
         for _ in range(3):
@@ -1063,9 +1029,6 @@ class DramMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("deferred work does not end")
         self.all_is_well()
-        if not self.shelf.fetching and self.shelf.settled:
-            growing = self.cache.reads.growing.leases
-            assert not [one for one in self.loads if one.lease.lease_id in growing], "a lease waits for nothing"
         self.draining = False
         for one in self.reserved:
             if one.complete and one.pending and not one.may_drop:
