@@ -100,6 +100,24 @@ NAMED = (
         "if not self._reads.is_whole(lease):\n            self._reads.end(lease)  # before",
         "if False:\n            self._reads.end(lease)  # before",
     ),
+    Named("daemon/tiers/nvme/moves/flights.py", "if first.shelf is not shelf or ", "if "),
+    Named("daemon/tiers/nvme/moves/flights.py", "or first.epoch != epoch or", "or"),
+    Named("daemon/tiers/nvme/worker/directory_worker.py", "if self._fruitless >= MAX_FRUITLESS:", "if False:"),
+    Named(
+        "daemon/tiers/dram/pending_blocks.py",
+        "if not index.attached(parent) or self.is_taken_back(block):",
+        "if self.is_taken_back(block):",
+    ),
+    Named(
+        "daemon/index/walks.py",
+        "if index.drops != drops or index.state[entry] != LIVE or",
+        "if index.state[entry] != LIVE or",
+    ),
+    Named(
+        "daemon/tiers/dram/writes.py",
+        "if entry != NO_ENTRY and not self._space.index.attached(entry):",
+        "if False:",
+    ),
 )
 """Each replaces a line of the product by one that is wrong in a way that matters."""
 

@@ -110,7 +110,7 @@ def _check_entry(index: Checked, entry: int, roots: set[int]) -> list[str]:
     if state == LIVE and entry not in roots and entry != table.root and table.get(index.key[entry]) != entry:
         findings.append(f"entry {entry} is live but its key is not in its table")
     if parent != NO_ENTRY:
-        if state == LIVE and index.state[parent] == FREE:
+        if index.state[parent] == FREE:
             findings.append(f"entry {entry} hangs below the free entry {parent}")
         before, after = index.prev_sibling[entry], index.next_sibling[entry]
         its = index.first_child[parent] if before == NO_ENTRY else index.next_sibling[before]

@@ -157,16 +157,6 @@ def test_a_late_channel_that_is_read_while_the_session_ends_is_closed(
     assert socket.closed
 
 
-def test_each_request_of_a_pipeline_has_its_own_deadline(rig: Rig) -> None:
-    with pytest.raises(DeadlineExceeded):
-        rig.pipeline(9, NONE_COMES_S)
-    rig.take(8)
-    deadlines_us = [request[4] for _, request in rig.asked]
-    assert deadlines_us == sorted(deadlines_us)
-    assert len(set(deadlines_us)) > 1
-    assert not rig.router.poll(0), "no more than eight are under way"
-
-
 @pytest.mark.parametrize("kind", [Stats, StatsReply])
 def test_a_reply_of_another_type_breaks_the_channel(rig: Rig, kind: Any) -> None:
     thread, results = rig.in_thread(lambda: rig.call(kind=kind))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +13,6 @@ from fake_daemon import FakeDaemon
 from waiting import hurried, wait_until
 
 import tiercache
-from tiercache.client.keeper import BACK_OFF_FIRST_S, BACK_OFF_LAST_S
 from tiercache.connector.write_lease import abort_lease
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.protocol import messages as m
@@ -58,18 +56,6 @@ def connector(brief_end: None, daemon: FakeDaemon) -> Iterator[tiercache.Connect
 
 def mapped_regions() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:fake")
-
-
-def test_hello_carries_the_versions_and_one_pidfd(daemon: FakeDaemon, client: tiercache.Client) -> None:
-    hello = daemon.hellos[0]
-    assert (hello.protocol_min, hello.protocol_max, hello.name, hello.map_arena) == (1, 1, "t", True)
-    assert len(hello.instance) == 16
-    assert len(daemon.seen(m.Ping)) == 3
-
-
-def test_no_daemon_is_one_clear_line(run_dir: Path) -> None:
-    with pytest.raises(DaemonUnavailable, match=r"no tiercache daemon answers at .*tiercache daemon --run-dir"):
-        tiercache.Client.connect(run_dir, timeout_s=0.05)  # rule: none comes
 
 
 def test_a_refusal_at_hello_is_told_at_once(daemon: FakeDaemon) -> None:
@@ -157,60 +143,6 @@ def test_a_closed_session_is_down_at_once_and_comes_back_with_a_new_mapping(
     wait_until(lambda: mapped_regions() == before, "the former mapping is gone")
     assert len(daemon.hellos) == 2
     assert connector.load(connector.match(KEYS), [3, 4, 5]) == 3
-
-
-def test_a_daemon_that_stays_away_is_asked_for_less_and_less(run_dir: Path) -> None:
-    client = tiercache.Client(run_dir)
-    pauses = [client._keeper._next_back_off_s() for _ in range(12)]
-    expected = [min(BACK_OFF_FIRST_S * 2**number, BACK_OFF_LAST_S) for number in range(12)]
-    assert all(0.75 * mean <= pause <= 1.25 * mean for pause, mean in zip(pauses, expected, strict=True))
-    client.close()
-
-
-def test_it_is_logged_once_when_it_goes_and_once_when_it_comes(
-    daemon: FakeDaemon, connector: tiercache.Connector, caplog: pytest.LogCaptureFixture
-) -> None:
-    daemon.drop_sessions()
-    wait_until(lambda: connector.counters["times_down"] == 1)
-    for _ in range(20):
-        connector.match(KEYS)
-    wait_until(lambda: len(caplog.records) > 1)
-    assert [record.message.split()[-2:] for record in caplog.records] == [["without", "it"], ["is", "back"]]
-
-
-def test_a_daemon_that_refuses_our_blocks_is_said_once(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All clients of the process stay down, and one of them says why, until the reason is another one."""
-
-    def refuse(text: str) -> Callable[[m.Request, m.Reply], list[bytes]]:
-        return lambda request, reply: [
-            msgspec.msgpack.encode(m.Error(request.request_id, reply.generation, "bad_value", text))
-        ]
-
-    def said() -> list[str]:
-        return [record.message.removeprefix(f"the cache at {run_dir} ") for record in caplog.records]
-
-    with FakeDaemon(run_dir) as daemon:
-        daemon.rules[m.RegisterNamespace] = refuse("no room")
-        patient: dict[str, Any] = {"namespace": SPEC, "request_timeout_s": 30.0}  # that is no silence of the daemon
-        with tiercache.connect(run_dir, **patient) as one, tiercache.connect(run_dir, **patient) as two:
-            wait_until(lambda: len(daemon.seen(m.RegisterNamespace)) > 4)
-            assert not one.available
-            assert two.match(KEYS).blocks == 0
-            assert said() == ["cannot be used: bad_value: no room; going on without it"]
-            daemon.rules[m.RegisterNamespace] = refuse("still no room")
-            wait_until(lambda: len(said()) > 1)
-            daemon.rules.clear()
-            wait_until(lambda: one.available and two.available)
-    assert said()[1:4] == ["cannot be used: bad_value: still no room; going on without it", "is there", "is there"]
-    with FakeDaemon(run_dir) as daemon:
-        daemon.rules[m.RegisterNamespace] = refuse("no room")
-        with pytest.raises(RequestRefused, match="no room"):
-            tiercache.connect(run_dir, required=True, **patient)
-        caplog.clear()
-        quiet = tiercache.connect(run_dir, warn=False, **patient)
-        with quiet, pytest.raises(DaemonUnavailable, match="no room"):
-            quiet.client.session()
-        assert caplog.records == []
 
 
 @pytest.mark.parametrize("code", [m.ErrorCode.EXPIRED, m.ErrorCode.LIMIT])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,16 +36,6 @@ def daemon(tmp_path: Path) -> Iterator[LaunchedDaemon]:
         yield daemon
     finally:
         daemon.close()
-
-
-def test_ctrl_c_at_a_terminal_is_not_for_it(daemon: LaunchedDaemon) -> None:
-    assert os.getsid(daemon.pid) == daemon.pid != os.getsid(0)
-
-
-def test_one_that_was_stopped_ends_with_sigterm_too(daemon: LaunchedDaemon) -> None:
-    os.kill(daemon.pid, signal.SIGSTOP)
-    daemon.close(WAIT_S)
-    assert daemon.poll() == 7, "the daemon ends by itself"
 
 
 def test_each_life_has_one_pipe(daemon: LaunchedDaemon) -> None:

@@ -10,8 +10,6 @@ import pytest
 from waiting import wait_until
 
 import tiercache
-from tiercache.client import session
-from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 
 SPEC = tiercache.NamespaceSpec(engine="clocks/1", layout="x", dtype="uint8", block_size=4, block_bytes=4096)
@@ -48,32 +46,3 @@ def test_a_client_whose_clock_fell_behind_is_served_again(connector: tiercache.C
     assert connector.counters["times_down"] == 0
     expired = connector.client.stats()["counters"]["requests_expired"] - before
     assert 0 < expired < 100, "the client does not ask again and again"
-
-
-def test_a_client_whose_clock_is_ahead_has_its_late_requests_refused_again(
-    connector: tiercache.Connector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Act as a client of another host, which tells its time now and then."""
-
-    def ask_late() -> None:
-        ours = connector.client.session()
-        deadline_us = time.monotonic_ns() // 1000 - 1_000_000
-        channel = ours._channels._check_out(60)
-        channel.send(m.Match(1, ours.welcome.session, ours.generation, deadline_us, namespaces=[1], keys=KEYS))
-        received = channel.receive(time.monotonic_ns() + 60_000_000_000)
-        ours._channels._check_in(channel)
-        assert received is not None
-        if isinstance(received[0], m.Error):
-            raise RequestRefused(received[0].code, received[0].text)
-
-    say_clock(connector, -FAR_US)
-    ask_late()  # taken as if there were an hour left
-    ours = connector.client.session()
-    monkeypatch.setattr(session, "KEEP_ALIVE_S", 0.0)
-    ours._remote = True
-    asked_s = ours._asked_s
-    connector.client._keeper.wake()
-    wait_until(lambda: ours._asked_s > asked_s)
-    with pytest.raises(RequestRefused, match="expired"):
-        ask_late()
-    assert connector.match(KEYS).blocks == 3

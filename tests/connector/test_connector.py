@@ -44,22 +44,6 @@ def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_layered_pools_store_the_same_bytes_as_block_pools(open_connector: Open, mapped: bool) -> None:
-    rng = np.random.default_rng(3)
-    layers = [rng.integers(0, 256, (2, 16, 640), np.uint8) for _ in range(3)]
-    layered = open_connector(pool=tiercache.Pool.from_layers(layers, block_axis=1), map_arena=mapped)
-    flat = np.zeros((16, 6 * 640), np.uint8)
-    blocks = open_connector(pool=tiercache.Pool.from_blocks(flat), map_arena=mapped)
-    chain = chain_of(f"layers {mapped}", 5)
-    assert layered.store(chain, [1, 2, 3, 5, 8]).stored == 5
-    assert blocks.load(blocks.match(chain), [0, 1, 2, 3, 4]) == 5
-    expected = np.concatenate([layer[part] for layer in layers for part in (0, 1)], axis=1)
-    assert np.array_equal(flat[:5], expected[[1, 2, 3, 5, 8]])
-    assert layered.load(layered.match(chain), [10, 11, 12, 13, 14]) == 5
-    assert bytes_of(layered, [10, 11, 12, 13, 14]) == [row.tobytes() for row in flat[:5]]
-
-
-@pytest.mark.parametrize("mapped", [True, False])
 def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> None:
     pool = np.random.default_rng(0).integers(0, 256, (4, (5 << 20) + 8), np.uint8)
     connector = open_connector(pool=tiercache.Pool.from_blocks(pool), map_arena=mapped)
@@ -69,18 +53,6 @@ def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> Non
     assert connector.load(connector.match(chain), [3, 2]) == 2
     assert np.array_equal(pool[[3, 2]], pool[[0, 1]])
     connector.flush(all_namespaces=True)
-
-
-def test_long_chains_go_in_windows(open_connector: Open) -> None:
-    pool = np.arange(3000 * 16, dtype=np.uint32).reshape(3000, 16)
-    connector = open_connector(pool=tiercache.Pool.from_blocks(pool))
-    chain = chain_of("long", 1300)
-    assert connector.store(chain, range(1300)).stored == 1300
-    match = connector.match(chain)
-    assert match.blocks == 1300
-    assert connector.load(match, range(1500, 2800)) == 1300
-    assert np.array_equal(pool[1500:2800], pool[:1300])
-    connector.flush()
 
 
 def test_ranks_are_matched_together(open_connector: Open) -> None:
@@ -120,19 +92,6 @@ def test_pins_prefetch_and_flush(open_connector: Open) -> None:
     assert connector.match(chain).blocks == 0
 
 
-def test_statistics_have_both_sides(open_connector: Open) -> None:
-    connector = open_connector(name="statistics")
-    chain = chain_of("stats", 2)
-    connector.store(chain, [0, 1])
-    connector.load(connector.match(chain), [2, 3])
-    stats = connector.stats()
-    assert stats["available"]
-    expected = {"matches": 1, "matched_blocks": 2, "loads": 1, "loaded_blocks": 2, "loaded_bytes": 10000}
-    assert expected.items() <= stats["client"].items()
-    assert (stats["client"]["stored_blocks"], stats["client"]["failures"]) == (2, 0)
-    assert "statistics" in [session["name"] for session in stats["daemon"]["sessions"]]
-
-
 def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
     connector = open_connector()
     chain = chain_of("bad", 4)
@@ -140,6 +99,8 @@ def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
         connector.match(b"short")
     with pytest.raises(ValueError, match="5 keys from the root; there are 4"):
         connector.store(chain, [0, 1, 2], first=2)
+    with pytest.raises(ValueError, match="ttl_s is 0"):
+        connector.pin(chain, 0)
     with pytest.raises(LayoutError, match="0 to 31"):
         connector.store(chain, [32])
     with pytest.raises(LayoutError, match="twice"):
@@ -150,12 +111,6 @@ def test_bad_arguments_are_told_in_one_line(open_connector: Open) -> None:
         open_connector(namespace=spec(4096))
     with pytest.raises(ConfigError, match="block_bytes is 0"):
         open_connector(namespace=spec(0), pool=None)
-
-
-def _leases(connector: tiercache.Connector) -> tuple[int, int]:
-    """This session's read and write leases, as the daemon counts them."""
-    leases = connector.stats()["daemon"]["leases"]
-    return leases["read"], leases["write"]
 
 
 def small_pool(block_bytes: int = 700) -> tiercache.Pool:
@@ -181,23 +136,6 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
     first.release(match)
     assert first.client.report.counters()["stored_blocks"] == 10
     assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
-
-
-def found(connector: tiercache.Connector, chain: bytes) -> int:
-    """How many blocks a match finds; it is released at once."""
-    match = connector.match(chain)
-    connector.release(match)
-    return match.blocks
-
-
-def test_what_is_stored_for_a_while_is_gone_after_it(open_connector: Open) -> None:
-    connector = open_connector()
-    chain, other = chain_of("for a while", 6), chain_of("for longer", 3)
-    connector.store(other, [0, 1, 2])
-    assert connector.store(chain, range(6), hint=Hint(ttl_s=0.2)).stored == 6
-    wait_until(lambda: found(connector, chain) == 0)
-    assert found(connector, other) == 3
-    assert connector.counters["hints"] == 1
 
 
 def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:

@@ -125,6 +125,9 @@ def test_all_is_done_in_order_though_some_of_it_fails(caplog: pytest.LogCaptureF
     assert done == [1, 2]
     assert "unexpectedly" in caplog.text
     background.close()
+    assert background.finish(0)
+    background.later(lambda: done.append(3))
+    assert not background.finish(0), "a closed queue does nothing more"
 
 
 def test_tasks_that_get_no_thread_wait_for_one(no_threads: pytest.MonkeyPatch) -> None:

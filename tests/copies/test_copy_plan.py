@@ -30,18 +30,6 @@ def by_cpu(runs: CopyRuns) -> None:
         ctypes.memmove(target, source, length)
 
 
-def test_neighbours_at_one_end_only_stay_apart() -> None:
-    assert list(merge_runs([100, 110, 130], [500, 520, 530], 10)) == [
-        (100, 500, 10),
-        (110, 520, 10),
-        (130, 530, 10),
-    ]
-
-
-def test_the_order_of_the_blocks_does_not_hide_neighbours() -> None:
-    assert list(merge_runs([120, 100, 110], [520, 500, 510], 10)) == [(100, 500, 30)]
-
-
 @given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 8), st.integers(1, 5))
 def test_merged_runs_copy_the_same_bytes(sources: list[int], targets: list[int], count: int, length: int) -> None:
     rng = np.random.default_rng(0)
@@ -53,18 +41,6 @@ def test_merged_runs_copy_the_same_bytes(sources: list[int], targets: list[int],
     right = target.ctypes.data + np.array(targets[:count], dtype=np.int64) * length
     by_cpu(merge_runs(left, right, length))
     assert (target == expected).all()
-
-
-def test_runs_are_cut_where_a_registration_ends() -> None:
-    runs = merge_runs([100, 300], [1000, 5000], np.array([100, 10]))
-    assert list(split_runs(runs, np.array([130, 150, 200, 301]), host_is_source=True)) == [
-        (100, 1000, 30),
-        (130, 1030, 20),
-        (150, 1050, 50),
-        (300, 5000, 1),
-        (301, 5001, 9),
-    ]
-    assert list(split_runs(runs, np.array([1000, 1100, 5000]), host_is_source=False)) == list(runs)
 
 
 @given(

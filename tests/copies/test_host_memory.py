@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
-from waiting import wait_until
 
-from tiercache.client import mapping
-from tiercache.copies import arena, host_memory
+from tiercache.copies import host_memory
 from tiercache.copies.host_memory import HostMemory
 from tiercache.errors import ArenaError
 
@@ -58,14 +53,6 @@ def test_a_region_is_registered_whole_or_not_at_all(fake: FakeDriver, fail_at: i
     assert covers(memory, 5000)
 
 
-@pytest.mark.parametrize(("address", "length"), [(5000, 0), (1000, 100)])
-def test_nothing_and_what_is_registered_cannot_be_registered(fake: FakeDriver, address: int, length: int) -> None:
-    memory = HostMemory()
-    memory.register(1000, 100)
-    with pytest.raises(ArenaError, match="registered already"):
-        memory.register(address, length)
-
-
 def test_kernels_keep_away_from_memory_that_is_mapped_elsewhere(fake: FakeDriver) -> None:
     memory = HostMemory()
     memory.register(1000, 100)
@@ -75,13 +62,6 @@ def test_kernels_keep_away_from_memory_that_is_mapped_elsewhere(fake: FakeDriver
     assert not memory.registered.mapped_in_place
     memory.unregister(5000)
     assert memory.registered.mapped_in_place
-
-
-def test_without_a_driver_registering_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "driver", lambda: None)
-    with pytest.raises(ArenaError, match=r"no driver \(libcuda\.so\.1\)"):
-        HostMemory().register(4096, 4096)
-    HostMemory().unregister(4096)
 
 
 def test_copies_are_cut_at_chunks_that_are_only_being_registered(
@@ -117,20 +97,3 @@ def test_what_the_driver_keeps_is_never_offered_again(fake: FakeDriver) -> None:
     assert fake.held == {}
     memory.register(5000, 250)
     assert covers(memory, 5000)
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_region_that_cuda_keeps_stays_mapped(fake: FakeDriver, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next mapping could reuse the addresses, and copies would go to the old memory."""
-    monkeypatch.setattr(mapping, "process_memory", HostMemory())
-    ready: list[str] = []
-    mapped = mapping.ArenaMapping(ready.append, cuda=True)
-    fd = arena.create_region(2 << 20)
-    mapped.add([(0, 2 << 20)], [fd])
-    os.close(fd)
-    wait_until(lambda: ready, "the region is registered")
-    assert ready == ["cuda"]
-    (address,) = fake.held
-    fake.keeps = address if kept else -1
-    mapped.end()
-    assert (f"{address:x}-" in Path("/proc/self/maps").read_text()) == kept

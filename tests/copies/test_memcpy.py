@@ -97,15 +97,3 @@ def test_an_interrupted_copy_is_over_before_its_caller_is_told() -> None:
     assert copy_moves(again, Meeting(), shared=True) == BLOCKS  # by both: the helper has left the first
     again.check()
     np.testing.assert_array_equal(moves.target, before)
-
-
-def test_one_thread_where_there_is_little_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1 << 30)
-    monkeypatch.setattr(memcpy, "_submit", lambda job: pytest.fail("the helper was asked"))
-    moves = Moves()
-    assert copy_moves(moves, never, shared=True) == BLOCKS
-    moves.check()
-    monkeypatch.setattr(memcpy, "SHARED_FROM_BYTES", 1)
-    assert copy_moves(moves, never, shared=False) == BLOCKS
-    answers = iter([False, True])
-    assert copy_moves(moves, lambda: next(answers), shared=False) == 2

@@ -15,21 +15,6 @@ def addresses(array: np.ndarray, rows: list[int]) -> np.ndarray:
     return array.ctypes.data + np.array(rows, np.int64) * array.strides[0]
 
 
-def test_a_pool_of_blocks_is_one_segment() -> None:
-    array = np.zeros((6, 2, 8), np.float32)
-    pool = Pool.from_blocks(array)
-    assert (pool.num_blocks, pool.block_bytes, pool.device, pool.writable) == (6, 64, "cpu", True)
-    assert pool.segments == ((array.ctypes.data, 64, 64),)
-
-
-def test_layers_give_a_segment_each_or_one_for_each_part() -> None:
-    layers = [np.zeros((2, 5, 16), np.uint8) for _ in range(3)]
-    pool = Pool.from_layers(layers, block_axis=1)
-    expected = [(layer.ctypes.data + part * 80, 16, 16) for layer in layers for part in (0, 1)]
-    assert (pool.num_blocks, pool.block_bytes, list(pool.segments)) == (5, 96, expected)
-    assert Pool.from_layers(layers).num_blocks == 2
-
-
 @pytest.mark.parametrize(
     ("array", "words"),
     [

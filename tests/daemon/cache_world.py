@@ -30,8 +30,8 @@ _TINY = {
     "tiercache.daemon.index.lookups": {"REMEMBERED": 2},
     "tiercache.daemon.index.walks": {"REMEMBERED": 2, "WALKED_AT_ONCE": 2, "LOOKUPS": 3},
     "tiercache.daemon.tiers.store_leases": {"PLACES_AT_ONCE": 10, "NOTES_AT_ONCE": 2},
-    "tiercache.daemon.tiers.dram.growing_leases": {"PINS": 2},
-    "tiercache.daemon.tiers.dram.growing_run": {"PINS": 2},
+    "tiercache.daemon.tiers.dram.growing_leases": {"PINS": 1},
+    "tiercache.daemon.tiers.dram.growing_run": {"PINS": 1},
     "tiercache.daemon.tiers.dram.match_ends": {"LOOKUPS": 3, "_CHAINS": 1},
     "tiercache.daemon.tiers.dram.pending_blocks": {"BLOCKS_AT_ONCE": 2, "RUN_BLOCKS": 2, "LOOKED_AT_ONCE": 3},
     "tiercache.daemon.tiers.dram.pins": {"LOOKUPS": 2},
@@ -122,6 +122,7 @@ class Shelf(NoTierBelow):
 
     def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         self._promotion.note_published()
+        assert before == (self._parent_of(keys[0]) if namespace.table.windowed else b"")
         for key in keys:
             frame = self._index.frame[namespace.table.get(key)]
             token: Any = self._memory.read(frame, namespace.size_class.frame_bytes)

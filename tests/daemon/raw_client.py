@@ -24,7 +24,7 @@ import msgpack
 import zmq
 from waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 HAVE, PENDING, FRAME, NONE = 0, 1, 2, 3
 VISIBLE, HELD, DROPPED = 0, 1, 2
 ROOT = Path(__file__).resolve().parents[2]

@@ -310,8 +310,8 @@ class DramMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self._note_ends()
-        counters = self.cache.counters
-        evicted, self.evicted = counters.evicted_blocks - self.evicted, counters.evicted_blocks
+        left = self.cache.counters.evicted_blocks + self.cache.space.policies.hints.counts["expired_blocks"]
+        evicted, self.evicted = left - self.evicted, left
         self._note_drains()
         before, self.here = self.here, {block: self._found(block) for block in self._blocks() if self.is_here(block)}
         gone = {block for block, found in before.items() if self.here.get(block) != found}
@@ -490,6 +490,7 @@ class DramMachine(RuleBasedStateMachine):
         free = self._free_frames(namespace)
         names: list[int | bytes] = [self.hash_of(block) for block in blocks]
         said = NamedBlocks(EventRun(names, None, bytes(4 * len(names))), 1)
+        known = self.cache.counters.dedup_blocks
         got = self.cache.reserve(session.owner, namespace, parent, b"".join(keys), ttl_s, said)
         above = (number, parent)
         if got.parent_missing:
@@ -500,6 +501,8 @@ class DramMachine(RuleBasedStateMachine):
             return None
         states = got.states
         self._check_states(states, present, waiting, windowed)
+        count = states.count
+        assert self.cache.counters.dedup_blocks - known == count(BlockState.HAVE) + count(BlockState.PENDING)
         if not windowed:
             assert all(self.is_here(block) for block, state in zip(blocks, states, strict=True) if state == "have")
         wanted = sum(state in (BlockState.FRAME, BlockState.NONE) for state in states)
@@ -801,6 +804,7 @@ class DramMachine(RuleBasedStateMachine):
             return
         assert not load.lost, "a lease that has lost a block is still good"
         assert load.lease.blocks >= load.blocks or load.doubtful
+        broken = self.cache.space.index.invariant_failures
         for namespace in load.lease.namespaces:
             window = namespace.spec.window_blocks
             blocks = load.lease.blocks
@@ -813,6 +817,7 @@ class DramMachine(RuleBasedStateMachine):
                 assert token[:2] == (namespace.number, load.keys[number]), "bytes of another block"
                 known = load.read.setdefault((namespace.number, number), token)
                 assert known == token, "bytes changed under a lease"
+        assert not load.in_order or self.cache.space.index.invariant_failures == broken, "a chain is said to be broken"
 
     @rule(which=SOME)
     def release(self, which: int) -> None:
@@ -884,10 +889,15 @@ class DramMachine(RuleBasedStateMachine):
         self.run(UnderWay(steps, lambda: None, lambda found: None), at_once=not slices)
 
     @rule(
-        which=NAMESPACES, prompt=PROMPT, first=st.integers(0, 2), done=st.booleans(), priority=st.sampled_from(Priority)
+        which=NAMESPACES,
+        prompt=PROMPT,
+        first=st.integers(0, 2),
+        done=st.booleans(),
+        ttl_s=st.sampled_from([0.0, 0.0, 2.0]),
+        priority=st.sampled_from(Priority),
     )
-    def hint(self, which: Sequence[int], prompt: int, first: int, done: bool, priority: Priority) -> None:
-        said = hint_given_at(self.now_s, done, 0.0 if done else 2.0, 0.0, priority)
+    def hint(self, which: Sequence[int], prompt: int, first: int, done: bool, ttl_s: float, priority: Priority) -> None:
+        said = hint_given_at(self.now_s, done, 0.0 if done else 2.0, ttl_s, priority)
         self.cache.hint_now(self.some_namespaces(which), PROMPTS[prompt], first, said)
 
     # --- the tier below ------------------------------------------------------------------------------------
@@ -914,7 +924,7 @@ class DramMachine(RuleBasedStateMachine):
     def send(self, which: int) -> None:
         """Something reads a frame and cannot be recalled, such as a write to a disk; one after the other."""
         if len(self.sends) == 3 or (self.sends and not self.here):
-            self.cache.space.allocator.unhold(self.sends.pop(0)[0])
+            self.cache.space.allocator.unhold_many([self.sends.pop(0)[0]])
         elif self.here:
             block = self.pick(sorted(self.here), which)
             frame, token = self.here[block]

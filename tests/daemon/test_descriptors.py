@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import resource
-from pathlib import Path
 
 import pytest
 
 from tiercache.config.daemon_config import DaemonConfig
-from tiercache.config.setting_kinds import NvmeDirectory
-from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION, fit, needed, raise_limit
-from tiercache.daemon.events.publisher import MAX_SUBSCRIBERS
-from tiercache.daemon.ground.connections import UNSEEN_EVENTS
+from tiercache.daemon.descriptors import fit, needed, raise_limit
 from tiercache.errors import ConfigError
 
 CONFIG = DaemonConfig(arena_bytes=64 << 20, region_bytes=2 << 20, max_sessions=100)
@@ -30,23 +26,6 @@ def _needs(config: DaemonConfig) -> int:
             enough = False
         low, high = (low, middle) if enough else (middle + 1, high)
     return low
-
-
-def test_each_thing_that_takes_descriptors_counts() -> None:
-    def more(**changed: object) -> int:
-        return _needs(dataclasses.replace(CONFIG, **changed)) - _needs(CONFIG)  # type: ignore[arg-type]
-
-    assert more(max_sessions=101) == 3 + CONNECTIONS_PER_SESSION
-    assert more(arena_bytes=128 << 20) == 32
-    assert more(listen="tcp://127.0.0.1:7411", curve_keys=Path("/k")) == 100 * CONNECTIONS_PER_SESSION + UNSEEN_EVENTS
-    events = more(kv_events="ipc:///tmp/e")
-    assert events == MAX_SUBSCRIBERS + UNSEEN_EVENTS
-    assert more(kv_events="ipc:///tmp/e", kv_events_replay="ipc:///tmp/r") == 2 * events
-    nvme = {"nvme_dirs": (NvmeDirectory(Path("/a")),), "nvme_bytes": 1 << 40}
-    assert more(**nvme, nvme_segment_bytes=1 << 30) - more(**nvme, nvme_segment_bytes=1 << 40) == 1023
-    regions = len(CONFIG.region_sizes())
-    assert more(**nvme, nvme_workers="on") - more(**nvme, nvme_workers="off") == regions, "which are sent to workers"
-    assert more(nvme_workers="on") == more(nvme_workers="off"), "without directories there are none"
 
 
 def test_fewer_clients_are_let_in_where_there_are_fewer_descriptors(caplog: pytest.LogCaptureFixture) -> None:

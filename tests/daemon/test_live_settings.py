@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from raw_client import Client
@@ -17,10 +14,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.config.daemon_config import DaemonConfig, Resolved
 from tiercache.daemon.ground.run_directory import RunDir
-from tiercache.daemon.live_settings import LiveSettings
-from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
 from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'
@@ -116,48 +110,6 @@ def test_what_is_set_by_hand_holds_until_a_reload(running: Running, capsys: pyte
     running.reload(FILE)
     assert running.limits()["team-a"] == 1 << 20
     assert running.settings()["log_level"][:2] == ['"info"', str(running.file)]
-
-
-def test_a_file_that_cannot_be_read_is_said_where_settings_are_shown(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
-    running.file.unlink()
-    assert main(["config", "--running", "--address", running.daemon.address]) == 0
-    shown = capsys.readouterr().out
-    assert "what a restart would change is not known: config file" in shown
-    assert 'quota = "team-a=1MiB"' in shown
-
-
-def test_quotas_change_while_namespaces_have_accounts() -> None:
-    fingerprint = "5d1e0b3a" + "0" * 24
-    quotas = Quotas({"a": 5, "ns:5d1e0b3a": 3})
-    assert [quotas.enter(1, "a", "x"), quotas.enter(2, "b", "x"), quotas.enter(3, "a", fingerprint)] == [
-        "a",
-        UNLIMITED,
-        "ns:5d1e0b3a",
-    ]
-    quotas.change({"b": 7, "*": 9})
-    assert [quotas.limit_bytes(name) for name in ("a", "b", UNLIMITED, "ns:5d1e0b3a")] == [9, 7, None, None]
-    assert quotas.account_of("b", "x") == "b", "for new namespaces"
-    assert quotas.enter(4, "b", "y") == "b"
-    assert len(set(quotas.numbers.values())) == len(quotas.numbers)
-    quotas.change({})
-    assert quotas.limit_bytes("a") is None
-
-
-def test_each_quota_is_for_its_own_tier() -> None:
-    quotas, below = Quotas({}), Quotas({})
-    cache: Any = SimpleNamespace(space=SimpleNamespace(quotas=quotas, quotas_below=below, namespaces={}))
-    running = Resolved(DaemonConfig(), {})
-    settings = LiveSettings(running, lambda: running, cache)
-    level = logging.getLogger().level
-    try:
-        settings.change("nvme_quota", "a=5MiB")
-        assert (quotas.limit_bytes("a"), below.limit_bytes("a")) == (None, 5 << 20)
-        settings.change("quota", "a=3MiB")
-        assert (quotas.limit_bytes("a"), below.limit_bytes("a")) == (3 << 20, 5 << 20)
-    finally:
-        logging.getLogger().setLevel(level)
 
 
 def test_a_run_dir_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,6 @@ def test_a_chain_sets_out_a_tenth_of_the_time_before_and_once() -> None:
     assert (rig.ahead.plans, rig.ahead.blocks) == (0, 3)
 
 
-def test_a_late_client_is_not_awaited_for_ever() -> None:
-    rig = Rig()
-    rig.say(chain_of(1), return_in_s=10.0)
-    assert rig.at(1100.0) == [], "the client is late, and its plan has lapsed"
-    assert rig.ahead.plans == 0
-
-
 def test_a_few_are_on_their_way_at_a_time() -> None:
     rig = Rig()
     for number in range(AT_ONCE + 3):

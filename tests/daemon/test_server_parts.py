@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import socket
@@ -10,11 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from tiercache.daemon import server
 from tiercache.daemon.server import _MAX_UNDRAINED_TICKS, Server, _notify_systemd
 
 
@@ -26,26 +24,6 @@ def test_systemd_is_told_wherever_it_listens(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
         _notify_systemd("READY=1")
         assert listener.recv(100, socket.MSG_DONTWAIT) == b"READY=1"
-
-
-@pytest.mark.parametrize("serving", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_reload_is_told_and_its_end_too(monkeypatch: pytest.MonkeyPatch, serving: bool, fails: bool) -> None:
-    """Before the daemon serves, systemd still waits for its first READY, which a reload must not send."""
-    told: list[str] = []
-    monkeypatch.setattr(server, "_notify_systemd", lambda state: told.append(state.partition("\n")[0]))
-
-    async def reload() -> None:
-        told.append("settings are read")
-        if fails:
-            raise ValueError
-
-    fake = cast("Server", SimpleNamespace(_serving=serving, settings=SimpleNamespace(reload=reload)))
-    try:
-        asyncio.run(Server._reload(fake))
-    except ValueError:
-        assert fails
-    assert told == (["RELOADING=1", "settings are read", "READY=1"] if serving else ["settings are read"])
 
 
 def test_a_queue_that_never_runs_empty_does_not_keep_leases_alive() -> None:

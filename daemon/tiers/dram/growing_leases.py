@@ -107,7 +107,7 @@ class GrowingLeases:
 
     def _looked(self, lease: ReadLease) -> bool:
         """Run a slice of the last search for what has arrived; True when it is over and the lease stops growing."""
-        if lease.over or lease.lease_id not in self.leases:
+        if lease.lease_id not in self.leases:
             return True
         if not self._reads.is_whole(lease):
             self._reads.end(lease)

@@ -73,6 +73,8 @@ class Writes(StoreLeases[WriteLease]):
         entry, block = namespace.table.root, None
         if parent and not namespace.table.windowed:
             entry = namespace.table.get(parent)
+            if entry != NO_ENTRY and not self._space.index.attached(entry):
+                return Reservation(NO_LEASE, [], [], parent_missing=True)  # flushed, with all that follows it
             block = self.pending.by_key.get((namespace.number, parent)) if entry == NO_ENTRY else None
             if entry == NO_ENTRY and block is None:
                 return Reservation(NO_LEASE, [], [], parent_missing=True)

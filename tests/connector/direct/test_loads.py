@@ -85,20 +85,6 @@ def test_a_read_that_fails_is_made_good_by_the_daemon(make: Make, fault: Fault, 
     assert cluster.nvme()["blocks"] == 40
 
 
-@pytest.mark.stress
-def test_reads_that_always_fail_are_given_up(make: Make) -> None:
-    cluster = make(lambda read: Fault.ERROR)
-    chains = [cluster.store_on_disk(str(name), 5) for name in range(5)]
-    for chain in chains:
-        assert cluster.load(chain) == 5
-    loader = cluster.connector.direct.loader
-    assert loader is not None
-    assert "3 direct reads in a row failed" in loader.off
-    assert cluster.backend.reads == 3
-    assert not cluster.connector.direct.wanted
-    assert cluster.connector.counters["direct_in_use"] == 0
-
-
 def test_a_bad_block_is_a_miss_and_forgotten(make: Make) -> None:
     cluster = make()
     chain = cluster.store_on_disk("a", 20)
@@ -200,6 +186,9 @@ def test_each_direction_is_chosen_by_itself(
         assert path.store_reason == "gds: 2.00 GB/s are less than 3.00 by the bounce"
     path.close()
     assert (path.counters()["direct_in_use"], path.counters()["direct_store_in_use"]) == (0, 0)
+    unasked = decided(cluster, monkeypatch, probe)
+    assert unasked.storer is None
+    unasked.close()
 
 
 def test_a_pool_on_the_cpu_is_not_probed(cluster: Cluster) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +91,3 @@ def test_what_hangs_for_ever_is_killed(probe: Probe, monkeypatch: pytest.MonkeyP
     assert "hung and was killed after 2 s" in found.reason
     command = ["ps", "--ppid", str(os.getpid()), "-o", "args"]
     assert "gds_stage" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-def test_the_faster_way_is_used() -> None:
-    fast = GdsProbe("/d", Mode.GDS, "", 2e9, 1e9, 1e9)
-    assert fast.use_direct
-    assert not replace(fast, direct_bytes_per_s=0.9e9).use_direct
-    assert not replace(fast, mode=Mode.POSIX).use_direct
-    assert not GdsProbe("/d", Mode.GDS, "").use_direct, "nothing was measured"
-    assert not fast.use_direct_store
-    writes = replace(fast, direct_write_bytes_per_s=2e9, bounce_write_bytes_per_s=1e9)
-    assert writes.use_direct_store
-    assert not replace(writes, write_reason="it lies").use_direct_store
-    assert not replace(writes, direct_write_bytes_per_s=0.9e9).use_direct_store

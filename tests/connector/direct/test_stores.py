@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,44 +156,6 @@ def test_a_full_directory_makes_room_for_stores(make: Make) -> None:
 
 
 # --- clients that stop ----------------------------------------------------------------------------
-
-
-@contextmanager
-def writing_child(cluster: DirectCluster, name: str, blocks: int) -> Iterator[subprocess.Popen[str]]:
-    """A process with a write under way, and all the others of its store done."""
-    script = str(Path(__file__).parent / "writing_child.py")
-    command = [sys.executable, script, str(cluster.daemon.address), name, str(blocks)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "it hangs\n"
-        yield child
-    finally:
-        child.kill()
-        child.wait(30)
-        if child.stdout is not None:
-            child.stdout.close()
-
-
-@pytest.mark.stress
-def test_slots_of_a_stopped_client_are_not_given_away_before_it_is_dead(make: Make) -> None:
-    """Stopped, its lease runs out; but what it has begun may still reach the disk."""
-    cluster = make(lease_ttl_max="1s", nvme_size="24MiB", nvme_segment="8MiB")
-    with writing_child(cluster, "stopped", 20) as child:
-        child.send_signal(signal.SIGSTOP)
-        wait_until(lambda: cluster.nvme()["direct_quarantined_bytes"] == 20 * 65536, "its lease is over")
-        for number in range(10):  # three times the directory
-            assert cluster.store(chain_of(str(number), 100)).stored == 100
-        assert cluster.nvme()["blocks"] <= 24 * 16 - 20
-        cluster.check_daemon()
-        child.send_signal(signal.SIGCONT)
-        child.kill()
-        child.wait(30)
-        wait_until(lambda: nothing_is_held(cluster), "its slots are free")
-    assert cluster.connector.match(chain_of("stopped", 20)).blocks == 0
-    assert cluster.load(chain_of("9", 100)) == 100
-    cluster.check_daemon(sample=-1)
 
 
 @pytest.mark.stress

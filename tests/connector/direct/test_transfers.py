@@ -14,7 +14,7 @@ from tiercache.connector.direct import stores as direct_store
 from tiercache.connector.direct.loads import load_direct
 from tiercache.connector.direct.stores import _DirectStore
 from tiercache.copies.pool import CopyLost, Limit
-from tiercache.errors import ProtocolError, RequestRefused
+from tiercache.errors import ProtocolError
 from tiercache.protocol.messages import NO_LEASE, Abort, BadExtent, CommitState, Extent, pack_extents
 
 KEYS = bytes(range(256))  # 16 blocks
@@ -66,15 +66,6 @@ def test_a_direct_load_takes_no_other_extents_than_it_has_asked_for() -> None:
     for wrong in (extents(2, 4), extents(3, 5)):
         with pytest.raises(ProtocolError, match="other extents"):
             load(Session(wrong), 4)
-
-
-def test_a_direct_load_ends_with_the_first_block_that_did_not_come() -> None:
-    session = Session(extents(3, 4))
-    assert load(session, 2, bad=True) == 2
-    assert session.of(BadExtent) == [{"lease": 7, "namespace": 1, "index": 5}]
-    session = Session(extents(3, 2))
-    assert load(session, 2) == 2, "it does not ask again for what has no extent"
-    assert load(Session(RequestRefused("unknown_lease", "over")), 4) == 0
 
 
 class Writer:
@@ -129,13 +120,6 @@ def test_a_lease_whose_write_is_lost_is_not_said_to_be_finished() -> None:
     with pytest.raises(CopyLost):
         writer.write()
     assert writer.aborted == [False]
-
-
-def test_what_became_void_while_it_was_written_is_not_committed() -> None:
-    writer = Writer(Session())
-    writer.limit.annul()
-    assert writer.write() == (4, 0, 0)
-    assert writer.aborted == [True]
 
 
 def test_an_answer_about_other_blocks_than_were_committed_is_refused() -> None:

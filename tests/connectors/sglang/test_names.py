@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.utils.weight_checker import WeightChecker
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
-from sglang_rig import FULL, MAMBA, Engine, Rig, save_model
+from sglang_rig import MAMBA, Engine, Rig, save_model
 from waiting import wait_until
 
 import tiercache
@@ -201,14 +199,6 @@ def test_weights_from_elsewhere_need_a_model_id(
 # --- faults -------------------------------------------------------------------------------------
 
 
-def test_a_full_quota_keeps_the_beginning(rig: Rig) -> None:
-    first, tokens = stored_by(rig, tenant="team")
-    second = rig.engine(tenant="team")
-    found = rig.prefetch(second, tokens)
-    assert 0 < found < len(tokens)
-    assert same(rig, first, second, tokens[:found])
-
-
 def test_injected_failures_cost_hits_only(rig: Rig) -> None:
     """SGLang fails three of ten calls. What comes is whole: the state is at the end only."""
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3):
@@ -280,27 +270,7 @@ def test_a_flush_waits_for_one_batch_of_a_slow_daemon_only(rig: Rig, monkeypatch
     assert batches == [True]
 
 
-def test_a_daemon_that_hangs_costs_a_deadline(model: Path, mortal: Callable[[], tiercache.LaunchedDaemon]) -> None:
-    with mortal() as daemon, Rig(model, daemon.address) as rig:
-        first, tokens = stored_by(rig)
-        second = rig.engine(request_timeout_s=1.0)  # rule: it hangs
-        os.kill(daemon.pid, signal.SIGSTOP)
-        try:
-            assert rig.prefetch(second, tokens) == 0
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
-        wait_until(lambda: bool(second.backend.connector.available))
-        wait_until(lambda: rig.prefetch(second, tokens) == len(tokens))
-        assert same(rig, first, second, tokens)
-
-
 # --- settings -----------------------------------------------------------------------------------
-
-
-def test_without_prefix_keys_nothing_is_stored_and_a_line_says_so(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    _, tokens = stored_by(rig, prefix_keys=False)
-    assert caplog.text.count("set hicache_storage_pass_prefix_keys to true") == 1
-    assert rig.prefetch(rig.engine(), tokens) == 0
 
 
 @pytest.mark.parametrize(
@@ -334,10 +304,3 @@ def test_a_version_that_lacks_what_the_connector_needs_is_named(monkeypatch: pyt
     monkeypatch.setattr("tiercache.connectors.sglang.version.SERVED", ("0.4.0",))
     with pytest.raises(VersionError, match=r"serves sglang 0\.4\.0, and this is 0\.5\.23: install"):
         importlib.import_module("tiercache.connectors.sglang_hicache")
-
-
-def test_engines_without_a_daemon_start_and_miss(model: Path, tmp_path: Path) -> None:
-    with Rig(model, str(tmp_path / "none")) as rig:
-        engine, tokens = stored_by(rig)
-        assert rig.prefetch(engine, rig.tokens(2, FULL, start=77)) == 0
-        assert len(tokens) == 8 * FULL.page_size

@@ -125,20 +125,6 @@ def test_pages_go_to_other_places_byte_for_byte(backends: Backends, make_host: A
     assert [bytes_of(host, page) for page in (0, 4, 8, 10)] == others
 
 
-def test_pages_are_found_and_loaded_from_the_middle_of_a_chain(backends: Backends) -> None:
-    host = mha_host()
-    backend = backends.make(host)
-    assert backend.batch_set_v1(hashes(0, 3), places(0, 1, 2), AFTER_NOTHING) == [True] * 3
-    after = HiCacheStorageExtraInfo(prefix_keys=hashes(0, 3))
-    assert backend.batch_set_v1(hashes(3, 2), places(3, 4), after) == [True] * 2
-    middle = HiCacheStorageExtraInfo(prefix_keys=hashes(0, 2))
-    assert backend.batch_exists(hashes(2, 5), middle) == 3
-    assert backend.batch_exists(hashes(5, 5), HiCacheStorageExtraInfo(prefix_keys=hashes(0, 5))) == 0
-    wanted = [bytes_of(host, page) for page in (2, 3, 4)]
-    assert backend.batch_get_v1(hashes(2, 3), places(10, 11, 12), middle) == [True] * 3
-    assert [bytes_of(host, page) for page in (10, 11, 12)] == wanted
-
-
 def test_a_wrong_prefix_costs_hits_and_no_bytes(backends: Backends) -> None:
     host = mha_host()
     backend = backends.make(host)
@@ -193,15 +179,6 @@ def test_places_that_are_no_whole_pages_are_misses(backends: Backends) -> None:
     assert backend.batch_get_v1(hashes(0, 2), torch.arange(8, 8 + 2 * PAGE)) == [False] * 2
     assert backend.batch_get_v1(hashes(0, 2), places(3, 3)) == [False] * 2
     assert backend.batch_get_v1(["no hash"], places(3)) == [False]
-
-
-def test_decode_context_parallelism_is_refused(backends: Backends, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"dcp_size": 2, "tp_size": 2, "is_mla_model": True, "logical_page_size": 32}
-    backend = TierCacheHiCache(dataclasses.replace(backends.config, **config), {})
-    assert "decode context parallelism are not served" in caplog.text
-    backend.register_mem_pool_host(mla_host())
-    assert backend.batch_exists(hashes(0, 1)) == 0
-    backend.close()
 
 
 def test_pages_that_are_stored_after_the_start_are_of_unknown_weights(

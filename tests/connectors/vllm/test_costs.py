@@ -39,23 +39,11 @@ def choose(costs: EngineCosts, dram: int, nvme: int = 0, shared: int = 0) -> int
     return costs.choose(TierBlocks(dram, nvme, shared))
 
 
-def test_all_is_loaded_while_nothing_is_known_of_prefill() -> None:
-    costs = EngineCosts(SIZE)
-    load(costs, 4, 4, 1000.0)
-    assert choose(costs, 4, 4) == 8
-
-
 def test_all_is_loaded_while_too_little_is_known_of_loads(costs: EngineCosts) -> None:
     load(costs, 0, 8, 1000.0, LEAST_SAMPLES - 1)
     assert choose(costs, 0, 8) == 8
     load(costs, 0, 8, 1000.0, 1)
     assert choose(costs, 0, 8) == 0
-
-
-def test_a_load_that_is_faster_than_prefill_is_done(costs: EngineCosts) -> None:
-    load(costs, 8, 0, 7.9 * BLOCK_S)
-    assert choose(costs, 8, 0) == 8
-    assert costs.declined_blocks == 0
 
 
 def test_a_fast_start_does_not_pay_for_a_slow_end(costs: EngineCosts) -> None:
@@ -89,11 +77,6 @@ def test_a_slow_tier_is_asked_again_without_those_behind_it(costs: EngineCosts) 
     load(costs, 0, 4, 30 * BLOCK_S)
     load(costs, 0, 0, 1 * BLOCK_S, shared=4)
     assert [choose(costs, 8, 4, 4) for _ in range(ASK_AGAIN)] == [8] * (ASK_AGAIN - 1) + [12]
-
-
-def test_short_loads_say_nothing_of_long_ones(costs: EngineCosts) -> None:
-    load(costs, 2, 0, 100 * BLOCK_S)
-    assert (choose(costs, 2, 0), choose(costs, 200, 0)) == (0, 200)
 
 
 def test_what_was_slow_is_asked_again_and_loaded_when_it_is_fast(costs: EngineCosts) -> None:

@@ -12,28 +12,13 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from tiercache.connectors import vllm_tier
 from tiercache.connectors.vllm import fits
-from tiercache.connectors.vllm.compat import VERSION, Door, age, base
+from tiercache.connectors.vllm.compat import VERSION, base
 from tiercache.connectors.vllm_tier import TierCacheTier
 from tiercache.connectors.vllm_v1 import TierCacheConnector
 from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import LayoutError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-
-def test_versions() -> None:
-    assert [age(version) for version in ("0.9.2", "0.31.2", "0.32.1+cpu", "0.33.0", "0.34.0rc1", "1.0")] == [
-        -1,
-        -1,
-        0,
-        0,
-        1,
-        1,
-    ]
-    assert fits.misfit(TierCacheConnector, "0.31.2") == (
-        "tiercache serves vllm>=0.32, and this is 0.31.2: install a later one"
-    )
-    assert not fits.untested()
 
 
 @pytest.mark.parametrize("ours", [TierCacheConnector, TierCacheTier])
@@ -58,21 +43,6 @@ def test_changed_hooks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm 0.34.0 is newer than 0.33, which tiercache was tested with, and does not call handle_preemptions "
         "(and 2 more)"
     )
-
-
-def test_changes_of_what_is_used_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    interface, utils = "v1.kv_cache_interface", "v1.core.kv_cache_utils"
-    monkeypatch.setattr(f"vllm.{interface}.group_kernel_blocks", lambda cache: cache)
-    monkeypatch.delattr(f"vllm.{utils}.to_event_extra_keys")
-    monkeypatch.setattr(fits, "READ", {"v1.request.Request": "block_hashes tokens"})
-    monkeypatch.setattr(fits, "MISSING", found := [])
-    monkeypatch.setattr("tiercache.connectors.vllm.compat.MISSING", found)
-    assert list(fits.use_differences()) == [
-        "group_kernel_blocks takes other arguments",
-        "Request has no tokens",
-        f"has no {utils}.to_event_extra_keys",
-    ]
-    assert Door("no.such.module").Anything.__mro__[-1] is object
 
 
 def test_a_probe_finds_blocks_elsewhere_than_expected() -> None:

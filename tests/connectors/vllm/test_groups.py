@@ -101,20 +101,6 @@ def test_what_is_not_served_is_refused(specs: list[Any], said: str) -> None:
         check_groups(ENGINE, config(*specs))
 
 
-@pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused(size: str) -> None:
-    parallel = SimpleNamespace(**{**vars(PARALLEL), size: 2})
-    with pytest.raises(ModelRefused, match="context parallelism is not served"):
-        check_groups(SimpleNamespace(parallel_config=parallel), config(full(32)))
-
-
-def test_a_stage_without_a_group_is_refused() -> None:
-    groups = config(full(32), state(32))
-    groups.kv_cache_groups[1].layer_names.clear()
-    with pytest.raises(ModelRefused, match="pipeline stage"):
-        check_groups(ENGINE, groups)
-
-
 def test_states_are_refused_where_steps_end_within_their_blocks() -> None:
     def engine(size: int) -> Any:
         return SimpleNamespace(cache_config=SimpleNamespace(block_size=size))

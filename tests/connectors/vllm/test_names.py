@@ -131,16 +131,6 @@ def test_what_is_of_its_own_in_each_process_is_refused(options: dict[str, Any], 
         check_hashes(SimpleNamespace(cache_config=SimpleNamespace(**fields), attention_config=hisparse))
 
 
-def test_an_epoch_renames_everything(folder: Path) -> None:
-    names = names_of(folder)
-    names.read_model()
-    roots = {names.root()}
-    for _ in range(3):
-        names.new_epoch()
-        roots.add(names.root())
-    assert len(roots) == 4
-
-
 def test_what_changes_while_it_is_read_has_no_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,35 +220,6 @@ def test_a_request_waits_for_the_load_of_another_with_its_beginning(vllm: TinyVl
     assert vllm.loaded_blocks - before == 2, "each block once"
 
 
-def test_a_preempted_request_is_looked_up_again(vllm: TinyVllm) -> None:
-    store(vllm, 2)
-    one = request("a", 2)
-    assert ask(vllm, one) == 2 * SIZE
-    give_blocks(vllm, one, 2 * SIZE)
-    orders_of(vllm)
-    vllm.planner.loads_ended({"a"}, False)
-    assert vllm.planner.matched_tokens(one, 0) == 0, "its match has been loaded"
-    one.num_preemptions += 1
-    assert vllm.planner.matched_tokens(one, 0) is None
-    vllm.lookups.finish()
-    assert vllm.planner.matched_tokens(one, 0) == 2 * SIZE
-
-
-def test_what_a_failed_load_did_not_bring_is_stored_again_and_an_aborted_load_is_cancelled(vllm: TinyVllm) -> None:
-    store(vllm, 2)
-    fails, aborted = request("fails", 2), TinyRequest("aborted", [*range(2 * SIZE), 0], 1)
-    for one in (fails, aborted):
-        assert ask(vllm, one) == 2 * SIZE
-        give_blocks(vllm, one, 2 * SIZE)
-        assert len(orders_of(vllm).loads) == 1
-        if one is fails:
-            vllm.planner.loads_ended({"fails"}, True)
-    (again,) = orders_of(vllm, {"fails": 2 * SIZE + 1}, (fails,)).fresh
-    assert len(again.runs[0].block_ids) == 2
-    vllm.planner.finished(aborted)
-    assert orders_of(vllm).cancel == ["aborted"]
-
-
 @pytest.mark.parametrize("broken", ["media", "name", "answer"])
 def test_a_lookup_that_fails_in_whatever_way_is_a_miss(vllm: TinyVllm, broken: str) -> None:
     store(vllm, 2)
@@ -266,17 +237,6 @@ def test_a_lookup_that_fails_in_whatever_way_is_a_miss(vllm: TinyVllm, broken: s
     assert vllm.planner.matched_tokens(one, 0) == 0
     vllm.names.root, vllm.cache.match = names, cache  # type: ignore[method-assign]
     assert ask(vllm, request("b", 2)) == 2 * SIZE
-
-
-def test_a_lookup_that_hangs_is_waited_for_no_longer_than_for_one_answer(vllm: TinyVllm) -> None:
-    first, second = request("a", 2), request("b", 2)
-    for one in (first, second):
-        vllm.planner.add(one)
-    assert vllm.planner.matched_tokens(second, 0) is None
-    vllm.now_s += vllm.cache.client.request_timeout_s - 1
-    assert vllm.planner.matched_tokens(second, 0) is None
-    vllm.now_s += 2
-    assert [vllm.planner.matched_tokens(one, 0) for one in (first, second)] == [0, 0]
 
 
 def test_a_load_that_vllm_defers_fails_if_the_request_is_forgotten_by_then(vllm: TinyVllm) -> None:
@@ -418,35 +378,7 @@ def test_a_request_waits_for_what_another_engine_is_storing_and_asks_less_and_le
     assert vllm.planner.matched_tokens(one, 0) == SIZE, "it waits no longer"
 
 
-def test_a_request_does_not_wait_for_a_block_that_is_computed_in_any_case() -> None:
-    vllm = TinyVllm(leaves_last=True)
-    store(vllm, 2)
-    one = request("a", 3, rest=0)
-    one.kv_transfer_params = {"tiercache": {"stored": 3 * SIZE}}
-    assert ask(vllm, one) == 2 * SIZE
-    vllm.close()
-
-
 # --- names
-
-
-@pytest.mark.parametrize("how", ["a rank says so", "a reset"])
-def test_names_are_given_anew_once_more_when_vllm_forgets_its_old_blocks(vllm: TinyVllm, how: str) -> None:
-    """Until `reset_prefix_cache` it may store old blocks of its own under the names of the new weights."""
-    vllm.pool.reset()
-    assert not orders_of(vllm).renamed, "as for a benchmark"
-    if how == "a reset":
-        vllm.planner.reset()
-    else:
-        vllm.planner.reported(WorkerReport(moves={0: 1}))
-    assert [orders_of(vllm).renamed, orders_of(vllm).renamed, vllm.names.epoch] == [True, False, 1]
-    vllm.pool.reset()
-    assert [orders_of(vllm).renamed, orders_of(vllm).renamed, vllm.names.epoch] == [True, False, 2]
-    vllm.pool.reset()
-    vllm.planner.reset()
-    assert orders_of(vllm).renamed
-    vllm.pool.reset()
-    assert [orders_of(vllm).renamed, vllm.names.epoch] == [False, 3], "vLLM had no older block"
 
 
 def test_images_have_names_in_one_engine_only_unless_ids_are_content() -> None:

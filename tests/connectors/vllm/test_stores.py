@@ -14,7 +14,6 @@ from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, EngineFacts, 
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SIZE = 4
 SPEC = NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=SIZE, block_bytes=64)
 ROOT = b"r" * KEY_BYTES
@@ -116,26 +115,6 @@ def test_a_window_takes_its_blocks_along() -> None:
     [store] = engine.step({"a": 16}).fresh
     assert store.runs == (BlockRun(2, [7, 8]), BlockRun(2, [7, 8]))
     assert engine.step({"a": 1}, a=[7]).flush == [store.job_id]  # it has left the window, and comes back as a new one
-
-
-@pytest.mark.parametrize("why", ["finished", "preempted", "forgotten"])
-def test_a_step_ends_stores_whose_blocks_it_writes_to(why: str) -> None:
-    engine = Engine()
-    request = engine.add("a", [1, 2, 3])
-    engine.add("b", [4])
-    [store] = engine.step({"a": 12}).fresh
-    assert engine.step({"b": 1}, b=[5]).flush == []
-    if why == "finished":
-        engine.finish("a")
-    elif why == "preempted":
-        request.num_preemptions += 1
-    else:
-        engine.stores.forget()
-        engine.add("b", [4])
-    assert engine.step({"b": 1}, b=[6]).flush == []
-    assert engine.step({"b": 1}, b=[2]).flush == [store.job_id]
-    engine.stores.reported(WorkerReport({store.job_id: 1}))
-    assert engine.step({"b": 1}, b=[2]).flush == []
 
 
 def blocks(ids: list[int]) -> list[list[Any]]:

@@ -123,18 +123,6 @@ def test_requests_beyond_the_limit_are_looked_up_in_later_steps(tier: Tier, monk
     assert tier.released()
 
 
-def test_a_daemon_that_hangs_is_waited_for_until_the_deadline(tier: Tier) -> None:
-    tier.add("a")
-    assert tier.answers("a") == [RETRY, RETRY]
-    tier.now_s += 59
-    assert tier.answers("a") == [RETRY, RETRY], "the deadline is far away"
-    tier.now_s += 2
-    assert tier.answers("a") == [MISS, MISS]
-    tier.end_step()
-    assert tier.released()
-    assert tier.answers("a") == [MISS, MISS]
-
-
 def test_chunks_of_vllm_have_their_place() -> None:
     """Chunks of 64 tokens in the first and the last group, of 32 in the second, of which a window needs one."""
     parts = [GroupPart(0, 64, window=2), GroupPart(1, 32, 0, 2), GroupPart(1, 32, 1, 2), GroupPart(2, 64, window=1)]
@@ -147,3 +135,5 @@ def test_chunks_of_vllm_have_their_place() -> None:
     assert (place(0, 128), place(2, 128)) == (ChunkPlace(0, 1), ChunkPlace(3, 1))
     assert place(1, 40) is None  # the end of a prompt within a block
     assert place(1, 32, [GroupPart(0, 64), GroupPart(1, 32, 1, 2, window=1)]) is None  # no match needs it
+    split = [ChunkPlaces(parts, 64).is_split(make_offload_key(b"h" * 32, group)) for group in range(3)]
+    assert split == [False, True, False]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny_vllm import SIZE, Cell, TinyCache, TinyRank
-from waiting import wait_until
 
-import tiercache
-from tiercache.connector.direct.backend import Fault, HostBackend
+from tiercache.connectors.vllm import worker
 from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, WorkerReport
 from tiercache.connectors.vllm.weights import Look, Weights
 from tiercache.connectors.vllm.worker import RankWorker
@@ -23,62 +18,6 @@ from tiercache.protocol.messages import KEY_BYTES
 
 pytestmark = pytest.mark.engine
 BLOCKS = 8
-BLOCK_BYTES = 65536
-SPEC = tiercache.NamespaceSpec(engine="t", layout="l", dtype="uint8", block_size=16, block_bytes=BLOCK_BYTES)
-
-
-@pytest.mark.parametrize("direct", [False, True], ids=["through DRAM", "straight to NVMe"])
-def test_stores_whose_blocks_are_overwritten_count_for_nothing(direct: bool, tmp_path: Path) -> None:
-    pool = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), np.uint8).reshape(BLOCKS, BLOCK_BYTES)
-    backend = HostBackend(write_fault=lambda write: None if write else Fault.HANG)
-    disk = {"nvme": str(tmp_path / "disk"), "nvme_size": "64MiB", "nvme_segment": "16MiB"}
-    (tmp_path / "disk").mkdir()
-    keys = tiercache.KeyChain(tiercache.root_key("worker"), block_size=16)
-    keys.extend(range(16 * BLOCKS))
-    with tiercache.launch("16MiB", region="8MiB", run_dir=tmp_path / "run", **disk) as daemon:
-        connector = tiercache.connect(
-            daemon.address,
-            namespace=SPEC,
-            pool=tiercache.Pool.from_blocks(pool),
-            required=True,
-            gds=backend if direct else "off",
-            gds_store=direct,
-        )
-        worker = RankWorker([connector], [True])
-        wait_until(lambda: connector.client.stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok")
-        assert (connector.direct.storer is not None) == direct
-        copier: Any = connector._own_mover().copier  # rule: holds a copy of a real connector
-        copy_out, too_late = copier.copy_out, threading.Event()
-
-        def copy_when_it_is_too_late(*arguments: Any) -> Any:
-            copied = copy_out(*arguments)
-            assert too_late.wait(60)
-            return copied
-
-        def report() -> WorkerReport:
-            reports: list[WorkerReport] = []
-            wait_until(lambda: (one := worker.report()) is not None and reports.append(one) is None)
-            return reports[0]
-
-        copier.copy_out = copy_when_it_is_too_late
-        pool[:] = 7
-        worker.begin(Orders(ready=[Store(1, keys.packed(), (BlockRun(0, list(range(BLOCKS))),))]))
-        wait_until(lambda: backend.hanging or not direct)
-        worker.begin(Orders(flush=[1]))  # the step that follows writes to the blocks
-        pool[:] = 9
-        too_late.set()
-        backend.resume()
-        assert (report().incomplete, connector.match(keys.packed()).blocks) == ({1}, 0)
-
-        worker.begin(Orders(fresh=[Store(2, keys.packed(), (BlockRun(0, list(range(BLOCKS))),))]))
-        assert worker.report() is None, "the step has not computed them yet"
-        worker.begin(Orders())
-        assert report() == WorkerReport({2: 1}, set())
-        match = connector.match(keys.packed())
-        pool[:] = 0
-        assert connector.load(match, range(BLOCKS)) == match.blocks == BLOCKS
-        assert (pool == 9).all()
-        worker.close()
 
 
 def cells() -> list[list[Cell]]:
@@ -190,14 +129,18 @@ def test_without_loads_and_stores_nothing_is_looked_at(rig: Rig) -> None:
     assert rig.worker.report() is None
 
 
-def test_copies_end_before_vllm_takes_its_memory_away(rig: Rig) -> None:
+def test_copies_end_before_vllm_takes_its_memory_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does when it goes to sleep."""
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: 100.0))
     rig.worker.begin(Orders(ready=[rig.store(1)]))
     rig.copy()
     rig.worker.begin(Orders(fresh=[rig.store(2)], loads=[rig.load()]))
     for rank in rig.ranks:
         rank.copies[-1].hurry = True
     rig.worker.end_copies()
+    stored, loaded = (copy.limits_s for copy in rig.ranks[0].copies)
+    assert stored == [worker.SLEEP_TIMEOUT_S, *loaded]
+    assert loaded == [worker.SLEEP_TIMEOUT_S + worker.COPY_GIVE_UP_S]
     report = rig.worker.report()
     assert report is not None
     assert (report.ended, report.incomplete) == ({1: 1, 2: 1}, {2}), "the second had not begun"

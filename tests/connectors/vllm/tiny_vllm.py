@@ -143,6 +143,7 @@ class TinyCopy:
         self._result: Any = None
         self.cancelled = self.over = False
         self.began_s = self.ended_s = 0.0
+        self.limits_s: list[float] = []
 
     def work(self) -> None:
         """Do the next piece. The last one says how it has ended."""
@@ -155,6 +156,7 @@ class TinyCopy:
         return self.over
 
     def wait(self, timeout_s: float) -> bool:
+        self.limits_s.append(timeout_s)
         while self.hurry and not self.over:
             self.work()
         return self.over

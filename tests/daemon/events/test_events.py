@@ -1,13 +1,14 @@
-"""KV events of a real daemon, read with ZeroMQ and msgpack alone. That they are true: `test_tier_events.py`."""
+"""KV events of a real daemon, read with ZeroMQ and msgpack alone, and as strictly as llm-d's KV indexer reads them."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import msgspec
@@ -22,6 +23,39 @@ from tiercache.protocol.messages import ReceivedRun
 
 END = -1
 Batch = tuple[int, list[dict[str, Any]]]
+Hash = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class BlockStored(msgspec.Struct, tag_field="type", tag=True):
+    """As llm-d-router decodes it (`pkg/kvevents`, September 2026): one bad event loses the batch."""
+
+    block_hashes: list[Hash]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+    block_size: int
+    parent_block_hash: Hash | None = None
+    lora_id: Count | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: Count | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Count | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag_field="type", tag=True):
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: Count | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag_field="type", tag=True):
+    pass
+
+
+strictly = msgspec.msgpack.Decoder(
+    tuple[float, list[BlockStored | BlockRemoved | AllBlocksCleared], Count | None]
+).decode
 
 
 class Subscriber:
@@ -46,8 +80,9 @@ class Subscriber:
 
     def _batch(self, topic: bytes, number: bytes, payload: bytes) -> Batch:
         assert (topic, len(number)) == (self.topic, 8)
-        time_s, events, rank = msgpack.unpackb(payload)
-        assert (type(time_s), rank) == (float, None)
+        strictly(payload)
+        _, events, rank = msgpack.unpackb(payload)
+        assert rank is None
         return int.from_bytes(number, "big"), events
 
     def replay(self, first: int) -> list[Batch]:
@@ -246,6 +281,92 @@ def test_blocks_from_a_shared_store_are_in_events_once_a_client_names_them(tmp_p
         assert sub.all() == [CLEARED]
         client.ask("reserve", number, b"", keys, 10_000, [*said, None, 7, "adapter"])
         wait_until(lambda: sub.all() == [CLEARED, stored([1, 2])], "they are named")
+
+
+def places(events: list[dict[str, Any]]) -> dict[Any, set[str]]:
+    """What a router makes of all events: in which tiers the block of a hash is."""
+    found: dict[Any, set[str]] = {}
+    for event in events:
+        if event["type"] == "AllBlocksCleared":
+            found.clear()
+            continue
+        for name in event["block_hashes"]:
+            if event["type"] == "BlockStored":
+                found.setdefault(name, set()).add(event["medium"])
+            else:
+                found[name].discard(event["medium"])
+        if event["type"] == "BlockStored":
+            assert event["parent_block_hash"] is None or event["parent_block_hash"] in found, "its place is unknown"
+            assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"])
+    return found
+
+
+def test_a_router_ends_with_what_the_daemon_has(tmp_path: Path) -> None:
+    """Stores that push earlier blocks to NVMe and from there out, loads from NVMe, flushes of a part and of all."""
+    nvme = ("--nvme", f"{tmp_path}/nvme", "--nvme-size", "16MiB", "--nvme-segment", "4MiB")
+    rng, media = random.Random(3), {"dram": "CPU", "nvme": "STORAGE"}
+    with following(tmp_path, *nvme) as (client, sub):
+        number, hashes, chains = client.namespace(256 << 10), list[list[int]](), list[bytes]()
+
+        def there(chain: bytes) -> list[set[str]]:
+            keys = (chain[at : at + 16] for at in range(0, len(chain), 16))
+            return [{media[view[1]] for view in client.ask("inspect", [], key)[1]} for key in keys]
+
+        seen: set[frozenset[str]] = set()
+
+        def agrees() -> bool:
+            known = places(sub.all())
+            found = [[known.get(name, set()) for name in its] for its in hashes]
+            seen.update(frozenset(tiers) for its in found for tiers in its)
+            return found == [there(chain) for chain in chains]
+
+        def written() -> bool:
+            """A block that lost its parent before it was written is written when it is asked for again."""
+            client.ask("match", [number], chains[-1], 0, 0)
+            return all("STORAGE" in tiers for tiers in there(chains[-1]))
+
+        for _ in range(12):
+            blocks = rng.randrange(6, 16)
+            hashes.append([rng.getrandbits(64) | 1 << 63 for _ in range(blocks)])
+            chains.append(new_chain(blocks))
+            store(client, number, chains[-1][:32], hashes[-1][:2])
+            store(client, number, chains[-1][32:], hashes[-1][2:], hashes[-1][1], chains[-1][16:32])
+            wait_until(written, "they are written")
+            wait_until(agrees, "what is stored is known")
+        assert {frozenset(), frozenset({"STORAGE"}), frozenset({"CPU", "STORAGE"})} <= seen
+        last = chains[-1]
+        client.ask("flush", "dram", [], b"")
+        wait_until(agrees, "DRAM is empty")
+        assert client.ask("prefetch", [number], last)[2] == len(hashes[-1])
+        wait_until(lambda: client.ask("peek", [number], last)[2] == 0, "they are read into DRAM")
+        wait_until(agrees, "they are in both tiers")
+        assert there(last) == [{"CPU", "STORAGE"}] * len(hashes[-1])
+        client.ask("flush", "all", [], last[3 * 16 : 4 * 16])
+        wait_until(agrees, "the end of a prompt is flushed")
+        assert list(map(bool, there(last))) == [place < 3 for place in range(len(hashes[-1]))]
+        client.ask("flush", "all", [], b"")
+        wait_until(agrees, "all is flushed")
+        assert not any(places(sub.all()).values())
+
+
+def test_a_daemon_of_a_node_connects_to_the_router(tmp_path: Path) -> None:
+    """The router listens for daemons of nodes. It comes later than the daemon, and goes and comes again."""
+    context, where = zmq.Context(), f"ipc://{tmp_path}/router"
+    told = ["--arena", "4MiB", "--kv-events", where, "--kv-events-connect", "yes"]
+    with daemon(tmp_path / "run", *told, "--kv-events-topic", "kv@node:w@m"), connected(tmp_path) as client:
+        for life in range(2):
+            router, numbers = context.socket(zmq.SUB), itertools.count(100 * life)
+            router.setsockopt(zmq.SUBSCRIBE, b"kv@")
+            router.bind(where)
+            events: list[Any] = []
+            while not events:
+                store(client, client.namespace(), new_chain(1), [next(numbers)])
+                while router.poll(20):
+                    topic, _, payload = router.recv_multipart()
+                    assert topic == b"kv@node:w@m"
+                    events += strictly(payload)[1]
+            router.close(0)
+    context.term()
 
 
 def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:

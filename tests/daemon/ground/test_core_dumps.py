@@ -63,14 +63,6 @@ def test_a_daemon_with_a_key_leaves_none_and_neither_do_its_processes(tmp_path: 
     assert limits == (["1", "1"], ["1", "1"]) if encrypted else limits[0] == core_limits("self")
 
 
-@pytest.mark.stress
-def test_a_client_does_not_dump_the_arena_either(tmp_path: Path) -> None:
-    with tiercache.launch("8MiB", region="2MiB") as daemon, tiercache.Client.connect(daemon.address) as client:
-        assert client.stats()
-        wait_until(lambda: flags_of_regions("self"), "a mapping")
-        assert all("dd" in flags for flags in flags_of_regions("self"))
-
-
 @pytest.mark.parametrize(
     ("before", "pattern", "after", "warned"),
     [

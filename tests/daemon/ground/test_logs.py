@@ -7,22 +7,17 @@ import logging
 import os
 import re
 import select
-import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 import pytest
-from raw_client import ROOT, WAIT_S, Client, new_chain
+from raw_client import WAIT_S
 from waiting import wait_until
 
 from tiercache.daemon.ground import logs
-from tiercache.daemon.ground.health_log import HealthLog
 
 TEXT = logging.Formatter("%(levelname)s %(message)s")
 
@@ -160,83 +155,4 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
 # --- what is said ------------------------------------------------------------------------------------
 
 
-def test_each_change_of_health_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    health = HealthLog()
-    with caplog.at_level(logging.INFO, "tiercache.daemon"):
-        health.look([], 0.0)
-        health.look(["/kv: an operation has been under way for 11 s"], 1.0)
-        health.look(["/kv: an operation has been under way for 12 s"], 2.0)
-        health.look(["/kv: an operation has been under way for 13 s", "no memory"], 3.0)
-        health.look(["/kv: an operation has been under way for 14 s"], 4.0)
-        health.look([], 5.0)
-        health.look([], 6.0)
-    assert caplog.messages == [
-        "health: degraded: /kv: an operation has been under way for 11 s",
-        "health: degraded: no memory",
-        "health: ok again, after 4 s",
-    ]
-    assert caplog.records[0].fields["event"] == "health"  # type: ignore[attr-defined]
-
-
 # --- with a real daemon ------------------------------------------------------------------------------
-
-
-@contextmanager
-def daemon_with(stderr: int, run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tiercache.daemon", "--run-dir", str(run_dir), "--arena", "4MiB", *flags]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=stderr)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-
-
-def ends_well(child: subprocess.Popen[bytes]) -> None:
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(WAIT_S) == 0
-
-
-def make_noise(client: Client, times: int) -> None:
-    """Flush `times` times: each flush logs several lines, of different kinds."""
-    number = client.namespace()
-    for _ in range(times):
-        assert client.ask("flush", "all", [number], b"")[0] == "flushed"
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("full", [fill, None])
-def test_a_daemon_serves_and_stops_while_its_log_is_not_read(full: Callable[[int], int] | None, tmp_path: Path) -> None:
-    with pipe() as (reader, writer):
-        if full is not None:
-            full(writer)
-        else:
-            os.dup2(os.open("/dev/full", os.O_WRONLY), writer)
-        flags = ["--log-level", "debug", "--slow-request", "1us"]
-        with daemon_with(writer, tmp_path / "run", *flags) as child, Client(tmp_path / "run") as client:
-            make_noise(client, 200)
-            wait_until(lambda: client.stats()["daemon"]["log_left_out_lines"] > 0)
-            if full is None:
-                wait_until(lambda: client.stats()["daemon"]["log_problem"] == "No space left on device")
-            assert client.ask("ping") == ["done"]
-            ends_well(child)
-        assert reader > 0
-
-
-def test_the_log_of_a_daemon_as_json(tmp_path: Path) -> None:
-    with pipe() as (reader, writer):
-        flags = ["--log-format", "json", "--log-level", "debug", "--slow-request", "1us"]
-        with daemon_with(writer, tmp_path / "run", *flags) as child:
-            with Client(tmp_path / "run", name="who") as client:
-                client.length(client.namespace(), new_chain(3))
-            lines: list[dict[str, Any]] = []
-            with open(reader, closefd=False) as file:
-                while not lines or "has ended" not in lines[-1]["message"]:
-                    lines.append(json.loads(file.readline()))
-            ends_well(child)
-    messages = [line["message"] for line in lines]
-    assert any(" serves " in message for message in messages)
-    assert f"session who (pid {os.getpid()}) has begun" in messages
-    slow = next(line for line in lines if line.get("event") == "slow_request" and line["request"] == "Match")
-    assert (slow["client"], slow["pid"], slow["keys"]) == ("who", os.getpid(), 3)
-    assert slow["work_ms"] > 0

@@ -213,35 +213,6 @@ def test_one_that_ends_at_once_is_told_and_tried_again_after_pauses(
         assert "ValueError: a defect" in caplog.text
 
 
-def test_a_short_life_that_had_begun_to_serve_is_followed_at_once_and_the_next_one_after_a_pause(
-    own: Own, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = own(limits=ProcessLimits(0.01, 0.02, steady_s=1000.0))
-    for pause in ("0", "0.01", "0.02", "0.02"):
-        caplog.clear()
-        wait_until(lambda: owner.problem() is None, "a process")
-        pid = owner.pid()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda pid=pid: ("gone", pid) in owner.told, "its end")
-        wait_until(lambda pause=pause: f"ended with status -9: another one starts in {pause} s" in caplog.text)
-    wait_until(lambda: owner.problem() is None, "a process")
-    owner.supervisor.limits = EAGER  # a long life
-    caplog.clear()
-    os.kill(owner.pid(), signal.SIGKILL)
-    wait_until(lambda: "another one starts in 0 s" in caplog.text, "the log")
-
-
-def test_one_that_cannot_be_started_is_told(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    before = len(os.listdir("/proc/self/fd"))
-    owner = own()
-    wait_until(lambda: len(owner.whys) >= 3, "attempts")
-    assert owner.told[0] == ("ended", 0)
-    assert set(owner.whys) == {"could not be started (No such file or directory)"}
-    owner.supervisor.close()
-    assert len(os.listdir("/proc/self/fd")) < before + 3, "none is kept for each attempt"
-
-
 def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
     own: Own, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,17 +251,6 @@ def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) ->
     finally:
         os.kill(heir, signal.SIGKILL)
     wait_until(lambda: ("gone", first) in owner.told, "the end of the heir")
-
-
-@pytest.mark.stress
-def test_closing_does_not_wait_for_one_that_does_not_die(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = own(limits=ProcessLimits(reap_s=0.01))
-    its, line = owner.supervisor.open_line(soon())
-    line.close()
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
-    assert not owner.supervisor.close()
-    # The kernel has killed it when the supervisor's thread ended.
-    assert its.process.wait(50) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("orderly_s", [0.0, 50.0])

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 from cache_rig import branch, key
 from hinting import HIGH, LOW, Hinting
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tiercache.daemon.hints import hinted_policy as hinted
 from tiercache.daemon.hints import hints
 from tiercache.daemon.hints.chain_hints import LATE_S, HintGroup, Mark
 from tiercache.daemon.hints.hints import CARRY_S, hint_given_at
-from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.policies import POLICIES
-from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.protocol.messages import BlockState, Priority
+from tiercache.protocol.messages import BlockState
 
 FRAME, NONE = BlockState.FRAME, BlockState.NONE
 
@@ -48,17 +40,6 @@ def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) 
     assert h.here(ns, branch(1, 1)) == [2], "shared with another chain: the policy's from here on"
     others = h.here(ns, branch(2), branch(3), branch(100), branch(101), branch(102), branch(1, 1, 6))
     assert sum(others) == 5 + 3 - 1, "one of these is gone, as the policy chose"
-
-
-def test_a_client_that_asks_again_is_not_done(h: Hinting) -> None:
-    ns = h.space()
-    h.fill(ns, 1, 8)
-    h.hint(ns, branch(5), done=True)
-    assert h.policy(ns).victim() == ns.table.get(key(5))
-    h.now_s += 2.0
-    assert h.length(ns, branch(5)) == 1
-    h.fill(ns, 100, 3)
-    assert h.here(ns, branch(5)) == [1]
 
 
 # --- a client is to return --------------------------------------------------------------------------
@@ -158,68 +139,6 @@ def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- whatever is said ------------------------------------------------------------------------------
 
-SAID = st.fixed_dictionaries(
-    {
-        "done": st.booleans(),
-        "return_in_s": st.sampled_from([0.0, 0.001, 1.0, 5.0, 6e5]),
-        "ttl_s": st.sampled_from([0.0, 0.0, 0.001, 3.0, 6e5]),
-        "priority": st.sampled_from([None, *Priority]),
-        "first": st.integers(0, 4),
-    }
-)
-STEP = st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2), min_size=1, max_size=5), SAID, st.integers(0, 2**30))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=25, deadline=None)
-@given(steps=st.lists(STEP, min_size=20, max_size=80))
-def test_nothing_that_is_said_breaks_anything(policy: str, steps: list[Any]) -> None:
-    """Leases and pins hold their blocks, chains stay whole, a full cache makes room, counts agree: after each step."""
-    h = Hinting(frames=10, regions=2, policy=policy)
-    spaces = [h.space(), h.space(window_blocks=2, rank=1), h.space(block_bytes=9000, rank=2)]
-    owners = [Owner(bytes([number]) * 16) for number in range(2)]
-    reads: list[tuple[Owner, int, Namespace, int]] = []
-    for action, path, said, seed in steps:
-        chance = random.Random(seed)
-        owner, ns, keys = chance.choice(owners), chance.choice(spaces), branch(*path)
-        if action <= 2:
-            got = h.cache.reserve(owner, ns, b"", keys, 10)
-            numbers = [number for number, state in enumerate(got.states) if state is FRAME]
-            h.cache.writes.commit(owner, got.lease_id, numbers)
-        elif action <= 5:
-            h.cache.hint_now([ns], keys, said.pop("first"), hint_given_at(h.now_s, **said))
-        elif action == 6:
-            found = h.cache.match(owner, [ns], keys, 5)
-            if found.lease is not None:
-                reads.append((owner, found.lease.lease_id, ns, found.dram))
-        elif action == 7 and reads:
-            owner, lease_id, ns, blocks = reads.pop(chance.randrange(len(reads)))
-            lease = h.cache.reads.find(owner, lease_id)
-            if lease is not None and not ns.table.windowed:
-                assert len(h.cache.reads.frames(lease, ns, 0, blocks)) == blocks, "a lease holds all of its blocks"
-            h.cache.reads.release(owner, lease_id)
-        elif action == 8:
-            h.now_s += chance.choice([0.01, 1.5, 10.0])
-            h.cache.expire()
-        elif chance.random() < 0.3:
-            h.cache.flush_dram([ns.number], chance.choice([b"", keys[-16:]]))
-        else:
-            h.cache.pin([ns], keys, 5)
-        h.check()
-    for ns in spaces:
-        index = h.cache.space.index
-        while (victim := ns.table.policy.victim()) != NO_ENTRY:
-            index.evict(victim)
-        h.check()
-    h.cache.flush_dram([ns.number for ns in spaces], b"")
-    h.now_s += 100.0
-    h.cache.expire()
-    while h.cache.work():
-        pass
-    h.check()
-    assert h.cache.space.allocator.used_bytes == 0
-
-
 # --- bounds: how many blocks a hint is about, and how much is done at once ----------------------------
 
 
@@ -238,33 +157,3 @@ def test_a_hint_is_about_so_many_blocks_of_all_its_namespaces(monkeypatch: pytes
         mark = mark_of(h, spaces[0], key(1, 2, 3, 4, 5, 6))
         assert mark is not None
         assert mark.own == own
-
-
-def test_of_a_window_what_the_next_request_needs_is_kept_and_all_of_it_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Hinting(frames=40)
-    monkeypatch.setattr(hints, "MAX_WINDOW", 3)
-    ns, keys = h.space(window_blocks=2), branch(1, 2, 3, 4, 5, 6)
-    h.store(ns, keys)
-    h.hint(ns, keys, priority=HIGH)
-    assert h.policy(ns).marks == 2
-    h.hint(ns, keys, priority=LOW)
-    assert h.policy(ns).marks == 3
-    assert mark_of(h, ns, key(1, 2, 3)) is None
-
-
-def test_what_is_of_no_use_goes_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Hinting(frames=40)
-    ns, said = h.space(), h.cache.space.policies.hints
-    for number in range(10):
-        h.store(ns, branch(number))
-        h.cache.space.tails.give_up()
-        h.hint(ns, branch(number), ttl_s=5.0)
-    h.now_s += 10.0
-    monkeypatch.setattr(hinted, "EXPIRE_AT_ONCE", 4)
-    h.policy(ns).expire(h.now_s)
-    assert len(h.policy(ns)._first[HintGroup.EXPIRED]) == 4, "sorted anew"
-    monkeypatch.undo()
-    monkeypatch.setattr(hints, "EXPIRE_AT_ONCE", 3)
-    gone = [said.expire(h.cache.space.index, h.cache.space.tails) for _ in range(5)]
-    assert gone == [3, 3, 3, 1, 0]
-    h.check()

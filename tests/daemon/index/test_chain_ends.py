@@ -39,17 +39,6 @@ def test_a_store_goes_on_although_its_end_would_be_the_next_victim() -> None:
     h.check()
 
 
-def test_a_writer_is_not_waited_for_any_longer_than_a_second() -> None:
-    h = SmallCache(frames=3)
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    h.now_s += TAIL_S
-    assert held(h) == [key(1, 2)]
-    h.store(ns, branch(5, 6, 7))
-    assert held(h) == [key(5, 6, 7)]
-    assert h.length(ns, branch(1, 2)) == 0
-
-
 def test_no_store_is_refused_to_keep_the_end_of_a_chain() -> None:
     h = SmallCache(frames=4)
     ns = h.space()
@@ -72,24 +61,6 @@ def test_a_writer_that_stored_its_prompt_to_the_end_is_not_expected_to_go_on() -
     assert held(h) == []
     h.store(ns, key(1, 2, 3, 4), parent=key(1, 2, 3))
     assert held(h) == [key(1, 2, 3, 4)], "the end of what was computed after the prompt"
-
-
-def test_ends_go_with_their_writer_and_with_a_flush() -> None:
-    h = SmallCache()
-    ns = h.space()
-    h.store(ns, branch(1, 2))
-    h.store(ns, branch(3, 4))
-    h.cache.flush_dram([ns.number], key(3))
-    assert held(h) == [key(1, 2)]
-    h.check()
-    h.cache.session_lost(h.owner)
-    assert held(h) == []
-    h.check()
-    h.store(ns, branch(5, 6))
-    h.cache.flush_dram([ns.number], b"")
-    assert held(h) == []
-    h.check()
-    assert h.cache.space.allocator.used_bytes == 0
 
 
 def test_a_writer_has_so_many_ends_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,16 +180,3 @@ def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
 
     findings, _ = in_slices(h.cache.check(), read)
     assert [finding for finding in findings if text in finding], findings
-
-
-def test_a_check_that_is_given_up_leaves_nothing_behind() -> None:
-    h = Busy()
-    _, slices = in_slices(h.cache.check(), lambda: None)
-    for after in range(1, slices, 7):
-        steps = h.cache.check()
-        for _ in range(after):
-            next(steps)
-        steps.close()
-        assert h.cache.space.index.moved is None
-        classes = h.cache.space.allocator.classes.values()
-        assert all(region.seen is None for size_class in classes for region in size_class.regions.values())

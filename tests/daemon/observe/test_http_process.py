@@ -11,7 +11,7 @@ import pytest
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.observe import http_process
-from tiercache.daemon.observe.http_process import FIRST_PAUSE_S, LONGEST_PAUSE_S, HttpProcess
+from tiercache.daemon.observe.http_process import HttpProcess
 
 DEADLINE_S = 30.0
 
@@ -29,39 +29,8 @@ def child(script: str) -> list[str]:
     return ["sh", "-c", script, "sh"]
 
 
-class Pauses:
-    """In the place of the event that ends the thread: it ends after so many pauses."""
-
-    def __init__(self, most: int) -> None:
-        self.waited: list[float] = []
-        self._most = most
-
-    def is_set(self) -> bool:
-        return len(self.waited) >= self._most
-
-    def wait(self, pause_s: float) -> None:
-        self.waited.append(pause_s)
-
-
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_what_the_settings_say_is_handed_on(watched: HttpProcess) -> None:
-    command = watched._command
-    assert command[command.index("--hosts") + 1] == "a.internal,b.internal"
-    assert command[command.index("--listen-fd") + 1] == str(watched._socket.fileno())
-
-
-def test_pauses_grow_until_a_child_has_lived_well(watched: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    lives = iter([False] * 9 + [True, False])
-    monkeypatch.setattr(watched, "_live", lambda: ("ended with status 1", next(lives)))
-    pauses: Any = Pauses(11)
-    watched._ending = pauses
-    watched._watch()
-    grown = [min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S) for number in range(1, 10)]
-    assert pauses.waited == [*grown, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
-    assert watched.problem == "no HTTP at the moment: its process ended with status 1, and the log says why"
 
 
 def test_each_end_is_said_and_leaves_no_descriptor(watched: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:

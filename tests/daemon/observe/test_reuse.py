@@ -119,38 +119,6 @@ def test_the_estimate_of_one_cache_is_what_caches_of_other_sizes_find(traces: Mo
 # --- distances -----------------------------------------------------------------------------------
 
 
-def test_distances_are_the_bytes_used_since() -> None:
-    h = Harness()
-    first, second = keys_of(1, 4), keys_of(2, 3)
-    h.store(first)
-    h.ask(first)  # its root is the newest: 1, 2, 3, 4 blocks are enough
-    assert h.rates(0, 1, 2, 3, 4) == [0, 0.25, 0.5, 0.75, 1]
-    h.store(second)
-    h.ask(first)  # 4, 5, 6, 7 blocks
-    assert h.rates(3, 4, 5, 6, 7) == [3 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
-
-
-def test_a_look_up_ends_at_the_first_block_that_is_missing() -> None:
-    h = Harness()
-    keys = keys_of(1, 4)
-    h.store(keys[:16])
-    h.store(keys[32:])
-    h.ask(keys)
-    assert h.rates(1000) == [0.25]
-
-
-def test_a_match_needs_all_ranks() -> None:
-    h = Harness()
-    ranks = [h.space, h.open(tp_rank=1)]
-    keys = keys_of(1, 4)
-    h.store(keys, space=ranks[0])
-    h.store(keys[:32], space=ranks[1])
-    h.ask(keys, spaces=ranks)
-    assert h.rates(1000) == [0.5]
-    h.ask(keys)
-    assert h.rates(1000) == [0.75]
-
-
 def test_a_window_needs_its_last_blocks() -> None:
     assert windowed([0, 1, 2, 3], [5, 9, 1, 2], window=2) == [2, 2, 2, 2]
     assert windowed([0, 1, 2, 3], [1, inf, 1, 2], window=2) == [1, 2, 2, 2]
@@ -163,16 +131,6 @@ def test_a_window_needs_its_last_blocks() -> None:
     assert h.rates(1, 2, 3) == [0, 1, 1]
     h.ask(keys, spaces=[h.space, window])
     assert h.rates(1000) == [0.5]  # with a namespace beside that needs all: nothing
-
-
-def test_health_probes_are_no_traffic() -> None:
-    h = Harness()
-    probe = h.places.open_namespace(
-        NamespaceSpec(engine="tiercache/probe", layout="l", dtype="u8", block_size=1, block_bytes=BLOCK)
-    )
-    h.store(keys_of(1, 2), space=probe)
-    h.ask(keys_of(1, 2), dram=2, spaces=[probe])
-    assert (h.what_if.stats()["accessed_blocks"], len(h.what_if.stack)) == (0, 0)
 
 
 def test_a_flush_forgets() -> None:

@@ -41,23 +41,6 @@ def test_what_was_stored_is_found_until_a_tenth_was_stored_after_it(policy: str,
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_stored_outlasts_blocks_that_are_asked_for_all_the_time(policy: str) -> None:
-    """A hot set that fills the cache and is used a hundred times as often."""
-    h = SmallCache(frames=FRAMES, policy=policy)
-    ns, (hot, new) = h.space(), (chains(250)[:26], chains(250)[100:140])
-    for keys in hot * 8:
-        h.now_s += 0.01
-        if h.length(ns, keys) < 4:
-            h.store(ns, keys)
-    for number, keys in enumerate(new):
-        h.store(ns, keys)
-        for one in hot:
-            h.length(ns, one)
-        here = [h.cache.peek([ns], one)[0] for one in new[max(0, number - LATEST) : number + 1]]
-        assert set(here) == {4}, f"{number}"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_with_a_tier_below_it_is_found_in_one_of_the_two(policy: str) -> None:
     """DRAM may evict blocks that the tier below has, and that tier keeps them for as long."""
     sizes = Sizes(50 * BLOCK_BYTES, 200 * BLOCK_BYTES, policy=policy)

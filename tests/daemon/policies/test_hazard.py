@@ -14,8 +14,6 @@ from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
     AGES,
     FIRST_AGE,
-    age_bucket,
-    chain_class,
     indices,
 )
 from tiercache.protocol.messages import KEY_BYTES
@@ -76,23 +74,6 @@ def test_the_index_is_the_best_rate_of_any_stay() -> None:
                 alive *= 1 - hazard
                 best = max(best, hits / stay_s)
             assert found[row, age] == pytest.approx(best)
-
-
-def test_before_anything_is_known_the_longest_unused_is_worth_least() -> None:
-    worth = Learning().predictor.worth
-    assert (np.diff(worth[:, 1:], axis=1) <= 0).all()
-    assert (worth[:, 0] > worth[:, -1]).all()
-
-
-def test_what_comes_back_after_a_while_is_worth_more_then_than_at_once() -> None:
-    learning = Learning()
-    for lap in range(20):
-        for document in range(20):
-            learning.ask(chain_of(document, 8), 8 if lap else 0)
-            learning.go_on(50)
-    worth = learning.predictor.worth[chain_class(9, 0, 8)]
-    assert worth[age_bucket(0.6)] > 1.5 * worth[0], "each comes back after one turnover"
-    assert worth[age_bucket(3.0)] < 0.5 * worth[age_bucket(1.0)], "a prompt that has not come by then is late"
 
 
 def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from policy_rules import first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
+from policy_rules import first_to_go_of_an_earlier_life, keeps_the_index_whole
 
 from tiercache.daemon.policies import POLICIES
 
@@ -12,11 +12,6 @@ from tiercache.daemon.policies import POLICIES
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_index_stays_whole_whatever_happens(policy: str, seed: int) -> None:
     keeps_the_index_whole(POLICIES[policy], seed)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_prompts_leave_the_same_blocks(policy: str) -> None:
-    leaves_the_same_blocks(policy, POLICIES)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

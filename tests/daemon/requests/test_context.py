@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from context_rig import MIB, context_of
 
-from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES, MAX_WINDOW_BLOCKS, check_range, check_windows
+from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import ReadLease, StoreLease
-from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
-from tiercache.protocol.messages import KEY_BYTES, MAX_PAYLOAD_BYTES, Hello
+from tiercache.protocol.messages import Hello
 from tiercache.protocol.namespaces import NamespaceSpec
 
 
@@ -60,21 +58,3 @@ def test_a_tenant_names_its_own_namespaces_only() -> None:
 )
 def test_a_client_is_called_something_short_and_printable_in_the_log(said: str, pid: int, name: str) -> None:
     assert Session(Hello(1, 1, bytes(16), said, 0, False), "p", pid=pid).name == name
-
-
-def test_bytes_of_a_request_lie_inside_a_block() -> None:
-    for offset, length in ((0, 4096), (4095, 1)):
-        check_range(offset, length, 4096)
-    check_range(0, MAX_PAYLOAD_BYTES, 1 << 30)
-    for offset, length, end in ((-1, 1, 9), (0, 0, 9), (0, 10, 9), (9, 1, 9), (0, MAX_PAYLOAD_BYTES + 1, 1 << 30)):
-        with pytest.raises(RequestRefused, match="must lie inside"):
-            check_range(offset, length, end)
-
-
-def test_the_windows_of_one_request_are_bounded_together() -> None:
-    wide = cast(Namespace, SimpleNamespace(spec=SimpleNamespace(window_blocks=MAX_WINDOW_BLOCKS)))
-    keys = bytes(KEY_BYTES * MAX_WINDOW_BLOCKS)
-    check_windows([wide], keys)
-    check_windows([wide, wide], keys[: len(keys) // 2])
-    with pytest.raises(RequestRefused, match="at most 32768 in one request"):
-        check_windows([wide, wide], keys)

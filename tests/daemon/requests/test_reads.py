@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 from chains import chain_of
 from context_rig import context_of
 from tenant_cache import make_cache, open_for, store
 
-from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.requests.reads import ReadRequests
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.slow import SlowRequests
@@ -58,29 +56,3 @@ def test_a_lease_that_is_found_to_have_lost_a_block_only_when_asked_again_is_ans
         pass
     assert [msgspec.msgpack.decode(answer.header)[0] for answer in w.answers] == ["frames"] * 2
     assert (w.requests.parked, w.session.owner.reads) == (0, {})
-
-
-@pytest.mark.parametrize("then", ["stop", "grow"])
-def test_a_lease_that_has_lost_blocks_takes_no_others_in_their_place(then: str) -> None:
-    """A flush leaves the lease to a later slice, and meanwhile the same blocks are stored again in other frames."""
-    cache = make_cache(32)
-    namespace, keys = open_for(cache, ""), chain_of("a", 4)
-    other, other_keys = open_for(cache, "t"), chain_of("b", 1)
-    session = context_of("")[1]
-    owner, reads = session.owner, cache.reads
-    lease = reads.grant([namespace], keys, 0, [], 60.0)
-    lease.keys = keys
-    lease.holders.add(owner)
-    owner.reads[lease.lease_id] = lease
-    finish(reads.growing.rise(lease, 4))
-    assert store(cache, namespace, keys[: 2 * KEY_BYTES]) == 2
-    reads.growing.grow(lease)
-    assert store(cache, other, other_keys) == 1
-    for _ in range(300):  # newer leases are looked at first
-        assert cache.match(owner, [other], other_keys, 60.0).lease is not None
-    cache.flush_dram([namespace.number], b"")
-    assert not lease.over
-    assert store(cache, namespace, keys[: 3 * KEY_BYTES]) == 3
-    getattr(reads.growing, then)(lease)
-    assert lease.over
-    assert not reads.release(owner, lease.lease_id)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ import pytest
 
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.requests import remote
-from tiercache.daemon.requests.remote import REMOTE_SILENCE_S, AllowedClients, RemoteGate, RemoteSession
+from tiercache.daemon.requests.remote import REMOTE_SILENCE_S, RemoteGate, RemoteSession
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.unsent import Unsent
 from tiercache.protocol.curve import CLIENTS_DIR, load_client, make_client, make_server
@@ -140,25 +138,3 @@ def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory:
         assert site.hello("b") is not None
 
     play(directory, scenario, max_sessions=16)
-
-
-def test_files_that_stay_are_not_read_again_and_what_is_wrong_is_said_once(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clients, reads = directory / CLIENTS_DIR, []
-    clients.joinpath("b.toml").write_text("nonsense")
-    long_ago = time.time_ns() - 60_000_000_000
-    for path in clients.iterdir():
-        os.utime(path, ns=(long_ago, long_ago))
-    load = remote.load_allowed
-    monkeypatch.setattr(remote, "load_allowed", lambda path: (reads.append(path), load(path))[1])
-    allowed = AllowedClients(directory)
-    for _ in range(3):
-        allowed.read()
-    assert len(reads) == 1
-    assert len(caplog.records) == 1
-    clients.joinpath("c.toml").write_text("nonsense")  # a young file is read again each time
-    for _ in range(3):
-        allowed.read()
-    assert len(reads) == 4
-    assert len(caplog.records) == 3, "both files were read once"

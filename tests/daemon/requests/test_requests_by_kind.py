@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_client import DROPPED, FRAME, NONE, REGIONS, ROOT, VISIBLE, Client, block_of, daemon, new_chain, new_spec
+from raw_client import DROPPED, FRAME, ROOT, VISIBLE, Client, block_of, daemon, new_chain, new_spec
 from waiting import wait_until
-
-from tiercache.daemon.cache import FLUSHED_AT_ONCE
 
 
 def stored(client: Client, blocks: int) -> tuple[int, bytes]:
@@ -89,24 +87,6 @@ def test_what_cannot_be_read_or_written_is_refused(client: Client) -> None:
     assert client.release(lease)
 
 
-def test_regions_come_in_packets_of_at_most_sixteen(run_dir: Path, client: Client) -> None:
-    with Client(run_dir) as late:
-        while len(late.regions) < REGIONS:
-            late.take_regions()
-        assert late.region_packets == [16, 16, 8]
-        assert sorted(late.regions) == list(range(REGIONS))
-        assert late.arena_bytes == sum(map(len, late.regions.values())) == 80 << 20
-
-
-def test_regions_made_after_the_welcome_are_handed_out_too(tmp_path: Path) -> None:
-    with daemon(tmp_path / "run", "--arena", "384MiB", "--region", "48MiB"), Client(tmp_path / "run") as client:
-        while len(client.regions) < 8:
-            client.take_regions()
-        assert client.stats()["arena"]["populated_bytes"] == 384 << 20
-        with pytest.raises(TimeoutError):
-            client.take_regions(wait_s=0.05)
-
-
 def test_a_permuted_list_names_no_wrong_frame(client: Client) -> None:
     number, keys = stored(client, 3)
     before = client.stats()["counters"]["invariant_failures"]
@@ -169,19 +149,6 @@ def test_a_lease_is_held_by_sessions_of_one_instance_only(client: Client, run_di
         assert worker.refusal("hold", lease) == "unknown_lease"
 
 
-def test_a_lease_lasts_as_long_as_it_is_renewed(client: Client) -> None:
-    number, keys = client.namespace(), new_chain(3)
-    client.store(number, keys[:32], [block_of(0), block_of(1)])
-    _, kept, _ = client.match([number], keys, ttl_ms=300)
-    _, left, _ = client.match([number], keys, ttl_ms=300)
-    writing, _, _, _ = client.reserve(number, keys, ttl_ms=300)
-    assert client.ask("renew", [kept, writing, 5], 30_000) == ["renewed", b"\1\1\0"]
-    wait_until(lambda: client.ask("renew", [left], 1)[1] == b"\0")
-    assert not client.release(left)
-    assert client.release(kept)
-    assert client.commit(writing, [2]) == [VISIBLE]
-
-
 def test_an_expired_store_is_dropped_and_its_frames_wait_for_the_word(client: Client) -> None:
     number, keys = client.namespace(), new_chain(2)
     before = quarantined_bytes(client)
@@ -240,19 +207,6 @@ def test_bye_ends_the_session_and_its_leases(client: Client, run_dir: Path) -> N
 # --- pins, flushes, peeks, models, and ends -------------------------------------------------------
 
 
-def test_pins_end_with_their_unpin(client: Client) -> None:
-    number, keys = client.namespace(), new_chain(3)
-    client.store(number, keys[:32], [block_of(0), block_of(1)])
-    assert client.ask("pin", [number], keys, 60_000) == ["pinned", 2]
-    assert client.stats()["pins"] == {"count": 1, "bytes": 2 * 8192}
-    assert client.ask("pin", [number], keys, 60_000) == ["pinned", 2]
-    assert client.stats()["pins"]["count"] == 1
-    assert client.ask("unpin", [number], keys) == ["pinned", 2]
-    assert client.ask("unpin", [number], keys) == ["pinned", 0]
-    assert client.stats()["pins"] == {"count": 0, "bytes": 0}
-    assert client.ask("prefetch", [number], keys) == ["matched", 2, 0, 0, [], False, 0]
-
-
 def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
     number, keys = client.namespace(4096), new_chain(2600)
     parent = b""
@@ -302,43 +256,6 @@ def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Pa
         assert client.ask("models") == ["model_list", [], {}, {}]
         assert other.ask("report", "none", {}, cards) == ["done"]
     wait_until(lambda: client.ask("models") == ["model_list", [], {}, {}])
-
-
-def test_frames_run_out_as_backpressure(tmp_path: Path) -> None:
-    with daemon(tmp_path / "run", "--arena", "2MiB", "--region", "2MiB"), Client(tmp_path / "run") as client:
-        client.await_arena()
-        number, keys = client.namespace(512 << 10), new_chain(6)
-        lease, states, frames, _ = client.reserve(number, keys)
-        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 4, 2)  # half of the arena: the writer may never commit
-        assert client.commit(lease, range(2)) == [VISIBLE] * 2
-        lease, states, frames, _ = client.reserve(number, keys[32:], keys[16:32])
-        assert (states, len(frames)) == ([FRAME] * 2 + [NONE] * 2, 2)
-        assert client.commit(lease, range(2)) == [VISIBLE] * 2
-        with Client(tmp_path / "run") as other:
-            _, lease, _ = other.match([number], keys)
-            assert client.reserve(number, new_chain(1))[:2] == (0, [NONE])
-        wait_until(lambda: client.reserve(number, new_chain(1))[1] == [FRAME])
-
-
-def test_the_daemon_stops_with_clients_connected(tmp_path: Path) -> None:
-    with daemon(tmp_path / "run", "--arena", "4MiB", "--region", "2MiB") as running, Client(tmp_path / "run") as client:
-        client.reserve(client.namespace(), new_chain(1))
-        assert running.stop() == 0
-        wait_until(client.session.ended)
-        assert not (tmp_path / "run" / "session.sock").exists()
-
-
-def test_a_flush_goes_on_when_its_client_has_gone(client: Client, run_dir: Path) -> None:
-    numbers = [
-        client.namespace(tp_rank=rank % 4, tp_size=4, engine=f"e{rank}") for rank in range(2 * FLUSHED_AT_ONCE + 10)
-    ]
-    keys = new_chain(1)
-    client.store(numbers[-1], keys, [block_of(0)])
-    with Client(run_dir) as leaver:
-        leaver.send("flush", "dram", [], b"")
-        leaver.leave()
-    wait_until(lambda: not client.ask("peek", numbers[-1:], keys)[1], "the last namespace is flushed")
-    assert client.ask("check")[1] == []
 
 
 # --- hints ----------------------------------------------------------------------------------------
@@ -400,16 +317,6 @@ def test_a_block_is_inspected_in_every_place(operator: Client, on_nvme: Path) ->
     assert operator.release(lease)
     after = operator.stats()["counters"]
     assert after["match_requests"] == before["match_requests"] + 1, "an inspection does not count as a request"
-
-
-def test_a_chain_is_known_where_it_is_on_nvme_only(operator: Client) -> None:
-    number, keys = stored(operator, 4)
-    wait_until(lambda: len(operator.ask("inspect", [number], keys[48:])[1]) == 2)
-    operator.ask("flush", "dram", [number], b"")
-    _, views, depth, chain = operator.ask("inspect", [number], keys[48:], True)
-    assert ([view[1] for view in views], depth, chain) == (["nvme"], 4, keys)
-    mine = next(one for one in operator.stats()["namespaces"] if one["id"] == number)
-    assert (mine["blocks"], mine["below_blocks"]) == (0, 4)
 
 
 def test_pins_are_listed_and_ended_by_their_last_key(operator: Client) -> None:

@@ -134,14 +134,6 @@ def test_missing_trailing_fields_have_defaults(client: Client) -> None:
     assert client.release(lease)
 
 
-def test_equal_specs_have_one_number_and_others_another(client: Client, run_dir: Path) -> None:
-    spec = new_spec()
-    number = client.ask("register_namespace", spec)[1]
-    with Client(run_dir) as other:
-        assert other.ask("register_namespace", {**spec, "tp_size": 1, "extra": {}})[1] == number
-        assert other.ask("register_namespace", {**spec, "tp_size": 2})[1] != number
-
-
 def test_requests_of_another_life_or_session_are_refused(client: Client, run_dir: Path) -> None:
     assert client.refusal("ping", generation=client.generation + 2) == "stale_generation"
     assert client.refusal("ping", session=bytes(16)) == "unknown_session"

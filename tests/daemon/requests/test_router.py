@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from tiercache.daemon.requests import router
-from tiercache.daemon.requests.router import MAX_OUTSTANDING, Answer, Router
+from tiercache.daemon.requests.router import Answer, Router
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.unsent import Unsent
-from tiercache.protocol.messages import MAX_MESSAGE_BYTES, Hello
+from tiercache.protocol.messages import Hello
 
 DEADLINE_S = 30.0
 
@@ -38,17 +38,6 @@ def play(path: Path, scenario: Callable[[Router, list[Session]], Coroutine[Any, 
 
 def session() -> Session:
     return Session(Hello(1, 1, bytes(16), "s", 0, False), "p")
-
-
-def test_a_peer_that_does_not_read_is_cut_after_its_request_and_not_within(tmp_path: Path) -> None:
-    async def scenario(ours: Router, cut: list[Session]) -> None:
-        one = session()
-        ours._cut_later(one)
-        assert not cut
-        await asyncio.sleep(0)
-        assert cut == [one]
-
-    play(tmp_path, scenario)
 
 
 def test_a_peer_that_was_heard_has_completed_its_handshake(tmp_path: Path) -> None:
@@ -75,14 +64,6 @@ def test_an_answer_that_cannot_be_sent_releases_its_block(tmp_path: Path) -> Non
         ours.reply(b"unknown", Answer(b"header", session(), b"p" * 5000, lambda: done.append("done")))
         await asyncio.sleep(0)
         assert (done, cut, ours._sending) == (["done"], [], {}), "its session socket reports that it has gone"
-
-    play(tmp_path, scenario)
-
-
-def test_messages_and_queues_are_bounded(tmp_path: Path) -> None:
-    async def scenario(ours: Router, cut: list[Session]) -> None:
-        limits = [ours._socket.getsockopt(option) for option in (zmq.MAXMSGSIZE, zmq.SNDHWM, zmq.RCVHWM)]
-        assert limits == [MAX_MESSAGE_BYTES, MAX_OUTSTANDING, MAX_OUTSTANDING]
 
     play(tmp_path, scenario)
 

@@ -12,8 +12,6 @@ from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.slow import SlowRequests
 from tiercache.daemon.requests.unsent import (
     ALL_BYTES,
-    FAIR_BYTES,
-    LEAST_BYTES,
     PARTY_BYTES,
     SESSION_BYTES,
     Unsent,
@@ -61,16 +59,6 @@ def test_all_parties_share_a_limit_and_a_peer_that_reads_always_gets_one_answer(
     unsent.add(new, 2 * MIB)
     assert unsent.problem(new, 1) == "512 MiB of answers to all clients wait to be read: read them first"
     assert unsent.problem(session_of("new"), 1) is not None
-
-
-def test_unread_answers_end_only_sessions_of_clients_that_leave_many() -> None:
-    unsent, session = Unsent(), session_of("a")
-    for number in range(2 * ALL_BYTES // SESSION_BYTES):
-        unsent.add(session_of(str(number)), SESSION_BYTES)
-    for _ in range(FAIR_BYTES // LEAST_BYTES + 1):
-        assert not unsent.is_too_much(session, 1)
-        unsent.add(session, 1)
-    assert unsent.is_too_much(session, 1)
 
 
 def test_no_block_is_read_for_a_peer_with_too_much_unread() -> None:

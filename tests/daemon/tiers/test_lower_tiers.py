@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from chains import chain_of
 from host_rig import BLOCK_BYTES, HostRig, content, host
 from memory_store import MemoryStore
 from played import played
 
 from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import NoTierBelow
 from tiercache.daemon.tiers.promotion import Promotion
@@ -92,3 +94,20 @@ async def test_the_store_does_not_wait_for_the_disk_and_blocks_appear_in_order(t
     for one in (a, b):
         one.check()
         await one.close()
+
+
+@played
+async def test_a_flushed_block_that_waits_to_be_unlinked_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    a = host(store, tmp_path, "a")
+    space = a.namespace()
+    a.store(space, CHAIN)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "unlink_slice", lambda index, most: False)  # others have their turn first
+        a.cache.space.index.drop(space.table.get(CHAIN[:16]))
+        await a.sent()
+        assert store.values == {}
+    a.check()
+    await a.close()

@@ -8,7 +8,6 @@ from chains import chain_of
 from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
-from tiercache.daemon.tiers.dram import space
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.daemon.tiers.quotas import Quotas
@@ -66,16 +65,6 @@ def test_a_tenant_cannot_take_the_places_of_all_namespaces() -> None:
         open_for(cache, "a", engine="one more")
     assert open_for(cache, "a", engine="0").number == 1
     open_for(cache, "b")
-
-
-def test_there_are_so_many_namespaces_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "MAX_NAMESPACES", 3)
-    cache = make_cache(16)
-    for number in range(3):
-        open_for(cache, "", engine=str(number))
-    with pytest.raises(NoRoom, match="3 namespaces are registered: restart the daemon"):
-        open_for(cache, "", engine="one more")
-    assert open_for(cache, "", engine="2").number == 3
 
 
 def test_quotas_as_they_are_written() -> None:

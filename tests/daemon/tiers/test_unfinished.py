@@ -85,15 +85,6 @@ def test_health_names_the_client_that_leaves_much_unfinished() -> None:
     assert w.reasons() == [text]
 
 
-def test_health_tells_of_many_clients_that_leave_a_little_each() -> None:
-    w = Writers()
-    for number in range(3):
-        w.reserve(party(f"process {number}"), 4)
-    w.expire()
-    text = "48.0 KiB of the arena wait in quarantine for 3 clients, which do not finish their stores: restart engines"
-    assert w.reasons() == [f"{text} that hang"]
-
-
 def test_a_client_that_calls_itself_like_the_daemon_does_not_reach_its_leases() -> None:
     w = Writers()
     daemon, client = Owner(INSTANCE, internal=True), Owner(INSTANCE)

@@ -54,35 +54,6 @@ def test_steps_that_are_scheduled_ahead(start: Start, plain: Engine, daemon: tie
     assert engine.ask("check")["idle"]
 
 
-def test_concurrent_requests_with_shared_prefixes(
-    engine: Engine, plain: Engine, daemon: tiercache.LaunchedDaemon
-) -> None:
-    prompts = [prompt(400, f"shared {number % 4}") + prompt(100 + 7 * number, f"own {number}") for number in range(32)]
-    expected = plain.generate(prompts, 12)[0]
-    assert engine.generate(prompts, 12)[0] == expected
-    wait_until(lambda: stored_blocks(daemon) > 200)
-    again, cached = engine.regenerate(prompts, 12)
-    assert again == expected
-    assert all(count >= 384 for count in cached)
-    assert engine.ask("check")["idle"]
-
-
-def test_preempted_requests_get_their_blocks_back(
-    start: Start, plain: Engine, daemon: tiercache.LaunchedDaemon
-) -> None:
-    prompts = [prompt(200, f"preempt {number}") for number in range(8)]
-    expected = plain.generate(prompts, 150)[0]
-    small = start(
-        daemon.address, max_model_len=512, kv_cache_memory_bytes=50 * 64 << 10
-    )  # 50 blocks, and 8 x 11 are wanted
-    assert small.generate(prompts, 150)[0] == expected
-    assert small.regenerate(prompts, 150)[0] == expected
-    checked = small.ask("check")
-    assert checked["idle"]
-    assert checked["preemptions"] > 0
-    assert checked["flushes"] > 0  # blocks were given away while they were being stored
-
-
 def test_a_sliding_window_is_matched_by_its_end(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = save_window_model(tmp_path_factory.mktemp("window"))
     long = prompt(1000, "window")

@@ -32,7 +32,6 @@ PROMPTS = [prompt(600, f"fault {number}") for number in range(8)]
 FOUND = 576
 SMALL = {"arena": "32MiB", "region": "8MiB"}
 FLAGS = ("--arena", "32MiB", "--region", "8MiB")
-OTHER_PROTOCOL = "import tiercache.protocol.messages as m; m.PROTOCOL = m.OLDEST_PROTOCOL = {}"
 SLOW_MATCHES = """
 import time
 from tiercache.daemon.tiers.dram.reads import Reads
@@ -41,34 +40,6 @@ def slow(*arguments, **options):
     time.sleep(0.2)
     return match(*arguments, **options)
 Reads.match = slow
-"""
-LEFT_BEHIND = """
-import os, signal, socket, sys
-from pathlib import Path
-def is_session(fd):
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError:
-        return False
-    try:
-        return sock.type == socket.SOCK_SEQPACKET and sock.getpeername() is not None
-    except OSError:
-        return False
-    finally:
-        sock.detach()
-def leave_behind(*_):
-    # A child with nothing but the session sockets: those who listen there do not see its parent die.
-    if os.fork() == 0:
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if not is_session(fd):
-                try:
-                    os.close(fd)
-                except OSError:
-                    continue
-        Path(sys.argv[2], "left").write_text(str(os.getpid()))
-        signal.alarm(300)
-        signal.pause()
-signal.signal(signal.SIGUSR1, leave_behind)
 """
 
 
@@ -98,15 +69,6 @@ def stopping(pid: int) -> Iterator[None]:
 def kill(daemon: tiercache.LaunchedDaemon) -> None:
     os.kill(daemon.pid, signal.SIGKILL)
     daemon.close()
-
-
-def test_hits_come_with_the_daemon(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    assert engine.generate(PROMPTS[:2], 48)[0] == expected[:2]
-    assert len(engine.lines("without the cache until that changes: ")) == 1
-    with launch(run_dir=run_dir, **SMALL):
-        engine.await_hits(PROMPTS[0])
-        assert engine.regenerate(PROMPTS[:1], 48) == (expected[:1], [FOUND])
-        assert engine.ask("check")["idle"]
 
 
 def test_killed_in_mid_run_and_back(engine: Engine, run_dir: Path, expected: list[list[int]]) -> None:

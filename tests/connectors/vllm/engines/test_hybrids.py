@@ -6,7 +6,6 @@ Tokens are right if they are those that the same engine computed before there wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hybrids import KINDS, LONG, Case, Kind, flush_kind
@@ -47,33 +46,6 @@ def test_prompts_of_every_length_come_back_up_to_their_last_token(case: Case) ->
             assert case.cached(ids) <= case.usable(ids)
         case.store(*prompts)
         assert case.engine.ask("check")["idle"]
-
-
-def test_what_is_loaded_is_used(case: Case, tmp_path: Path) -> None:
-    """States and windows that are damaged in mid copy change the tokens."""
-    until, ids = tmp_path / "enough", LONG[: 3 * case.kind.unit + 1]
-    case.compute(ids)
-    with case.launch():
-        case.store(ids)
-        assert case.engine.ask("spoil", until=str(until))["done"]
-        damaged = case.engine.regenerate([ids], 8)[0]
-        until.touch()
-        assert damaged != [case.right(ids)]
-        case.store(ids)
-
-
-def test_answers_that_go_on_past_the_ends_of_blocks(case: Case) -> None:
-    unit, start = case.kind.unit, LONG[: case.kind.unit - 7]
-    case.compute(start, tokens=3 * unit)
-    whole = start + case.right(start, 3 * unit)
-    turns = [whole[: 2 * unit + 1], whole[: 3 * unit - 1], [*whole, *prompt(40, "next turn")]]
-    case.compute(*turns)
-    # In 16 bits a prefill rounds otherwise than the steps of an answer: a hit in vLLM's own cache changes tokens too.
-    compare = case.kind.dtype == "float32"
-    with case.launch():
-        assert case.cached(start, 3 * unit, compare=compare) == 0
-        for ids in turns:  # each block of the answer is stored, with the state at its end
-            wait_until(lambda ids=ids: case.cached(ids, compare=compare) == case.usable(ids))
 
 
 @pytest.mark.parametrize("state", [True, False])

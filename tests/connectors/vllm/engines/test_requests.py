@@ -66,23 +66,6 @@ def test_an_adapter_is_what_is_in_its_files(
     assert adapting.regenerate([LONG]) == (base, [320])
 
 
-def test_an_adapter_whose_files_change_under_it_is_not_cached(
-    adapting: Engine, daemon: tiercache.LaunchedDaemon, tmp_path: Path
-) -> None:
-    """vLLM goes on with what it has loaded, and we cannot know what it will load the next time."""
-    flush(daemon)
-    folder = save_adapter(tmp_path / "changing", 3)
-    before = adapting.regenerate([LONG], lora=["changing", 4, folder])
-    assert before[1] == [0]
-    wait_until(lambda: stored_blocks(daemon) == 10)
-    save_adapter(tmp_path / "changing", 4)
-    assert adapting.regenerate([LONG], lora=["changing", 4, folder])[1] == [0]
-    fresh, cached = adapting.regenerate([LONG], lora=["again", 5, folder])  # a number that it has not loaded
-    assert (fresh != before[0], cached) == (True, [0])
-    wait_until(lambda: stored_blocks(daemon) == 20)
-    assert adapting.regenerate([LONG], lora=["again", 5, folder]) == (fresh, [320])
-
-
 def test_salts_and_embeddings_keep_requests_apart(adapting: Engine, daemon: tiercache.LaunchedDaemon) -> None:
     flush(daemon)
     expected = adapting.regenerate([LONG], salt="one")[0]

@@ -13,9 +13,7 @@ from vllm_engines import (
     BLOCK,
     Engine,
     launch,
-    offloading_config,
     prompt,
-    save_window_model,
     stored_blocks,
     wait_until,
 )
@@ -52,15 +50,6 @@ def test_a_working_set_larger_than_the_memory_of_vllm(
         assert offloading.ask("check")["idle"]
 
 
-def test_a_tenant_has_a_quota(offloading: Engine, run_dir: Path, expected: list[list[int]]) -> None:
-    with launch(run_dir=run_dir, quota="offload=1MiB", **SMALL) as daemon:  # 16 rows
-        offloading.await_hits(PROMPTS[0][:320])
-        for _ in range(2):
-            assert offloading.regenerate(PROMPTS, 16)[0] == expected
-        assert 0 < stored_blocks(daemon) <= 16
-        assert offloading.ask("check")["idle"]
-
-
 def test_a_reset_begins_an_epoch_of_its_own(offloading: Engine, run_dir: Path, expected: list[list[int]]) -> None:
     with launch(run_dir=run_dir, **SMALL) as daemon:
         offloading.await_hits(PROMPTS[0])
@@ -69,17 +58,3 @@ def test_a_reset_begins_an_epoch_of_its_own(offloading: Engine, run_dir: Path, e
         assert offloading.generate(PROMPTS[:1], 16) == (expected[:1], [0])
         wait_until(lambda: stored_blocks(daemon) == before + FOUND // BLOCK)
         assert offloading.regenerate(PROMPTS[:1], 16) == (expected[:1], [FOUND])
-
-
-def test_a_sliding_window(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = save_window_model(tmp_path_factory.mktemp("window"))
-    long = prompt(1000, "window")
-    with launch("64MiB", region="16MiB") as daemon:
-        tier = {"address": str(daemon.address), "request_timeout_s": 5.0}
-        engine = start(model=model, kv_transfer_config=offloading_config(tier, rows=96, row=32 << 10))
-        expected = [engine.generate([long[:tokens]], 16)[0] for tokens in (500, 1000)]
-        wait_until(lambda: stored_blocks(daemon) >= 31 + 4)
-        assert engine.regenerate([long], 16) == (expected[1], [992])
-        assert engine.regenerate([long[:500]], 16) == (expected[0], [480])
-        assert engine.ask("check")["idle"]
-        engine.close()

@@ -11,7 +11,7 @@ makes that engine, and answers the lines that follow.
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
 {"op": "hold", "way": "in", "folder": "..."}
     the next copy from the cache (`out`: to it) says so with a file `held...` there, and goes on when there is a file
-    `go`; with "damage" the blocks that it has filled are then spoilt
+    `go`
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_available(worker: Any) -> bool:
     return all(connector.available for connector in worker_groups(worker))
 
 
-def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
+def hold(worker: Any, way: str, folder: str) -> None:
     """In the process of a rank: see above. The copy is done where it would have been, by the thread that does it."""
     import time
 
@@ -83,32 +83,9 @@ def hold(worker: Any, way: str, folder: str, damage: bool) -> None:
             time.sleep(0.005)  # rule: the gate is another process's file
         copied = copy(*arguments)
         (Path(folder) / "copied").touch()
-        if damage:
-            for cache in worker.model_runner.kv_caches:
-                cache[arguments[1]] *= -1
         return copied
 
     setattr(copier, name, held)
-
-
-def spoil(worker: Any, until: str) -> None:
-    """In the process of a rank: what is loaded into windows, or as states, is damaged until there is that file."""
-    import ctypes
-
-    for connector in worker_groups(worker):
-        if connector.namespace.window_blocks:
-            copier, pool = connector._own_mover().copier, connector._own_pool()  # rule: as in `hold`
-
-            def spoilt(
-                *arguments: Any, copy: Callable[..., int] = copier.copy_in, segments: Any = pool.segments
-            ) -> int:
-                copied = copy(*arguments)
-                for part in segments if not Path(until).exists() else ():
-                    for block in arguments[1]:
-                        ctypes.memset(part.base + int(block) * part.stride, 0x3F, part.bytes)
-                return copied
-
-            copier.copy_in = spoilt
 
 
 def scale(worker: Any, factor: float = 1.3) -> bool:
@@ -223,10 +200,6 @@ class Child:
         self.llm.wake_up()
         return {"done": True}
 
-    def spoil(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.llm.collective_rpc(spoil, args=(order["until"],))
-        return {"done": True}
-
     def _loads(self) -> bool:
         if self.tier is not None:
             from tiercache.connectors.vllm.tier_jobs import LoadJob
@@ -248,19 +221,11 @@ class Child:
         return {"loading": loading}
 
     def hold(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.llm.collective_rpc(hold, args=(order["way"], order["folder"], order.get("damage", False)))
+        self.llm.collective_rpc(hold, args=(order["way"], order["folder"]))
         return {"done": True}
 
     def scale(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"done": all(self.llm.collective_rpc(scale))}
-
-    def fork(self, order: dict[str, Any]) -> dict[str, Any]:
-        """A child that has open what this process has, and does nothing until it is killed."""
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(300)
-            signal.pause()
-        return {"pid": pid}
 
     def count(self, order: dict[str, Any]) -> dict[str, Any]:
         """The process of each rank, and what it has moved."""
@@ -291,11 +256,9 @@ ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
     "offloaded": Child.offloaded,  # vLLM forgets what it has offloaded itself
     "reset": Child.reset,  # as after an update of the weights: the connector's cache too
     "sleep": Child.sleep,  # and wakes up; with "scale" its weights are updated in between
-    "spoil": Child.spoil,  # what is loaded into windows, or as states, until there is a file
     "abort": Child.abort,
     "hold": Child.hold,
     "scale": Child.scale,  # its weights are updated in place
-    "fork": Child.fork,
     "count": Child.count,
     "check": Child.check,  # the scheduler's books, and its counts
 }

@@ -9,6 +9,7 @@ from cache_at_once import CacheAtOnce
 from cache_rig import FRAME_BYTES, CacheRig, finish
 from chains import chain_of
 
+from tiercache.daemon.tiers.dram import growing_leases, growing_run
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tier import NoTierBelow
@@ -39,6 +40,8 @@ def growing(window_blocks: int) -> tuple[CacheRig, Namespace, bytes, ReadLease]:
     h.store(namespace, keys[64:96], keys[48:64])
     h.cache.reads.growing.grow(lease)
     assert lease.target == 8
+    first = 8 - window_blocks if window_blocks else 0
+    assert len(h.cache.reads.frames(lease, namespace, first, 8)) == max(0, 6 - first), "what has landed can be read"
     assert not lease.over
     return h, namespace, keys, lease
 
@@ -56,3 +59,16 @@ def test_a_growing_lease_is_revoked_for_what_has_landed(window_blocks: int, flus
         h.cache.reads.growing.grow(lease)
     assert not h.cache.reads.release(h.owner, lease.lease_id)
     finish(h)
+
+
+def test_the_last_search_for_a_window_takes_slices_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, namespace, keys, lease = growing(8)
+    for module in (growing_leases, growing_run):
+        monkeypatch.setattr(module, "PINS", 1)
+    h.store(namespace, keys[112:128], keys[96:112])  # the last block; the one before it never comes
+    h.cache.reads.growing.stop(lease)
+    assert lease.lease_id in h.cache.reads.growing.leases
+    finish(h)
+    assert not h.cache.reads.growing.leases
+    assert h.cache.space.index.pins[namespace.table.get(keys[112:128])] == 1, "it was found"
+    assert h.cache.reads.release(h.owner, lease.lease_id)

@@ -10,7 +10,6 @@ from chains import chain_of
 
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.protocol.messages import MAX_RESERVE, CommitState
 
 BLOCKS = 6000
@@ -87,20 +86,6 @@ def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
     assert h.cache.space.allocator.used_bytes == 0
     h.store(namespace, chain_of(1, 3))
     assert h.cache.match(h.owner, [namespace], chain_of(1, 3), 0).dram == 3
-
-
-def test_leases_with_many_blocks_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    h, leases = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES), 12
-    namespace = h.space()
-    for tag in range(leases):
-        h.cache.reserve(h.owner, namespace, b"", chain_of(tag, MAX_RESERVE), 10)
-    dropped, given_back = counted(monkeypatch, PendingBlocks, "drop"), counted(monkeypatch, Writes, "_give_back")
-    h.cache.session_lost(h.owner)
-    assert 0 < worked(h, dropped) < BLOCKS_AT_ONCE + MAX_RESERVE
-    h.cache.process_gone(h.owner)
-    assert 0 < worked(h, given_back) < BLOCKS_AT_ONCE + MAX_RESERVE
-    finish(h)
-    assert h.cache.space.allocator.used_bytes == 0
 
 
 @pytest.mark.parametrize("unlinked", [False, True])

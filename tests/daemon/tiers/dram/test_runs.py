@@ -92,30 +92,6 @@ def test_a_wide_window_is_pinned_touched_and_let_go_in_slices(monkeypatch: pytes
     assert not any(h.cache.space.index.pins[namespace.table.get(keys[at : at + 16])] for at in range(0, len(keys), 16))
 
 
-def test_a_pin_of_a_long_chain_looks_at_it_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = CacheRig(region_bytes=10_000 * FRAME_BYTES, pin_share=1.0)
-    namespace = h.space()
-    keys = fill(h, namespace, 1, 9000)
-    frames = Index.run_frames
-    most = 0
-
-    def counting(self: Index, table: Any, keys: bytes, first: int, count: int) -> list[int]:
-        nonlocal most
-        most = max(most, count)
-        return frames(self, table, keys, first, count)
-
-    monkeypatch.setattr(Index, "run_frames", counting)
-    blocks, slices = in_slices(h.cache.reads.pins.pin([namespace], keys, 10), h.check)
-    assert (blocks, slices) == (9000, -(-9000 // LOOKUPS))
-    assert most <= LOOKUPS
-    assert h.cache.space.pinned_regions == {0: 1}
-    assert h.cache.reads.pins.blocks[namespace.number] == 9000
-    assert h.cache.reads.pins.unpin([namespace], keys) == 9000
-    assert not +h.cache.space.pinned_regions
-    assert not +h.cache.reads.pins.blocks
-    h.check()
-
-
 def test_others_are_served_while_a_long_request_is_answered(client: Client, run_dir: Path) -> None:
     numbers = [client.namespace(window_blocks=1, tp_rank=rank, tp_size=4) for rank in range(4)]
     for number in numbers:

@@ -65,3 +65,13 @@ def test_a_commit_waits_only_a_moment_for_its_blocks() -> None:
     assert set(end.value.value) == {CommitState.VISIBLE, CommitState.HELD}
     finish(h)
     assert namespace.table.blocks == MAX_RESERVE
+
+
+def test_nothing_goes_on_below_a_block_that_waits_to_be_unlinked() -> None:
+    h = CacheRig()
+    namespace, keys = h.space(), chain_of(1, 5)
+    h.store(namespace, keys)
+    h.cache.space.index.drop(namespace.table.get(keys[16:32]))
+    assert h.cache.reserve(h.owner, namespace, keys[48:64], keys[64:], 10).parent_missing
+    assert not h.cache.reserve(h.owner, namespace, keys[:16], keys[16:], 10).parent_missing
+    finish(h)
