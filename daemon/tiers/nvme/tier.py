@@ -348,7 +348,7 @@ class NvmeTier(IndexedTier):
         self._writes.add_rest(self._dirty(), deadline_s)
         while True:
             more = self.work()
-            if self._writes.idle or self._clock_s() >= deadline_s:
+            if self._writes.idle or not self._shelves or self._clock_s() >= deadline_s:
                 break
             await asyncio.sleep(0 if more else _POLL_S)
         left = sum(1 for _ in self._dirty())
