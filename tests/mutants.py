@@ -43,6 +43,7 @@ TOPS = ("tiercache", "daemon", "connectors")
 FIRST_RING = "not stress and not gpu and not vllm"
 GOOD = (0, 5)
 """Exit codes of pytest: all passed, or no test was chosen."""
+USAGE = 4
 MOST_TESTS = 300
 LEARN_S, STAGE_S = 1800, 400
 """Limits of the first run, and of a run that tries a break. A hang is noticed sooner: each test has a limit."""
@@ -332,6 +333,12 @@ class Workshop:
                     found[path, line] = sorted(names)
         return Reached(found, seconds)
 
+    def fails(self, *arguments: str) -> bool:
+        """Whether tests fail. Raises RuntimeError if pytest does not know them."""
+        if (code := self.pytest(*arguments)) == USAGE:
+            raise RuntimeError(f"pytest cannot run these: {' '.join(arguments)}")
+        return code not in GOOD
+
     def killed_by(self, mutant: Mutant, reached: Reached) -> str:
         """Which tests notice a break; empty if it survives."""
         file = self.folder / mutant.path
@@ -342,12 +349,12 @@ class Workshop:
         stop = "-x", "-o", f"timeout={TEST_S}"
         try:
             tests = reached.nearest(mutant)
-            if tests and self.pytest(*stop, *tests) not in GOOD:
+            if tests and self.fails(*stop, *tests):
                 return f"{len(tests)} tests that reach it"
             folder = str(mirrored(mutant.path).relative_to(ROOT))
-            if not tests and self.pytest(*stop, "-m", FIRST_RING, folder) not in GOOD:
+            if not tests and self.fails(*stop, "-m", FIRST_RING, folder):
                 return folder
-            if self.pytest(*stop, "-m", "stress", folder) not in GOOD:
+            if self.fails(*stop, "-m", "stress", folder):
                 return f"{folder}, stress"
             return ""
         finally:
