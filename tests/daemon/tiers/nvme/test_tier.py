@@ -120,6 +120,22 @@ def test_a_flush_that_a_disk_has_not_recorded_is_told_again_when_it_is_back() ->
     end(machine)
 
 
+def test_a_daemon_whose_directory_cannot_be_used_ends_at_once() -> None:
+    """And not when its grace is over: nothing can take the blocks."""
+    machine = begun()
+    machine.take_away(0)
+    machine.wait(30.0)
+    machine.go_on(6)
+    assert not machine.rig.shelves
+    machine.store(0, CHAINS[0], 7, 0, NOTHING)
+    before_s = machine.clock()
+    assert machine.run(machine.rig.close(3600.0)) > 0
+    assert machine.clock() == before_s
+    machine.model.restarted()
+    machine.start()
+    end(machine)
+
+
 # --- with real daemons -------------------------------------------------------------------------------
 
 
