@@ -64,7 +64,7 @@ def test_each_test_in_the_table_of_faults_is_there() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     for row in rows:
-        named = re.findall(r"`([\w/]+)`", row.rsplit(" | ", 1)[1])
+        named = re.findall(r"`([\w/.]+)`", row.rsplit(" | ", 1)[1])
         assert named, row
         source = ""
         for name in named:

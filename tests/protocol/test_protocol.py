@@ -121,5 +121,5 @@ def test_keys_do_not_depend_on_the_pieces_in_which_tokens_come() -> None:
         assert sum(became_full) == len(pieces) == 10
         assert pieces.packed() == whole.packed()
     for token in (-1, 1 << 32):
-        with pytest.raises(ValueError, match="token ids must be 0 to 4294967295"):
+        with pytest.raises(ValueError, match="token ids must be integers from 0 to 4294967295"):
             whole.extend([token])
