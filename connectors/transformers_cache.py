@@ -147,9 +147,11 @@ class PrefixCache:
 
         Raises only what `model.generate` raises: a cache that fails is a miss.
         """
-        options = calls.arguments_of(arguments, options)
+        ids, *more = arguments or (None,)
+        if len(more) == 1 and isinstance(more[0], torch.Tensor):
+            arguments, options = (ids,), {**options, "attention_mask": more[0]}
         if not self.connector.available:
-            return self.model.generate(**options)
+            return self.model.generate(*arguments, **options)
 
         def restore(ids: torch.Tensor, mask: torch.Tensor | None) -> RestoredCache:
             try:
@@ -162,10 +164,10 @@ class PrefixCache:
             self.store(cache, tokens, mask, hint)
 
         try:
-            return calls.generate(self.model, options, restore, done, self._padded)
+            return calls.generate(self.model, arguments, options, restore, done, self._padded)
         except calls.Unserved as error:
             self._bypass(str(error))
-        return self.model.generate(**options)
+        return self.model.generate(*arguments, **options)
 
     @torch.no_grad()
     def restore(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> RestoredCache:

@@ -7,19 +7,18 @@ all inputs in effect.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from transformers import DynamicCache
-from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation import GenerationMode
 
-POSITIONAL = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-"""Names of the positional arguments of `model.generate`."""
-APART = ("assistant_model", "assistant_tokenizer", "custom_generate", "synced_gpus", "trust_remote_code")
-"""Arguments with which transformers takes another way than ours."""
+APART = ("assistant_model", "assistant_tokenizer", "custom_generate", "synced_gpus", "tokenizer", "trust_remote_code")
+"""Arguments with which transformers takes another way than ours, or which it does not hand over."""
+OURS = {"inputs", "input_ids", "attention_mask", "position_ids"}
+"""Tensors that may be given: all others are inputs that token ids do not name."""
 MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
 SHOWN = ("output_attentions", "output_hidden_states")
 """Settings that show states of tokens that a restored prefix leaves out."""
@@ -34,24 +33,10 @@ class Unserved(Exception):
     """The cache cannot serve a call; the text says why. Nothing has been computed or streamed."""
 
 
-def arguments_of(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `model.generate` by name. A second positional tensor is the attention_mask.
-
-    Raises TypeError as `model.generate` does.
-    """
-    names = list(POSITIONAL)
-    if len(positional) == 2 and isinstance(positional[1], torch.Tensor):
-        names[1] = "attention_mask"
-    if len(positional) > len(names):
-        raise TypeError(f"generate() takes {len(names)} positional arguments but {len(positional)} were given")
-    given = dict(zip(names, positional, strict=False))
-    if both := sorted(given.keys() & options.keys()):
-        raise TypeError(f"generate() got multiple values for argument '{both[0]}'")
-    return given | options
-
-
-def generate(model: Any, options: dict[str, Any], restore: Restore, done: Done, padded: bool = True) -> Any:
-    """`model.generate(**options)` that goes on from what `restore` returns, and gives the filled cache to `done`.
+def generate(
+    model: Any, given: tuple[Any, ...], options: dict[str, Any], restore: Restore, done: Done, padded: bool = True
+) -> Any:
+    """`model.generate(*given, **options)` that goes on from what `restore` returns, and hands what is filled to `done`.
 
     Args:
         padded: the model computes the same behind padding as without.
@@ -63,6 +48,12 @@ def generate(model: Any, options: dict[str, Any], restore: Restore, done: Done, 
             raise Unserved(f"{name} is set")
     if options.get("cache_implementation") == "paged":
         raise Unserved("cache_implementation is set")
+    if len(given) > 2:
+        raise Unserved("it has more than two positional arguments")
+    for name, value in options.items():  # before they are encoded
+        if isinstance(value, torch.Tensor) and name not in OURS:
+            raise Unserved(f"{name} is an input that token ids do not name")
+    refused: list[Unserved] = []
     streamer = options.get("streamer")  # transformers gives it no prompt before it is clear that the call is served
 
     def sample(
@@ -72,14 +63,16 @@ def generate(model: Any, options: dict[str, Any], restore: Restore, done: Done, 
         stopping_criteria: Any,
         generation_config: Any,
         synced_gpus: bool = False,
-        tokenizer: Any = None,  # named, since transformers gives its stopping criteria only what is named
         **model_kwargs: Any,
     ) -> Any:
         mask = model_kwargs.get("attention_mask")
-        _check(input_ids, generation_config, model_kwargs)
-        if reason := unserved_mask(input_ids, mask, padded):
-            raise Unserved(reason)
-        cache = restore(input_ids, mask)
+        try:
+            _check(input_ids, generation_config, model_kwargs)
+            _check_mask(input_ids, generation_config, (mask, options.get("attention_mask")), padded)
+            cache = restore(input_ids, mask)
+        except Unserved as error:
+            refused.append(error)
+            raise
         cache._is_user_defined = True  # as transformers marks those that outlive the call
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -96,7 +89,12 @@ def generate(model: Any, options: dict[str, Any], restore: Restore, done: Done, 
         done(cache, getattr(output, "sequences", output), mask)
         return output
 
-    return model.generate(**{**options, "streamer": None, "custom_generate": sample})
+    try:
+        return model.generate(*given, **{**options, "streamer": None, "custom_generate": sample})
+    except Exception:
+        if refused:  # a model may make another error of it
+            raise refused[0] from None
+        raise
 
 
 def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
@@ -115,7 +113,7 @@ def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
     if config.cache_implementation not in (None, "dynamic"):
         raise Unserved("cache_implementation is set")
     cache = inputs.get("past_key_values")
-    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False):
+    if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False)):
         raise Unserved("it has a cache of its own")
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise Unserved("it has no input_ids of at least two tokens")
@@ -124,10 +122,29 @@ def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
             raise Unserved(f"{name} is set")
     own = {"attention_mask", "position_ids", "past_key_values", "use_cache"}
     for name in inputs.keys() - own:
-        if inputs[name] is not None and not (name == "logits_to_keep" and inputs[name] == 1):
+        value = inputs[name]
+        nothing = value is None or (isinstance(value, dict) and not value)
+        if not nothing and not (name == "logits_to_keep" and value == 1):
             raise Unserved(f"{name} is an input that token ids do not name")
     if not _counts(ids, inputs.get("attention_mask"), inputs.get("position_ids")):
         raise Unserved("its position_ids are not the places of its tokens")
+
+
+def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...], padded: bool) -> None:
+    """Raise Unserved unless the mask is one of these ids.
+
+    transformers drops a mask without padding and keeps its length: with another one it would not cut off what the cache
+    has.
+
+    Args:
+        masks: the one in effect, and the one that was given; each may be None.
+    """
+    lengths = {getattr(config, "_mask_length", ids.shape[1])}
+    lengths |= {mask.shape[-1] for mask in masks if hasattr(mask, "shape")}
+    if lengths != {ids.shape[1]}:
+        raise Unserved("its attention_mask has another shape than its input_ids")
+    if reason := unserved_mask(ids, masks[0], padded):
+        raise Unserved(reason)
 
 
 def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:

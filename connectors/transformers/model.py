@@ -11,7 +11,7 @@ import torch
 from tiercache.connectors.transformers import calls
 from tiercache.errors import ConfigError, ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -23,17 +23,20 @@ PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 PROBE_TOKENS = 24
 PROBE_CUT = 16
 PROBE_PADDING = 11
-PLAIN = {
+SERVED_SETTINGS: dict[str, Any] = {
     "do_sample": False,
     "num_beams": 1,
     "num_return_sequences": 1,
     "use_cache": True,
-    "use_mtp": False,
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict_in_generate"), False),
+    "max_new_tokens": 1,
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict_in_generate", "use_mtp"), False),
     **dict.fromkeys(("cache_implementation", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha")),
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "guidance_scale", "prefill_chunk_size")),
+    "stop_strings": None,
+    "token_healing": False,
+    "pad_token_id": 0,
 }
-"""Settings of a call that is served, whatever the model's defaults are."""
+"""Settings of a call that is served, whatever the model's defaults are; this version of transformers may lack some."""
 AHEAD = (True, "all")
 """Values of `use_bidirectional_attention` with which texts are no sequences."""
 SAME = 0.02
@@ -121,8 +124,10 @@ def try_generate(model: Any) -> bool:
 
 def _generated(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> DynamicCache:
     """The cache after a call of `generate` that went on from `cache`."""
-    options = {"input_ids": tokens, "attention_mask": mask, "max_new_tokens": 1, "pad_token_id": 0, **PLAIN}
-    calls.generate(model, options, lambda ids, mask: cache, lambda *_: None)
+    known = GenerationConfig()
+    settings = {name: value for name, value in SERVED_SETTINGS.items() if hasattr(known, name)}
+    options = {"input_ids": tokens, "attention_mask": mask, **settings}
+    calls.generate(model, (), options, lambda ids, mask: cache, lambda *_: None)
     if cache.get_seq_length() != tokens.shape[1]:
         raise ModelRefused("its generate did not fill the cache that it was given")
     return cache

@@ -1,25 +1,23 @@
-"""The sockets of KV events: an XPUB, which binds or connects, and a ROUTER that resends what a subscriber has missed.
+"""The sockets of KV events: a PUB, which binds or connects, and a ROUTER that resends what a subscriber has missed.
 
-    XPUB     ─► topic, sequence number (8 bytes, big endian), batch
+    PUB      ─► topic, sequence number (8 bytes, big endian), batch
     ROUTER   ◄─ empty, first sequence number wanted
              ─► empty, topic, sequence number, batch      as many as are still kept, in order
              ─► empty, empty, -1, empty                   the end
 
 That is the protocol of vLLM's own publisher. A subscriber that does not keep up loses batches, and notices by the
 numbers. So does one that was connected to an earlier life of the daemon: the numbers of a life begin with the time of
-its start in microseconds. The first batches of a life wait for subscribers to come back, and who subscribes later hears
-an empty batch, whose number tells what was missed. An answer that cannot begin with the batch that was asked for begins
-with `AllBlocksCleared`: who has missed batches may know of blocks that are gone.
+its start in microseconds. The first batches of a life wait for subscribers to come back, and empty batches break a
+silence: their numbers tell who comes later what was missed. An answer that cannot begin with the batch that was asked
+for begins with `AllBlocksCleared`: who has missed batches may know of blocks that are gone.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import socket
 import time
 from collections import deque
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -44,13 +42,10 @@ REPLAY_TIMEOUT_S = 10.0
 LINGER_MS = 100
 RECONNECT_S = 1.0
 """The first batches wait so long: subscribers of an earlier life come back, since ZeroMQ tries every 0.1 s."""
-GREETED_AFTER_S = 0.2
-"""An empty batch is published so long after a subscription; those that come meanwhile share it."""
-SUBSCRIPTIONS_AT_ONCE = 1000
+FIRST_SILENCE_S, LONGEST_SILENCE_S = 2.0, 300.0
+"""An empty batch follows a silence; the next silence is twice as long, until something happens."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REQUEST_PARTS, _MAX_REQUEST_BYTES = 3, 1024
-MAX_SENT_BYTES = 4 << 20
-"""A subscriber that has sent so much is disconnected: it has nothing to say but what it subscribes to."""
 
 
 class _Replay:
@@ -66,7 +61,7 @@ class Publisher:
     """Event loop only; never blocks.
 
     Args:
-        endpoint: of the XPUB.
+        endpoint: of the PUB.
         replay: endpoint of the ROUTER, or empty for none.
         topic: what every batch carries.
         buffer_steps: batches kept for resending, within MAX_BUFFER_BYTES.
@@ -99,18 +94,19 @@ class Publisher:
         self._router: zmq.Socket[bytes] | None = None
         self._requests: Multipart | None = None
         self._connections: list[Connections] = []
-        self._sent = 0  # batches given to the XPUB, or lost before
+        self._sent = 0  # batches given to the PUB, or lost before
         self._held_until_s = time.monotonic() + RECONNECT_S
-        self._greet_at_s = math.inf
+        self._silence_s = FIRST_SILENCE_S
+        self._speak_at_s = self._held_until_s + FIRST_SILENCE_S
+        self._empty = 0  # batches that are kept and say nothing: they push no other out
 
     def open(self) -> None:
         """Bind, or connect. Raises ConfigError for an unavailable address."""
-        self._pub = self._open(zmq.XPUB, "kv_events", self._endpoint, self._connects)
-        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tell of each subscription, not of new topics alone
+        self._pub = self._open(zmq.PUB, "kv_events", self._endpoint, self._connects)
         if self._replay_endpoint:
             self._router = self._open(zmq.ROUTER, "kv_events_replay", self._replay_endpoint)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._requests = Multipart(self._router, self._connections[-1], _REQUEST_PARTS)
+            self._requests = Multipart(self._router, _REQUEST_PARTS)
 
     def _open(self, kind: int, setting: str, endpoint: str, connects: bool = False) -> zmq.Socket[bytes]:
         socket_ = self._context.socket(kind)
@@ -121,7 +117,7 @@ class Publisher:
             (zmq.IPV6, int("[" in endpoint)),
         ):
             socket_.setsockopt(option, value)
-        connections = Connections(socket_, MAX_SUBSCRIBERS, MAX_SENT_BYTES)
+        connections = Connections(socket_, MAX_SUBSCRIBERS)
         scheme, _, path = endpoint.partition("://")
         try:
             if connects:
@@ -142,16 +138,24 @@ class Publisher:
 
     def publish(self, batch: bytes) -> None:
         """Send a batch to all present subscribers, and keep it for those who ask later."""
+        self._silence_s = FIRST_SILENCE_S
+        self._publish(batch)
+
+    def _publish(self, batch: bytes) -> None:
         self.batches += 1
         self._buffer.append(batch)
         self.buffer_bytes += len(batch)
-        while len(self._buffer) > self._buffer_steps or self.buffer_bytes > MAX_BUFFER_BYTES:
-            self.buffer_bytes -= len(self._buffer.popleft())
+        self._empty += len(batch) == _EMPTY_BYTES
+        while len(self._buffer) - self._empty > self._buffer_steps or self.buffer_bytes > MAX_BUFFER_BYTES:
+            gone = len(self._buffer.popleft())
+            self.buffer_bytes -= gone
+            self._empty -= gone == _EMPTY_BYTES
+        self._speak_at_s = max(time.monotonic(), self._held_until_s) + self._silence_s
         if time.monotonic() >= self._held_until_s:
             self._send_new()
 
     def _send_new(self) -> None:
-        """Give the XPUB what it has not had. What is no longer kept is lost, as for a slow subscriber."""
+        """Give the PUB what it has not had. What is no longer kept is lost, as for a slow subscriber."""
         kept = self.batches - len(self._buffer)
         self._sent = max(self._sent, kept)
         if self._pub is not None:
@@ -163,27 +167,21 @@ class Publisher:
     def _number(self, place: int) -> bytes:
         return (self.first + place).to_bytes(8, "big")
 
-    def _greet(self, pub: zmq.Socket[bytes]) -> None:
+    def _break_silence(self) -> None:
         """Have those who subscribe hear of this life, even if nothing happens in it."""
         now_s = time.monotonic()
-        with suppress(zmq.Again):
-            for _ in range(SUBSCRIPTIONS_AT_ONCE):
-                if pub.recv(zmq.NOBLOCK)[:1] == b"\x01":
-                    self._greet_at_s = min(self._greet_at_s, now_s + GREETED_AFTER_S)
-        if now_s < self._held_until_s:
-            return
-        if self._sent < self.batches:
+        if now_s >= self._held_until_s and self._sent < self.batches:
             self._send_new()
-        if now_s >= self._greet_at_s:
-            self._greet_at_s = math.inf
-            self.publish(_batch())
+        if now_s >= self._speak_at_s:
+            self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
+            self._publish(_batch())
 
     def tick(self) -> None:
         """Count subscribers that came and went, and resend a part of what they have asked for."""
         for connections in self._connections:
             connections.look()
         if self._pub is not None:
-            self._greet(self._pub)
+            self._break_silence()
         if self._router is None or self._requests is None:
             return
         while len(self._replays) < MAX_REPLAYS:
@@ -206,8 +204,11 @@ class Publisher:
 
     def _send_again(self, router: zmq.Socket[bytes], replay: _Replay, budget: int) -> tuple[int, bool]:
         """Send at most `budget` batches; returns how many, and whether there is more to send."""
-        oldest = self.first + self.batches - len(self._buffer)
-        missed = replay.following < oldest and oldest > self.first
+        end = self.first + self.batches
+        oldest = end - len(self._buffer)
+        missed = replay.following > end or self.first < oldest > replay.following
+        if missed:
+            replay.following = 0  # of another life, perhaps, by a clock that was set back
         first = max(replay.following, oldest)
         address = replay.identity, b""
         try:
@@ -219,7 +220,7 @@ class Publisher:
                 number = replay.following.to_bytes(8, "big")
                 router.send_multipart((*address, self._topic, number, batch), zmq.NOBLOCK)
                 replay.following += 1
-            over = replay.following >= self.first + self.batches
+            over = replay.following >= end
             if over:
                 router.send_multipart((*address, b"", _END, b""), zmq.NOBLOCK)
         except zmq.Again:  # it reads more slowly than this
@@ -240,6 +241,7 @@ class Publisher:
 
     def close(self) -> None:
         """Close; messages on their way to subscribers get a tenth of a second."""
+        self._send_new()
         for connections in self._connections:
             connections.close()
         for socket_ in (self._pub, self._router):
@@ -264,3 +266,6 @@ def _check_free(path: str) -> None:
 
 def _batch(*events: dict[str, str]) -> bytes:
     return msgspec.msgpack.encode([time.time(), events, None])
+
+
+_EMPTY_BYTES = len(_batch())

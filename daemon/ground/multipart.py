@@ -1,17 +1,13 @@
-"""Receives messages of a few parts; who sends one of many loses its connection.
+"""Receives messages of a few parts, and skips longer ones.
 
 ZeroMQ bounds the length of a part, but not the number of parts, and hands a message over once all of them have come. So
-the rest of a long message is read and dropped a slice at a time: the event loop does other work in between, but this
-socket gives nothing else until the last part. `Connections` bounds what a peer may send before the last part.
+a long message is read and dropped a slice at a time: the event loop does other work in between, but this socket gives
+nothing else until its last part.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import zmq
-
-from tiercache.daemon.ground.connections import Connections
 
 SKIPPED_AT_ONCE = 1000
 """Parts read and dropped in one go: about a millisecond."""
@@ -20,9 +16,8 @@ SKIPPED_AT_ONCE = 1000
 class Multipart:
     """The messages of one socket, of at most `most` parts each."""
 
-    def __init__(self, socket_: zmq.Socket[bytes], connections: Connections, most: int) -> None:
+    def __init__(self, socket_: zmq.Socket[bytes], most: int) -> None:
         self._socket = socket_
-        self._connections = connections
         self._most = most
         self._skipping = False
 
@@ -40,9 +35,6 @@ class Multipart:
             part = self._socket.recv(copy=False)
             parts.append(part)
         self._skipping = bool(part.more)
-        with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
-            judge = self._connections.drop if self._skipping else self._connections.heard
-            judge(int(part.get(zmq.SRCFD)))
         return [] if self._skipping else parts
 
     def _skip(self) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +41,6 @@ COPIED_BYTES = 64 << 10
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
 MAX_PARTS = 4
 """Of a message: identity, header, a payload, and one too many, for which there is an answer."""
-MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES + (64 << 10)
-"""Of a header and a payload, with what ZeroMQ adds."""
 
 
 class Answer(NamedTuple):
@@ -111,8 +110,8 @@ class Router:
             (zmq.RCVHWM, MAX_OUTSTANDING),
         ):
             socket_.setsockopt(option, value)
-        self.connections = Connections(socket_, max_connections, MAX_REQUEST_BYTES)
-        self._messages = Multipart(socket_, self.connections, MAX_PARTS)
+        self.connections = Connections(socket_, max_connections)
+        self._messages = Multipart(socket_, MAX_PARTS)
         self._looking = False
         if prepare is not None:
             prepare(socket_)
@@ -166,6 +165,8 @@ class Router:
         return True
 
     def _header_of(self, frame: zmq.Frame) -> bytes | memoryview:
+        with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
+            self.connections.heard(int(frame.get(zmq.SRCFD)))
         if self._asks_who:
             self.peer = str(frame.get("User-Id"))
         return frame.bytes if len(frame) < COPIED_BYTES else frame.buffer

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import Open, prompt, tiny_model
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerationMixin
-
-from tiercache.connectors.transformers.calls import arguments_of
 
 pytestmark = pytest.mark.engine
 IDS = prompt(64)
@@ -57,6 +54,9 @@ BYPASSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a cache of its own": ({}, {"past_key_values": DynamicCache}),
     "its own way to generate": ({}, {"custom_generate": GenerationMixin._sample}),
     "a mask of other values": ({}, {"attention_mask": ONES * 2}),
+    "a mask that is too long": ({}, {"attention_mask": torch.ones(1, 65), "position_ids": torch.arange(64)[None]}),
+    "more positional arguments": ({}, {"positional": [IDS, config(), LogitsProcessorList()]}),
+    "ids as embeddings": ({}, {"input_ids": None, "inputs_embeds": torch.ones(1, 64, 64)}),
     "a mask with a hole": ({}, {"attention_mask": torch.cat([ONES[:, :20], ONES[:, :5] * 0, ONES[:, 25:]], dim=1)}),
 }
 
@@ -140,9 +140,3 @@ def test_wrong_arguments_are_refused_as_by_the_model(open_cache: Open) -> None:
                 target.generate(IDS, **options)
             raised.append((caught.type, str(caught.value)))
         assert raised[0] == raised[1]
-    assert arguments_of((IDS, ONES), {"top_k": 3}) == {"inputs": IDS, "attention_mask": ONES, "top_k": 3}
-    for positional, options in (((IDS,), {"inputs": IDS}), (range(99), {})):
-        with pytest.raises(TypeError):
-            arguments_of(tuple(positional), dict(options))
-        with pytest.raises(TypeError):
-            inspect.signature(GenerationMixin.generate).bind(model, *positional, **options)

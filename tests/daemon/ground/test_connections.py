@@ -23,7 +23,7 @@ class Told:
         self.now_s = 0.0
         self.events: list[tuple[int, int]] = []
         self.refused: list[int] = []
-        self.ours = Connections(socket, 3, 1000)
+        self.ours = Connections(socket, 3)
         self._pipe = self.ours._monitor
         monkeypatch.setattr(connections.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(connections.os, "dup", self._dup)
@@ -87,3 +87,12 @@ def test_the_newest_goes_where_all_others_have_shaken_hands(told: Told) -> None:
         told.heard(number)
     told.say(*((CAME, number) for number in range(4)))
     assert told.refused == [3]
+
+
+def test_those_that_leave_take_no_place(told: Told) -> None:
+    told.say(*((CAME, number) for number in range(4)))
+    assert told.refused == [0], "which ZeroMQ has not closed yet"
+    told.say((LEFT, 1), (CAME, 4))
+    assert told.refused == [0]
+    told.say((LEFT, 0), (CAME, 5))
+    assert told.refused == [0, 2]
