@@ -164,7 +164,7 @@ class Promotion:
         self.take_in()
         if self.take_landed() and not self.closed:
             self._tell_landed()
-        return not self.closed and self.has_landed
+        return not self.closed and (self.has_landed or self._growing.busy)
 
     @property
     def idle(self) -> bool:
@@ -255,7 +255,7 @@ class Promotion:
 
     def _fetch_batch(self, job: _Job) -> bool:
         """Request the next blocks; False when those were the last, or no more can arrive."""
-        lease, numbers = job.lease, job.numbers[job.next : job.next + BATCH]
+        lease, numbers = job.lease, _leading_run(job.numbers[job.next : job.next + BATCH])
         if lease.over or not numbers:
             return False
         keys, count = b"".join(map(job.run.key, numbers)), len(numbers)
@@ -424,3 +424,15 @@ class Promotion:
     def has_landed(self) -> bool:
         """Whether `take_landed` or `look_again` has something to do."""
         return self._landed or bool(self._to_grow or self._again or self._ended)
+
+
+def _leading_run(numbers: Sequence[int]) -> Sequence[int]:
+    """The first of these ascending numbers, and those that follow it without a gap.
+
+    A window may lack any of its blocks, but a store names the block before each of its own.
+    """
+    if numbers and numbers[-1] - numbers[0] >= len(numbers):
+        for place, number in enumerate(numbers):
+            if number != numbers[0] + place:
+                return numbers[:place]
+    return numbers

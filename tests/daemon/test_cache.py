@@ -206,7 +206,7 @@ class DramMachine(RuleBasedStateMachine):
             self.cache.space.allocator.add_region(region_id, REGION_UNITS * UNIT_BYTES)
         self.quota, self.sizes, self.strict = quota, sizes, strict
         self.told: set[int] = set()
-        self.namespaces = [self.open(0), self.open(1, window_blocks=3), self.open(2, tenant="t")]
+        self.namespaces = [self.open(0), self.open(1, window_blocks=4), self.open(2, tenant="t")]
         self.namespaces.append(self.open(3, block_bytes=9000) if sizes else self.open(3, window_blocks=1))
         self.sessions = [Session("a"), Session("a"), Session("b"), Session("r", mapped=False)]
         for prompt in (0, 2) if filled else ():
@@ -404,7 +404,12 @@ class DramMachine(RuleBasedStateMachine):
 
     def _touches(self, load: Load, gone: set[Block]) -> bool:
         """Whether a lease may hold one of these: also blocks of windows that arrived out of order."""
-        mine = {(one.number, key) for one in load.lease.namespaces for key in load.keys[: load.lease.target]}
+        lease = load.lease
+        mine = {
+            (one.number, key)
+            for one in lease.namespaces
+            for key in (split(lease.keys) if one.table.windowed else load.keys[: lease.target])
+        }
         return bool(mine & gone)
 
     def _check_limits(self) -> None:
@@ -415,7 +420,7 @@ class DramMachine(RuleBasedStateMachine):
         unfinished: dict[str, int] = {}
         for store in self.stores:
             for one in store.blocks.values():
-                if one.writing or one.pending:
+                if one.writing or (one.pending and not one.may_drop):
                     party = store.session.engine
                     unfinished[party] = unfinished.get(party, 0) + one.frame_bytes
         most = QUARANTINE_UNITS * UNIT_BYTES
@@ -496,18 +501,22 @@ class DramMachine(RuleBasedStateMachine):
         if got.parent_missing:
             assert parent
             assert above not in self.here
-            assert self.pending(above) is None
+            waits = self.pending(above)
+            assert waits is None or waits.may_drop
             assert not windowed
             return None
         states = got.states
         self._check_states(states, present, waiting, windowed)
+        self._drop_former(above, blocks, states)
         count = states.count
         assert self.cache.counters.dedup_blocks - known == count(BlockState.HAVE) + count(BlockState.PENDING)
         if not windowed:
             assert all(self.is_here(block) for block, state in zip(blocks, states, strict=True) if state == "have")
         wanted = sum(state in (BlockState.FRAME, BlockState.NONE) for state in states)
         self.asked = namespace, wanted, free
-        if BlockState.NONE in states and (not parent or above in self.here or self.pending(above)):
+        refused = blocks[states.index(BlockState.NONE)] if BlockState.NONE in states else None
+        orphan = refused in self.cache.writes.pending.by_key  # below a block that was dropped: others wait for its end
+        if refused and not orphan and (not parent or above in self.here or self.pending(above)):
             left = {block for block in evictable if self.is_here(block)}
             assert not left, f"refused, although {left} could have been evicted"
         places = [place for place, state in enumerate(states) if state is BlockState.FRAME]
@@ -550,6 +559,13 @@ class DramMachine(RuleBasedStateMachine):
             elif state is BlockState.PENDING:
                 assert not was_here
 
+    def _drop_former(self, above: Block, blocks: list[Block], states: list[BlockState]) -> None:
+        """What is stored or promoted again was dropped before that, maybe unknown to this model."""
+        stored = [block for block, state in zip(blocks, states, strict=True) if state is BlockState.FRAME]
+        promoted = [block for block in (above, *blocks) if self.pending(block) is not None and self._is_promoted(block)]
+        for block in stored + promoted:
+            self.drop(block)
+
     def _hang(self, reserved: Reserved) -> None:
         """What becomes of a new block depends on the one before it."""
         above = reserved.block[0], reserved.parent
@@ -559,12 +575,14 @@ class DramMachine(RuleBasedStateMachine):
         dropped = any(one.block == above and one.must_drop and not one.visible for one in self.reserved)
         if pending is None:
             reserved.may_drop = True
-            reserved.must_drop = dropped and above not in {(one.namespace.number, one.key) for one in self.promoting()}
+            reserved.must_drop = dropped and not self._is_promoted(above)
         else:
             reserved.may_drop = pending.may_drop
 
-    def promoting(self) -> list[Any]:
-        return [*self.shelf.fetching]
+    def _is_promoted(self, block: Block) -> bool:
+        """Whether the daemon itself stores a block: its bytes are on their way, or wait for those before them."""
+        pending = self.cache.writes.pending.by_key.get(block)
+        return pending is not None and pending.lease.owner.internal
 
     def _evictable(self, namespace: Namespace, keys: list[bytes], parent: bytes) -> set[Block]:
         """Blocks that must give way to a store in this namespace; none where other limits may refuse it."""
@@ -588,7 +606,7 @@ class DramMachine(RuleBasedStateMachine):
         for one in self.reserved:
             if one.writing or (one.pending and not one.may_drop):
                 assert not new & set(one.units), "a frame has two writers"
-        for fetch in self.promoting():
+        for fetch in self.shelf.fetching:
             assert not new & set(units(fetch.address, fetch.namespace.size_class.frame_bytes))
         for block, (frame, _) in self.here.items():
             if self.is_here(block):
@@ -638,7 +656,7 @@ class DramMachine(RuleBasedStateMachine):
             for place in places:
                 if (one := store.blocks.get(place)) is not None and one.writing:
                     one.writing = False
-                    whole = one.mapped or self.memory.read(one.frame, one.frame_bytes) == one.token
+                    whole = one.mapped or self.memory.holds(one.frame, one.frame_bytes, one.token)
                     one.complete = not one.must_drop and not (partly and not one.mapped) and whole
                     if one.complete:
                         self.may.setdefault(one.block, set()).add(one.token)
@@ -654,8 +672,9 @@ class DramMachine(RuleBasedStateMachine):
                     assert state is CommitState.DROPPED
                 elif state is CommitState.DROPPED:
                     assert one.must_drop or one.may_drop, f"{one} was dropped for no reason"
-                    one.must_drop = True
-                    self.drop(one.block)
+                    if not one.must_drop:  # else its key may be another store's by now
+                        one.must_drop = True
+                        self.drop(one.block)
                 elif state is CommitState.HELD:
                     assert one.complete
                 elif not one.visible and at_once:
@@ -694,7 +713,7 @@ class DramMachine(RuleBasedStateMachine):
         if finished is None:
             return
         self.cache.writes.abort(store.session.owner, store.lease_id, finished)
-        self._give_up(store, finished)
+        self._give_up(store, finished or store.exited)
 
     def _give_up(self, store: Store, finished: bool) -> None:
         store.over = True
@@ -739,6 +758,7 @@ class DramMachine(RuleBasedStateMachine):
         namespaces, keys = self.some_namespaces(which), split(PROMPTS[prompt])[:length]
         if mixed:  # no chain: what is found of it must be right all the same
             keys = keys[1:] + keys[:1]
+            self.shelf.told_right = False
         self._match(self.sessions[session], namespaces, keys, ttl_s, promote, mixed, not slices)
 
     @rule(session=SESSION, which=SOME, ttl_s=st.sampled_from([3, 60, 60]), promote=st.booleans(), slices=RARELY)
@@ -778,11 +798,11 @@ class DramMachine(RuleBasedStateMachine):
             if found.lease is None:
                 assert not ttl_s or not (found.dram or (promote and found.below))
                 return
+            if reader.owner.reads.get(found.lease.lease_id) is None:
+                assert not at_once  # its session was lost meanwhile, or a block
+                return
             assert not found.lease.over
             load = Load(found.lease, {reader}, keys, not mixed, found.dram)
-            if reader.owner.reads.get(found.lease.lease_id) is None:
-                load.holders.clear()  # its session was lost meanwhile
-                return
             self.loads.append(load)
             self._read(load)
 
@@ -860,7 +880,7 @@ class DramMachine(RuleBasedStateMachine):
         block_bytes = sum(one.spec.frame_bytes for one in namespaces)
 
         def end_former() -> None:
-            if (former := self.pins.get(name)) is not None and name not in pins.leases:
+            if (former := self.pins.get(name)) is not None:
                 former.doubtful = True
 
         def answered(blocks: int) -> None:
@@ -901,6 +921,40 @@ class DramMachine(RuleBasedStateMachine):
         self.cache.hint_now(self.some_namespaces(which), PROMPTS[prompt], first, said)
 
     # --- the tier below ------------------------------------------------------------------------------------
+
+    @rule(
+        session=SESSION,
+        which=st.sampled_from([0, 1, 1, 2, 3]),
+        prompt=PROMPT,
+        length=st.integers(3, DEPTH),
+        prefetched=RARELY,
+        many=st.integers(0, 3),
+        outcome=st.sampled_from([FetchOutcome.OK, FetchOutcome.CORRUPT]),
+    )
+    def reload(
+        self,
+        session: int,
+        which: int,
+        prompt: int,
+        length: int,
+        prefetched: bool,
+        many: int,
+        outcome: FetchOutcome,
+    ) -> None:
+        """DRAM forgets what the tier below has, a client asks for it, and some of it comes."""
+        namespace, keys = self.pick(self.namespaces, which), split(PROMPTS[prompt])[:length]
+        self.flush([self.namespaces.index(namespace)], None, "dram", False)
+        self.all_is_well()
+        if prefetched:
+            self.cache.prefetch(self.sessions[session].owner, [namespace], b"".join(keys))
+        else:
+            self._match(self.sessions[session], [namespace], keys, 60, True, False, True)
+        if many:
+            self.all_is_well()
+            self.deliver(0, many, outcome)
+            if outcome is FetchOutcome.CORRUPT:
+                self.deliver(0, DEPTH, outcome)
+                self._settle()
 
     @rule(which=SOME, many=st.integers(1, 4), outcome=st.sampled_from([FetchOutcome.OK] * 5 + [FetchOutcome.CORRUPT]))
     def deliver(self, which: int, many: int, outcome: FetchOutcome) -> None:
@@ -1029,6 +1083,9 @@ class DramMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("deferred work does not end")
         self.all_is_well()
+        if not self.shelf.fetching and self.shelf.settled:
+            growing = self.cache.reads.growing.leases
+            assert not [one for one in self.loads if one.lease.lease_id in growing], "a lease waits for nothing"
         self.draining = False
         for one in self.reserved:
             if one.complete and one.pending and not one.may_drop:

@@ -157,6 +157,11 @@ class GrowingLeases:
             self._stopping.popleft()
         if self._touching:
             self._touch_more(*self._touching.popleft())
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether `work` has more to do."""
         return bool(self._stopping or self._touching)
 
     def _touch_more(self, lease: ReadLease, run: GrowingRun, first: int) -> None:
