@@ -4,7 +4,7 @@
     run_directory, own_process          files and figures of this process
     core_dumps                          none of a process that has keys
     counters, logs, health_log          what it counts and logs
-    regions, connections                the thread that makes the arena; limits on connections
+    regions, connections, multipart     the thread that makes the arena; limits on connections and on messages
 
 Imports nothing else of the daemon.
 """
