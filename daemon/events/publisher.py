@@ -159,7 +159,8 @@ class Publisher:
         kept = self.batches - len(self._buffer)
         self._sent = max(self._sent, kept)
         if self._pub is not None:
-            for batch in islice(self._buffer, self._sent - kept, None):
+            unsent = list(islice(reversed(self._buffer), self.batches - self._sent))  # from the end, which is near
+            for batch in reversed(unsent):
                 self._pub.send_multipart((self._topic, self._number(self._sent), batch), zmq.NOBLOCK)
                 self._sent += 1
         self._sent = self.batches
