@@ -16,7 +16,10 @@ statistics cost is taken off: they ask whether all is written.
 daemons of each kind take turns, so that their figures can be compared. Without them the daemon chooses. Figures of
 others than the daemon's own threads have `_workers`, `_threads` or `_aio` at the end of their keys.
 
-The cases `two_...` compare two directories on the same disk with one: sixteen chains, which are read all at once.
+The cases `two_...` compare two directories on the same disk with one: sixteen chains, which are read all at once. Those
+of `two_head_...` have their first sixteen blocks in common, as prompts of one service do. The case `room` stores short
+chains with one beginning in one directory and in two of the same size, twice what they hold, and counts how many are
+left: `room_two_over_one`.
 
 In a further phase the disk is kept busy while a process of its own pings the daemon, and in turn with it a second
 one that has nothing to do: what that one's pings take is the machine's, the rest is ours.
@@ -39,7 +42,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +51,7 @@ from disk_limit import MIB, DiskLimit, fio_gb_s
 from nvme_rigs import (
     CHAINS_OF_SEVERAL,
     DATA_BYTES,
+    HEAD,
     Carrier,
     Case,
     Rig,
@@ -60,6 +64,8 @@ from nvme_rigs import (
     take_turns,
 )
 from nvme_worker import COPY_BLOCKS, Child
+
+from tiercache.daemon.tiers.nvme.placement import COPIED_SHARE
 
 TOTAL_BUDGET_S = 90.0
 """For each carrier: no round begins after this."""
@@ -74,7 +80,11 @@ CASES = (
 TWO_CASES = (
     Case("two_2m", "2 MiB, two directories", 2 * MIB, 3, 2600 * MIB, chains=CHAINS_OF_SEVERAL),
     Case("two_128k", "128 KiB, two directories", 128 << 10, 3, 2600 * MIB, chains=CHAINS_OF_SEVERAL),
+    Case("two_head_2m", "2 MiB, one beginning", 2 * MIB, 3, 2600 * MIB, chains=CHAINS_OF_SEVERAL, head=HEAD),
+    Case("two_head_128k", "128 KiB, one beginning", 128 << 10, 3, 2600 * MIB, chains=CHAINS_OF_SEVERAL, head=HEAD),
 )
+ROOM_CASE = Case("room", "room for chains with one beginning", 128 << 10, 1, 512 * MIB, chains=511, head=HEAD)
+ROOM_SETTINGS = {"nvme_segment": "32MiB"}
 
 
 class Targets(NamedTuple):
@@ -94,6 +104,7 @@ TARGETS = {
 }
 LOOP_US_PER_BLOCK = 12.0
 TWO_OVER_ONE = 1.0
+ROOM_TWO_OVER_ONE = 1.8
 PING_OVER_IDLE = 1.15
 
 
@@ -126,6 +137,24 @@ def run_two(report: Report, case: Case, where: Path, disk: DiskLimit, kinds: Seq
                 at_least=TWO_OVER_ONE,
                 samples=ratios,
             )
+
+
+def run_room(report: Report, where: Path) -> None:
+    """How many chains with one beginning two directories keep, and how many one of them."""
+    case, found = ROOM_CASE, dict[int, dict[str, float]]()
+    for count in (1, 2):
+        sized = case._replace(nvme_bytes=count * case.nvme_bytes)
+        with make_daemon(where, sized, f"nvme-room-{count}", {}, count) as daemon:
+            client = Child(
+                "client", daemon.directory, case.block_bytes, case.blocks, chains=case.chains, head=case.head
+            )
+            with closing(client):
+                found[count] = client.ask("fill")
+    ratio = found[2]["found"] / found[1]["found"]
+    report.add("room_two_over_one", f"{case.label}, two directories over one", ratio, at_least=ROOM_TWO_OVER_ONE)
+    for count, its in found.items():
+        report.add(f"room_chains_{count}", f"  chains that {count} kept of {its['stored']:.0f}", its["found"], "")
+    report.add("room_copied_share", "  of all bytes written, copies", found[2]["copied"], at_most=1 / COPIED_SHARE)
 
 
 def run_sealed(report: Report, case: Case, where: Path, disk: DiskLimit, its: Carrier) -> None:
@@ -253,6 +282,8 @@ def run_all(report: Report, where: Path, wanted: Sequence[str], kinds: Sequence[
             all_reads += reads
     for case in (case._replace(rounds=rounds or case.rounds) for case in TWO_CASES if case.name in wanted):
         run_two(report, case, where, disk, kinds, end_s)
+    if ROOM_CASE.name in wanted:
+        run_room(report, where)
     for direction in ("write", "read"):
         fio = fio_gb_s(where / "plain", DATA_BYTES, 2 * MIB, direction)
         if fio is not None:
@@ -279,7 +310,7 @@ def all_sealed(
 
 def main() -> None:
     """All cases, one after another."""
-    names = [case.name for case in (*CASES, *TWO_CASES)]
+    names = [case.name for case in (*CASES, *TWO_CASES, ROOM_CASE)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     parser.add_argument("--rounds", type=int, help="rounds of each case")

@@ -18,7 +18,9 @@ from nvme_worker import ASKED_OFTEN, COPY_BLOCKS, DEADLINE_S, Child
 
 DATA_BYTES = 1 << 30
 CHAINS_OF_SEVERAL = 16
-"""Chains of a case with several directories: each lives in one of them, by the hash of its first key."""
+"""Chains of a case with several directories: each lives in one of them, by a hash."""
+HEAD = 16
+"""Blocks that chains with one beginning have in common."""
 
 
 class Case(NamedTuple):
@@ -32,6 +34,8 @@ class Case(NamedTuple):
     keep: bool = False
     """Whether the blocks of older rounds stay: then the directory is full after the warm-up, and every write evicts."""
     chains: int = 1
+    head: int = 0
+    """How many first blocks all chains have in common."""
 
     @property
     def blocks(self) -> int:
@@ -160,7 +164,9 @@ class Rig:
         self._case = case
         self.daemon = stack.enter_context(make_daemon(where, case, name, settings, directories))
         self._workers = children_of(self.daemon.pid)
-        client = Child("client", self.daemon.directory, case.block_bytes, case.blocks, chains=case.chains)
+        client = Child(
+            "client", self.daemon.directory, case.block_bytes, case.blocks, chains=case.chains, head=case.head
+        )
         self._client = stack.enter_context(closing(client))
         for word in ("renew", "write", "read"):  # the first writes into a segment cost more
             client.ask(word)
@@ -218,8 +224,7 @@ def make_daemon(where: Path, case: Case, name: str, settings: Mapping[str, str],
         f"{arena}MiB",
         nvme=",".join(map(str, paths)),
         nvme_size=f"{case.nvme_bytes // MIB}MiB",
-        nvme_segment="512MiB" if directories == 1 else "256MiB",
-        **settings,
+        **{"nvme_segment": "512MiB" if directories == 1 else "256MiB", **settings},
     )
     try:
         _await_directories(daemon)

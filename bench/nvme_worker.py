@@ -30,11 +30,12 @@ ASKED_OFTEN = 100
 class Worker:
     """One client: a pool as large as a round's data, and the steps of a round.
 
-    The blocks are `chains` chains of equal length: a chain lives in one directory.
+    The blocks are `chains` chains of equal length, which begin with the same `head` blocks and differ from there on.
     """
 
-    def __init__(self, block_bytes: int, blocks: int, address: str, chains: int) -> None:
-        assert blocks % chains == 0
+    def __init__(self, block_bytes: int, blocks: int, address: str, chains: int, head: int = 0) -> None:
+        assert (blocks - head) % chains == 0
+        self._head = head
         self._block_bytes = block_bytes
         self._blocks = blocks
         self._chains = chains
@@ -87,29 +88,31 @@ class Worker:
 
     def _each_chain(self) -> Iterator[tuple[bytes, list[int]]]:
         """Keys and pool blocks of each chain."""
-        blocks = self._blocks // self._chains
-        for first in range(0, self._blocks, blocks):
-            yield self._keys[16 * first : 16 * (first + blocks)], self._ids[first : first + blocks]
+        head, blocks = self._head, (self._blocks - self._head) // self._chains
+        for first in range(head, self._blocks, blocks):
+            own = slice(first, first + blocks)
+            keys = self._keys[: 16 * head] + self._keys[16 * own.start : 16 * own.stop]
+            yield keys, self._ids[:head] + self._ids[own]
 
     def store(self) -> dict[str, float]:
         """Store all blocks; returns when they are in DRAM."""
         for keys, ids in self._each_chain():
             result = self._connector.store(keys, ids)
-            if result.stored != len(ids):
+            if result.stored + result.present != len(ids):
                 raise RuntimeError(f"{result} of {len(ids)} blocks")
         return {}
 
     def write(self) -> dict[str, float]:
         """Store all blocks, and wait until they are on the disk."""
-        before = self._nvme()["written_blocks"]
+        before = _first_copies(self._nvme())
         start = time.perf_counter()
         cpu = time.process_time()
         self.store()
         stored_s = time.perf_counter() - start
         end = start + DEADLINE_S
-        while (stats := self._nvme())["written_blocks"] < before + self._blocks:
+        while _first_copies(stats := self._nvme()) < before + self._blocks or stats["write_in_flight_bytes"]:
             idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
-            if time.perf_counter() > end or (idle and self._nvme()["written_blocks"] < before + self._blocks):
+            if time.perf_counter() > end or (idle and _first_copies(self._nvme()) < before + self._blocks):
                 raise RuntimeError(f"not all blocks were written: {stats}")
             time.sleep(POLL_S)
         return {
@@ -142,7 +145,7 @@ class Worker:
         for keys, ids in chains:
             good += self._connector.load(self._connector.match(keys), ids, timeout_s=DEADLINE_S)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        if good != self._blocks:
+        if good != self._blocks + self._head * (self._chains - 1):
             raise RuntimeError(f"{good} of {self._blocks} blocks loaded: {self._nvme()}")
         wanted = self._stamp + np.arange(self._blocks, dtype=np.uint64)
         if not (self._stamps() == wanted[:, None]).all():
@@ -153,6 +156,29 @@ class Worker:
         rewritten = after["written_bytes"] - before["written_bytes"]
         rewritten += after["write_in_flight_bytes"] + after["write_queue_blocks"] * self._block_bytes
         return {"seconds": seconds, "cpu_s": cpu, "rewritten": float(rewritten)}
+
+    def fill(self) -> dict[str, float]:
+        """Store short chains with one head until each directory was given twice its room; how many are still found."""
+        nvme, keys, rng = self._nvme(), list[bytes](), self._random
+        head = rng.randbytes(16 * self._head)
+        own = (self._blocks - self._head) // self._chains
+        while self._nvme()["written_bytes"] < nvme["written_bytes"] + 2 * nvme["capacity_bytes"]:
+            for _ in range(self._chains):
+                keys.append(head + rng.randbytes(16 * own))
+                self._connector.store(keys[-1], self._ids[: self._head + own])
+            end = time.perf_counter() + DEADLINE_S
+            while (stats := self._nvme())["write_queue_blocks"] or stats["write_in_flight_bytes"]:
+                if time.perf_counter() > end:
+                    raise RuntimeError(f"blocks were not written: {stats}")
+                time.sleep(POLL_S)
+        self._forget_dram()
+        found = 0
+        for chain in keys:
+            match = self._connector.match(chain)
+            found += match.blocks == self._head + own
+            self._connector.release(match)
+        stats = self._nvme()
+        return {"found": found, "stored": len(keys), "copied": stats["head_copied_bytes"] / stats["written_bytes"]}
 
     def ask_often(self) -> dict[str, float]:
         """Nothing but requests for statistics."""
@@ -208,6 +234,11 @@ class Worker:
         self._connector.close()
 
 
+def _first_copies(stats: dict[str, Any]) -> int:
+    """Blocks that were written, copies of heads in a further directory aside."""
+    return int(stats["written_blocks"] - stats["head_copied_blocks"])
+
+
 class Pinger:
     """Pings the daemon that is measured and an idle one, every millisecond or so, until another line comes."""
 
@@ -242,7 +273,7 @@ def child_main(argument: str) -> None:
     if order["kind"] == "ping":
         worker = Pinger(order["address"], order["idle"])
     else:
-        worker = Worker(order["block_bytes"], order["blocks"], order["address"], order["chains"])
+        worker = Worker(order["block_bytes"], order["blocks"], order["address"], order["chains"], order["head"])
     print("{}", flush=True)
     while line := sys.stdin.readline().strip():
         if line != "stop":
@@ -259,9 +290,16 @@ class Child:
     """A process that takes orders. Waits for its first answer."""
 
     def __init__(
-        self, kind: str, address: str, block_bytes: int = 0, blocks: int = 0, idle: str = "", chains: int = 1
+        self,
+        kind: str,
+        address: str,
+        block_bytes: int = 0,
+        blocks: int = 0,
+        idle: str = "",
+        chains: int = 1,
+        head: int = 0,
     ) -> None:
-        sizes = {"block_bytes": block_bytes, "blocks": blocks, "chains": chains}
+        sizes = {"block_bytes": block_bytes, "blocks": blocks, "chains": chains, "head": head}
         order = json.dumps({"kind": kind, "address": address, "idle": idle, **sizes})
         self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, order],

@@ -101,8 +101,7 @@ NAMED = (
         "if not self._reads.is_whole(lease):\n            self._reads.end(lease)  # before",
         "if False:\n            self._reads.end(lease)  # before",
     ),
-    Named("daemon/tiers/nvme/moves/flights.py", "if first.shelf is not shelf or ", "if "),
-    Named("daemon/tiers/nvme/moves/flights.py", "or first.epoch != epoch or", "or"),
+    Named("daemon/tiers/nvme/moves/flights.py", "if first.epoch != epoch or", "if"),
     Named("daemon/tiers/nvme/worker/directory_worker.py", "if self._fruitless >= MAX_FRUITLESS:", "if False:"),
     Named(
         "daemon/tiers/dram/pending_blocks.py",

@@ -13,6 +13,7 @@ from tiercache.daemon.tiers.nvme.direct.extents import HeldExtents
 from tiercache.daemon.tiers.nvme.keeper import Keeper
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
+from tiercache.daemon.tiers.nvme.placement import HeadCopies
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.source import FetchTally
@@ -25,7 +26,7 @@ _CHECKSUMS = {CHECKSUM_XXH3: "xxh3", CHECKSUM_LANES: "lanes"}
 
 
 def places(shelves: Sequence[Shelf], namespace: Namespace, key: bytes) -> list[BlockView]:
-    """Where the block is; more than once only while a directory that was away holds an older copy."""
+    """Where the block is: more than once if it is in the head of chains in several directories."""
     found = []
     for shelf in shelves:
         stored = shelf.find(namespace, key)
@@ -62,7 +63,9 @@ def blocks_of(shelves: Sequence[Shelf], number: int) -> int:
     return sum(table.blocks for table in tables if table is not None)
 
 
-def write_figures(writes: WriteBehind, budget: WriteBudget, keepers: Sequence[Keeper]) -> dict[str, Any]:
+def write_figures(
+    writes: WriteBehind, copies: HeadCopies, budget: WriteBudget, keepers: Sequence[Keeper]
+) -> dict[str, Any]:
     """What `stats` shows of blocks written to the disks."""
     return {
         "written_blocks": writes.written_blocks,
@@ -70,6 +73,8 @@ def write_figures(writes: WriteBehind, budget: WriteBudget, keepers: Sequence[Ke
         "codec": writes.codec,
         "saved_by_codec_bytes": writes.saved_bytes,
         "write_amplification": _write_amplification(writes, keepers),
+        "head_copied_blocks": copies.blocks,
+        "head_copied_bytes": copies.bytes,
         "write_failed_blocks": writes.failed_blocks,
         "skipped_by_budget": writes.skipped_by_budget,
         "skipped_by_worth": writes.skipped_by_worth,

@@ -218,6 +218,7 @@ def _figures_of_none() -> dict[str, Any]:
     zeros = (
         "blocks",
         "used_bytes",
+        "capacity_bytes",
         "segments",
         "kept_bytes",
         "database_bytes",

@@ -1,18 +1,25 @@
 """Placement: which directory a chain lives in.
 
-A chain lives in one directory, so that a lost disk costs its share of the chains and not a block of each. A new chain
-goes where the hash of its first block with the directory's id is the largest (rendezvous hashing): neither the order of
-the setting nor the other directories matter, so an added directory takes over its share and moves nothing else. An
-existing chain is found wherever it is.
+Each directory is prefix-closed by itself, so that a lost disk costs its own chains and not a block of each. Blocks are
+found wherever they are. A new chain goes to a directory that has room, if there is one; among those, the hash of its
+first block with the directory's id decides (rendezvous hashing, weighted by the room that each directory may take), so
+that neither the order of the setting nor the other directories matter.
 
-Blocks of windows have no chain to be found by. They go where the block before them is, as their writer names it, or
-where another namespace of the model has blocks of the same keys: so a request's windows live together, with its chain
+A branch is placed like a new chain: chains with one common head, a system prompt, shall use all disks. Where the branch
+goes to a directory that lacks its head, the head is copied there first, from DRAM, which has all blocks before the one
+that is written. A copy is worth its writes only for a head with many chains below it, and copies are never more than a
+small share of all that was written: see `HeadCopies`. A chain that goes on without a branch stays where it is.
+
+Blocks of windows have no chain to be found by. They go where another namespace of the model has blocks of the same
+keys, or where the block before them is, as their writer names it: so a request's windows live together, with its chain
 if it has one. A window may still lie in several directories, after one of them was away.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -30,16 +37,77 @@ def near(namespace: Namespace) -> range:
     return range(max(1, namespace.number - _NEAR), namespace.number + _NEAR + 1)
 
 
+HEAD_PER_BRANCH = 16
+"""A head is copied if it has at most so many blocks for each branch that hangs below it."""
+MAX_HEAD = 2048
+"""Blocks of a head that is copied: more are not looked for."""
+COPIED_SHARE = 8
+"""Of so many bytes that are written, one may be a copy."""
+
+
+class HeadCopies:
+    """Heads of chains that were written to a further directory, and what that may cost."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.bytes = 0
+        self.written_bytes = 0
+        """All bytes written, copies included."""
+
+    def allows(self, size_bytes: int) -> bool:
+        """Whether there may be so many bytes of copies more."""
+        return (self.bytes + size_bytes) * COPIED_SHARE <= self.written_bytes
+
+    def copied(self, blocks: int, size_bytes: int) -> None:
+        """So many blocks are being copied, which are so many bytes together."""
+        self.blocks += blocks
+        self.bytes += size_bytes
+
+
+class Branch(NamedTuple):
+    """A shelf that a branch goes to, and how many blocks of its head may be copied there before it."""
+
+    shelf: Shelf
+    most_copied: int
+
+
 class ShelfPlacement:
     """All open shelves, in `shelves`. Event loop only."""
 
     def __init__(self, shelves: Sequence[Shelf]) -> None:
         self.shelves = shelves
+        self.copies = HeadCopies()
 
-    def home(self, first_key: bytes) -> Shelf:
-        """Where a new chain goes: to a working directory, if there is one."""
-        working = [shelf for shelf in self.shelves if shelf.works] or self.shelves
-        return max(working, key=lambda shelf: xxh3_64_intdigest(first_key, shelf.directory_seed))
+    def home(self, namespace: Namespace, key: bytes, among: Sequence[Shelf] = ()) -> Shelf:
+        """Where a chain or a branch that begins with this block goes: to a working directory, if there is one."""
+        shelves = among or self.shelves
+        if len(shelves) == 1:
+            return shelves[0]
+        working = [shelf for shelf in shelves if shelf.works] or shelves
+        roomy = [shelf for shelf in working if shelf.has_room(namespace)]
+
+        def score(shelf: Shelf) -> float:
+            share = (xxh3_64_intdigest(key, shelf.directory_seed) + 0.5) / 2**64
+            return -max(1, shelf.directory.max_segments) / math.log(share)
+
+        return max(roomy or working, key=score)
+
+    def holders(self, namespace: Namespace, key: bytes) -> list[Shelf]:
+        """The shelves that have this block."""
+        return [shelf for shelf in self.shelves if shelf.has(namespace, key)]
+
+    def branch(self, namespace: Namespace, key: bytes, parent: bytes, holders: Sequence[Shelf]) -> Branch | None:
+        """Where a new block below `parent` would go as a branch that leaves the shelves `holders`; None if it stays.
+
+        `holders` have or get the parent.
+        """
+        if len(holders) == len(self.shelves):
+            return None
+        branches = sum(shelf.branches(namespace, parent) for shelf in holders)
+        home = self.home(namespace, key) if branches else holders[0]
+        if home in holders or not home.may_write:
+            return None
+        return Branch(home, min(branches * HEAD_PER_BRANCH, MAX_HEAD))
 
     def window(self, namespace: Namespace, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]) -> Shelf:
         """Where a new block of a window goes; `before` is the key of the one before it, or empty.
@@ -47,13 +115,14 @@ class ShelfPlacement:
         `going`: where a block of that key, of this namespace or one near it, is being written.
         """
         numbers = near(namespace)
-        for its in filter(None, (before, key)):
-            shelf = going(its) or next((one for one in self.shelves if one.has_any(numbers, its)), None)
+        for its in filter(None, (key, before)):
+            holders = [one for one in self.shelves if one.has_any(numbers, its)]
+            shelf = going(its) or (self.home(namespace, key, holders) if holders else None)
             if shelf is not None and shelf.works:
                 return shelf
         # Rows still being loaded may tell: waiting for them is better than starting anew elsewhere.
         loading = next((one for one in self.shelves if one.loading and one.works), None)
-        return loading or self.home(before or key)
+        return loading or self.home(namespace, before or key)
 
     def find(self, namespace: Namespace, keys: bytes, limit: int) -> tuple[Shelf | None, int]:
         """The readable shelf with the longest run of the first `limit` keys, and its length."""
@@ -86,13 +155,7 @@ class ShelfPlacement:
 
         return here
 
-    def with_chain(self, namespaces: Sequence[Namespace], first_key: bytes) -> Shelf | None:
-        """The shelf with a chain that begins so, of one of these namespaces or near them; else the home of a new one.
-
-        None where no directory is open.
-        """
+    def with_any(self, namespaces: Sequence[Namespace], key: bytes) -> list[Shelf]:
+        """The shelves that have this block, of one of these namespaces or near them."""
         numbers = {*near(namespaces[0]), *(namespace.number for namespace in namespaces)}
-        for shelf in self.shelves:
-            if shelf.has_any(numbers, first_key):
-                return shelf
-        return self.home(first_key) if self.shelves else None
+        return [shelf for shelf in self.shelves if shelf.has_any(numbers, key)]

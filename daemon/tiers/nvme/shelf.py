@@ -152,6 +152,12 @@ class Shelf:
         table = self.index.tables.get(namespace.number)
         return table is not None and table.get(key) != NO_ENTRY
 
+    def branches(self, namespace: Namespace, key: bytes) -> int:
+        """How many blocks hang directly below this one here."""
+        table = self.index.tables.get(namespace.number)
+        entry = NO_ENTRY if table is None else table.get(key)
+        return 0 if entry == NO_ENTRY else self.index.children[entry]
+
     def missing(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
         """Those of `keys` that are not here; see `has`."""
         table = self.index.tables.get(namespace.number)
@@ -184,6 +190,10 @@ class Shelf:
         return found
 
     # --- changing --------------------------------------------------------------------------------
+
+    def has_room(self, namespace: Namespace) -> bool:
+        """Whether blocks can be added without evicting others, as far as known while rows are loading."""
+        return self.loading or self.slots.has_room(self.slot_bytes(namespace))
 
     def admits(self, namespace: Namespace, worth: float) -> bool:
         """Whether a block of that worth is worth more than the one that would be evicted for it."""
@@ -406,6 +416,7 @@ class Shelf:
             "worker_starts": self.directory.worker_starts,
             "blocks": sum(table.blocks for table in self.index.tables.values()),
             "used_bytes": self.allocator.used_bytes,
+            "capacity_bytes": self.directory.max_segments * self.directory.segment_bytes,
             "segments": len(self.directory.segments),
             "kept_bytes": self.directory.kept_bytes,
             "database_bytes": self.catalog.bytes_on_disk(),

@@ -103,6 +103,13 @@ class Slots:
             return True
         return policy.worth(policy.victim()) <= worth
 
+    def has_room(self, frame_bytes: int) -> bool:
+        """Whether there is room beyond what is kept free in a full directory."""
+        if self.growth.under_way or self.growth.is_possible or self.allocator.unassigned:
+            return True
+        size_class = self.allocator.size_class(frame_bytes)
+        return size_class.free > 2 * self._ahead(size_class)
+
     def spare(self, frame_bytes: int) -> int:
         """How many slots of that size can be taken before they run short; see `admits`."""
         size_class = self.allocator.size_class(frame_bytes)

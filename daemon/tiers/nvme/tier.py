@@ -133,7 +133,7 @@ class NvmeTier(IndexedTier):
             self._soon,
             self._clock_s,
         )
-        self._extents = HeldExtents(self._placement.with_chain)
+        self._extents = HeldExtents(self._placement)
         self.grants = Grants(
             self._placement,
             self._budget,
@@ -420,7 +420,7 @@ class NvmeTier(IndexedTier):
             "bytes": sum(shelf.allocator.used_bytes for shelf in shelves),
             "capacity_bytes": self._config.nvme_capacity_bytes,
             "evicted_blocks": sum(shelf.slots.evicted_blocks for shelf in shelves),
-            **viewing.write_figures(self._writes, self._budget, self._keepers),
+            **viewing.write_figures(self._writes, self._placement.copies, self._budget, self._keepers),
             **viewing.read_figures(self.sources.promoted, self.promotion, self._extents),
             **({} if self.grants is None else self.grants.stats()),
             "directories": [keeper.stats() for keeper in self._keepers],

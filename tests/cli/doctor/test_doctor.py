@@ -152,9 +152,9 @@ def spec(**changed: Any) -> tiercache.NamespaceSpec:
     return tiercache.NamespaceSpec(**fields)
 
 
-def told_of(spaces: list[dict[str, Any]], specs: Any = None, shared: Any = None, **counters: int) -> str:
+def told_of(spaces: list[dict[str, Any]], specs: Any = None, tiers: Any = None, **counters: int) -> str:
     tree = {"daemon": {"uptime_s": 100}, "arena": {"bytes": GIB}, "namespaces": spaces, "counters": counters}
-    found = hits.examine(tree | ({"tiers": {"shared": shared}} if shared else {}), specs or {})
+    found = hits.examine(tree | {"tiers": tiers or {}}, specs or {})
     return "\n".join(f"{one.state.value}: {one.name}: {one.figure} -> {one.remedy}" for one in found)
 
 
@@ -193,8 +193,20 @@ def test_why_there_are_no_hits(spaces: list[dict[str, Any]], counters: dict[str,
 
 def test_a_flush_that_a_store_was_not_told_of_is_told() -> None:
     shared = {"lookups": 0, "lookups_late": 0, "bad_blocks": 0, "flushes_waiting": 2, "flush_tries": 5}
-    assert "flush not told yet: 2 notes wait after 5 tries" in told_of([space(1, asked=9, hit=3)], shared=shared)
-    assert "not told" not in told_of([space(1, asked=9, hit=3)], shared={**shared, "flushes_waiting": 0})
+    assert "flush not told yet: 2 notes wait after 5 tries" in told_of(
+        [space(1, asked=9, hit=3)], tiers={"shared": shared}
+    )
+    assert "not told" not in told_of([space(1, asked=9, hit=3)], tiers={"shared": {**shared, "flushes_waiting": 0}})
+
+
+@pytest.mark.parametrize(("evicted", "used", "told"), [(9332, 1, True), (9332, 90, False), (3, 1, False)])
+def test_a_directory_that_evicts_beside_an_empty_one_is_told(evicted: int, used: int, told: bool) -> None:
+    rows = [
+        {"path": "/full", "evicted_blocks": evicted, "used_bytes": 99, "capacity_bytes": 100},
+        {"path": "/new", "evicted_blocks": 0, "used_bytes": used, "capacity_bytes": 100},
+    ]
+    found = told_of([space(1, asked=9, hit=3)], tiers={"nvme": {"directories": rows}})
+    assert ("/full evicted 9,332 blocks, /new is nearly empty" in found) is told
 
 
 # --- the command -------------------------------------------------------------------------------------

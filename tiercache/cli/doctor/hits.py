@@ -14,6 +14,8 @@ TOPIC = "hits"
 TOO_SOON_S = 60.0
 """Blocks evicted sooner than this after their store are seldom asked for again."""
 ENOUGH_BLOCKS = 64
+HARDLY_USED = 0.05
+"""Part of a directory's room: with less in use it is nearly empty."""
 _PROBE = "tiercache/probe"
 
 Specs = Mapping[int, NamespaceSpec]
@@ -131,6 +133,7 @@ def _losses(tree: Tree) -> Iterator[Finding]:
     if skipped_blocks:
         remedy = "raise --nvme-write-budget, if the disk's endurance allows it"
         yield warning(TOPIC, "write budget", f"{int(skipped_blocks):,} blocks were not written to NVMe", remedy)
+    yield from _directories(tree)
     yield from _shared(tree)
     revoked, good = at(tree, "counters.loads_revoked"), at(tree, "counters.loads_good")
     if revoked > max(ENOUGH_BLOCKS, good / 10):
@@ -138,6 +141,21 @@ def _losses(tree: Tree) -> Iterator[Finding]:
         yield warning(
             TOPIC, "loads", f"{int(revoked):,} were revoked before their end, {int(good):,} were good", remedy
         )
+
+
+def _directories(tree: Tree) -> Iterator[Finding]:
+    """A directory that evicts beside one with room."""
+    rows = tree.get("tiers", {}).get("nvme", {}).get("directories", [])
+    evicting = [one for one in rows if one["evicted_blocks"] >= ENOUGH_BLOCKS]
+    empty = [one for one in rows if one["used_bytes"] < one["capacity_bytes"] * HARDLY_USED]
+    if evicting and empty:
+        most, least = max(evicting, key=lambda one: int(one["evicted_blocks"])), empty[0]
+        figure = f"{most['path']} evicted {most['evicted_blocks']:,} blocks, {least['path']} is nearly empty"
+        remedy = (
+            "a directory that was added fills with new prompts; if it stays empty, see the state of both directories, "
+            "and whether all prompts continue a single one"
+        )
+        yield warning(TOPIC, "directories", figure, remedy)
 
 
 def _shared(tree: Tree) -> Iterator[Finding]:

@@ -74,6 +74,13 @@ TIERS = (
         "Blocks that were not written to NVMe, by reason.",
         read.skipped,
     ),
+    Family(
+        "counter",
+        "nvme_head_copied_bytes_total",
+        (),
+        "Bytes of blocks written to a further NVMe directory, because many chains that go there begin with them.",
+        read.at("tiers", "nvme", "head_copied_bytes"),
+    ),
     *(Family("gauge", name, (), text, read.at(*path)) for name, text, path in _GAUGES),
 )
 

@@ -11,13 +11,14 @@ Only blocks that a GPU can verify are named: stored raw, with lane sums for a ch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, Extent
@@ -33,13 +34,13 @@ MAX_DOUBTS = 16
 class HeldExtents:
     """Everything held for clients that read from the disks. Event loop only; never blocks."""
 
-    def __init__(self, find_shelf: Callable[[Sequence[Namespace], bytes], Shelf | None]) -> None:
+    def __init__(self, placement: ShelfPlacement) -> None:
         self.direct_blocks = 0
         self.direct_bytes = 0
         self.held_leases = 0
         self.reported_blocks = 0
         self.bad_blocks = 0
-        self._find_shelf = find_shelf
+        self._placement = placement
         self._doubts: set[tuple[Shelf, int]] = set()
 
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
@@ -47,25 +48,23 @@ class HeldExtents:
 
         It is also None if not all of it is in one directory, or its windows are too wide: then it is promoted to DRAM.
         """
-        shelf, cut = self._find_shelf(namespaces, keys[:KEY_BYTES]), len(keys) // KEY_BYTES
+        cut = len(keys) // KEY_BYTES
         windows = [one for one in namespaces if one.table.windowed]
-        if shelf is None or sum(cut - max(first, first_of_window(one, cut)) for one in windows) > MAX_HELD_BLOCKS:
+        if sum(cut - max(first, first_of_window(one, cut)) for one in windows) > MAX_HELD_BLOCKS:
             return None
-        path = str(shelf.directory.path)
-        if shelf.offline or not shelf.directory.direct or not path.isprintable():
-            return None
-        parts = []
-        for namespace in namespaces:
-            part = _find_part(shelf, namespace, keys, first)
-            if part is None:
-                return None
-            parts.append(part)
-        for part in parts:
-            for entry in part.entries:
-                shelf.index.touch(entry)
-                shelf.index.pin(entry)
-        self.held_leases += 1
-        return Held(self, shelf, keys, parts)
+        for shelf in self._placement.with_any(namespaces, keys[-KEY_BYTES:]):
+            if shelf.offline or not shelf.directory.direct or not str(shelf.directory.path).isprintable():
+                continue
+            parts = _find_parts(shelf, namespaces, keys, first)
+            if parts is None:
+                continue
+            for part in parts:
+                for entry in part.entries:
+                    shelf.index.touch(entry)
+                    shelf.index.pin(entry)
+            self.held_leases += 1
+            return Held(self, shelf, keys, parts)
+        return None
 
     def doubt(self, shelf: Shelf, namespace: Namespace, key: bytes) -> None:
         """Read a block that a client has reported as bad."""
@@ -112,6 +111,17 @@ class _Part(NamedTuple):
     first: int
     entries: list[int]
     epoch: int
+
+
+def _find_parts(shelf: Shelf, namespaces: Sequence[Namespace], keys: bytes, first: int) -> list[_Part] | None:
+    """`_find_part` of each namespace; None unless a shelf has all of it."""
+    parts = []
+    for namespace in namespaces:
+        part = _find_part(shelf, namespace, keys, first)
+        if part is None:
+            return None
+        parts.append(part)
+    return parts
 
 
 def _find_part(shelf: Shelf, namespace: Namespace, keys: bytes, first: int) -> _Part | None:

@@ -5,10 +5,12 @@
     commit  ─► the leading blocks that are complete, with their checksums: in the index, visible
     abort   ─► none of them
 
-A run begins below a block that is here, so NVMe stays prefix-closed by itself. A slot granted to a client gets no other
-owner before that client says that its writes have ended (commit, or abort with that word) or its process has exited; if
-the lease ends earlier the slot is in quarantine. Writes that outlive the daemon are the exception: its next life knows
-nothing of them, and a block that they spoil fails its checksum.
+A run begins below a block that is here, so NVMe stays prefix-closed by itself. A branch may go to another directory
+than its head (see `placement`): then the client, which has all blocks of the head, writes them there too.
+
+A slot granted to a client gets no other owner before that client says that its writes have ended (commit, or abort with
+that word) or its process has exited; if the lease ends earlier the slot is in quarantine. Writes that outlive the
+daemon are the exception: its next life knows nothing of them, and a block that they spoil fails its checksum.
 
 The checksum is the client's own word. Every reader of the block computes the same sum over what is on the disk, so a
 wrong one costs a miss; and a client that may open the segment files could write anything there anyway. Such clients
@@ -112,8 +114,8 @@ class Grants(StoreLeases[Grant]):
 
         None where the parent is not here, or nothing may be written: the client can use DRAM for that.
         """
-        shelf = self._shelf_of(namespace, parent, keys[:KEY_BYTES])
-        if shelf is None:
+        shelf, copies = self._shelf_of(namespace, parent, keys)
+        if shelf is None or not self._takes(shelf, namespace):
             return Granted()
         entry, present = _present(shelf, namespace, parent, keys)
         rest = [keys[at : at + KEY_BYTES] for at in range(present * KEY_BYTES, len(keys), KEY_BYTES)]
@@ -125,6 +127,8 @@ class Grants(StoreLeases[Grant]):
         if not slots:
             shelf.index.unpin(entry)
             return Granted(present, soon=soon)
+        copies = min(copies, len(slots))
+        self._placement.copies.copied(copies, copies * namespace.spec.frame_bytes)
         mine = rest[: len(slots)]
         grant = Grant(self, owner, self._clock_s(), ttl_s, shelf, namespace, before, entry, mine, slots, present)
         grant.named = named
@@ -134,21 +138,38 @@ class Grants(StoreLeases[Grant]):
         extents = [_place(slot, namespace.spec.block_bytes) for slot in slots]
         return Granted(present, grant.lease_id, str(shelf.directory.path), extents)
 
-    def _shelf_of(self, namespace: Namespace, parent: bytes, first_key: bytes) -> Shelf | None:
-        """The shelf that the run belongs on, if a client can write there now."""
-        spec = namespace.spec
+    def _shelf_of(self, namespace: Namespace, parent: bytes, keys: bytes) -> tuple[Shelf | None, int]:
+        """The shelf that the run belongs on, and how many blocks of it are copies of a head that is elsewhere."""
+        spec, placement = namespace.spec, self._placement
         # For windows in several directories `present` and one place for the rest do not suffice: they go through DRAM.
         if namespace.table.windowed or spec.dram_only or spec.block_bytes % PAGE_BYTES or not self._may_write():
-            return None
-        shelf = self._placement.with_block(namespace, parent or first_key)
-        if shelf is None and not parent:
-            shelf = self._placement.home(first_key)
-        if shelf is None or not shelf.may_write or spec.frame_bytes > shelf.directory.segment_bytes:
-            return None
+            return None, 0
+        shelves = placement.holders(namespace, parent) if parent else placement.shelves
+        present = {shelf: _present(shelf, namespace, parent, keys)[1] for shelf in shelves}
+        if not present:
+            return None, 0
+        longest = max(present.values())
+        holders = [shelf for shelf in shelves if present[shelf] == longest]
+        following = keys[longest * KEY_BYTES : (longest + 1) * KEY_BYTES]
+        if not following:
+            return holders[0], 0
+        before = keys[(longest - 1) * KEY_BYTES : longest * KEY_BYTES] if longest else parent
+        branch = placement.branch(namespace, following, before, holders) if before else None
+        if branch is not None and branch.shelf in present:
+            copies = longest - present[branch.shelf]
+            if copies <= branch.most_copied and placement.copies.allows(copies * spec.frame_bytes):
+                return branch.shelf, copies
+        return placement.home(namespace, following, holders), 0
+
+    @staticmethod
+    def _takes(shelf: Shelf, namespace: Namespace) -> bool:
+        """Whether a client can write to a shelf now."""
+        if not shelf.may_write or namespace.spec.frame_bytes > shelf.directory.segment_bytes:
+            return False
         if shelf.directory.cipher is not None:
-            return None  # only the daemon encrypts
+            return False  # only the daemon encrypts
         # Our own reads and writes must not go through the page cache while clients bypass it.
-        return shelf if shelf.directory.direct and str(shelf.directory.path).isprintable() else None
+        return shelf.directory.direct and str(shelf.directory.path).isprintable()
 
     def _take_slots(
         self, owner: Owner, shelf: Shelf, namespace: Namespace, parent: bytes, keys: Iterable[bytes]
@@ -204,6 +225,7 @@ class Grants(StoreLeases[Grant]):
                 shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place), stored=True)
                 self.stored_blocks += 1
                 self.stored_bytes += length
+                self._placement.copies.written_bytes += length
             else:
                 left.append(slot)  # it was also written from DRAM
             parent, visible = key, visible + 1

@@ -29,6 +29,7 @@ from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.fairness import Fairness
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.placement import HeadCopies
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
@@ -69,6 +70,7 @@ class Flights(ABC):
         regions: dict[int, Region],
         budget: WriteBudget,
         fairness: Fairness,
+        copies: HeadCopies,
         codec: str,
         soon: Callable[[], None],
         events: Events | None,
@@ -86,6 +88,7 @@ class Flights(ABC):
         self._events = events
         self._soon = soon
         self._fairness = fairness
+        self._copies = copies
         self._space = space
         self._regions = regions
         self._loads: dict[Shelf, tuple[int, int]] = {}  # writes in progress, and their bytes
@@ -177,10 +180,15 @@ class Flights(ABC):
         """Keep the parent of a block from being evicted before the block is there."""
         number, shelf = write.namespace.number, write.shelf
         name, parent_name = (number, write.key), (number, write.parent)
-        if parent_name in self._flying:
+        if self._flies(parent_name, shelf):
             self._below.setdefault(parent_name, {})[name] = None  # perhaps again: an earlier try may have failed
         elif write.parent and (parent := shelf.table(write.namespace).get(write.parent)) != NO_ENTRY:
             self._hold(shelf, name, parent)
+
+    def _flies(self, name: Name, shelf: Shelf) -> bool:
+        """Whether a block is being written to this shelf."""
+        flying = self._flying.get(name)
+        return flying is not None and flying.shelf is shelf
 
     def _hold(self, shelf: Shelf, name: Name, parent: int) -> None:
         shelf.index.pin(parent)
@@ -257,7 +265,7 @@ class Flights(ABC):
     def _park(self, run: Run) -> None:
         """Keep written blocks, or those that become a run with them, until `settle` may make them visible."""
         parent = run[0].namespace.number, run[0].parent
-        if parent[1] and parent in self._flying:
+        if parent[1] and self._flies(parent, run[0].shelf):
             self._parked.setdefault(parent, []).append(run)
         else:
             self._complete.append(run)
@@ -303,7 +311,9 @@ class Flights(ABC):
         entries = shelf.add_run(namespace, keys, first.parent, run, said)
         are_below(self._space.index, namespace.table.get_many(keys))
         self.written_blocks += len(run)
-        self.written_bytes += sum([op.stored_length for op in run])
+        stored_bytes = sum([op.stored_length for op in run])
+        self.written_bytes += stored_bytes
+        self._copies.written_bytes += stored_bytes
         number = namespace.number
         names = [(number, key) for key in keys]
         self._let_go(shelf, namespace, names)
@@ -327,11 +337,11 @@ class Flights(ABC):
 
         The others come next in `_complete`.
         """
-        number, shelf, epoch = run[0].namespace.number, run[0].shelf, run[0].epoch
+        number, epoch = run[0].namespace.number, run[0].epoch
         longest = self._leading(run, table, most)
         while len(longest) < most and (waiting := self._parked.pop((number, longest[-1].key), None)):
             first = waiting[0][0]
-            if first.shelf is not shelf or first.epoch != epoch or table.get(first.key) != NO_ENTRY:
+            if first.epoch != epoch or table.get(first.key) != NO_ENTRY:
                 self._complete.extend(waiting)
                 break
             self._complete.extend(waiting[1:])

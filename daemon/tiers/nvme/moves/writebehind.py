@@ -11,6 +11,9 @@ A block is written once: a block that is here already is clean. A block that can
 budget, a full queue) stays in DRAM and is considered again when it is asked for. A block that only has to wait (for its
 disk, for a slot of its size) does so in a lane of its directory and size, in order and with what follows it, and delays
 no other lane. Blocks of windows have no parent and wait for none.
+
+A branch may go to another directory than its head (see `placement`). The head is then written there too, before it:
+DRAM has it, since DRAM has all blocks before each that it has.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class WriteBehind(Flights):
         events: Events | None = None,
         sealed: bool = False,
     ) -> None:
-        super().__init__(space, regions, budget, fairness, codec, soon, events, sealed)
+        super().__init__(space, regions, budget, fairness, placement.copies, codec, soon, events, sealed)
         self.pump_ns = math.inf
         """`pump` stops after so much of this thread's CPU time, when the block in progress is done."""
         self.skipped_by_budget = 0
@@ -242,7 +245,7 @@ class WriteBehind(Flights):
         parent = index.key[index.parent[entry]]
         if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
             return _Begun(self._in_lane[namespace.number, parent], 0)  # a lane keeps the order
-        shelf = self._shelf_of(wanted, parent)
+        shelf, head = self._shelf_of(wanted, entry, parent)
         if shelf is None:
             self.skipped_without_parent += 1
             return _PASSED
@@ -264,6 +267,8 @@ class WriteBehind(Flights):
         if room is not Room.HERE:
             self.skipped_by_quota += room is Room.NONE
             return _Begun(shelf if room is Room.SOON else None, 0)
+        if head and not self._copy(shelf, namespace, head):
+            return _Begun(shelf, 0)
         entries = [entry, *self._going_on(wanted, entry, shelf, others, lane, above)]
         slots = shelf.take_slots(namespace, parent, len(entries))
         if not slots:
@@ -315,16 +320,73 @@ class WriteBehind(Flights):
             parent = write.parent
         return parent
 
-    def _shelf_of(self, wanted: WantedWrite, parent: bytes) -> Shelf | None:
-        """Where the parent is or is being written; a root's child goes where it is, or by its key. None: nowhere."""
+    def _shelf_of(self, wanted: WantedWrite, entry: int, parent: bytes) -> tuple[Shelf | None, list[int]]:
+        """Where a block goes, and what has to be copied there before it, first blocks first; None: nowhere.
+
+        It goes where its parent is or is being written, except for a branch; a root's child where it is, or by its key.
+        """
         namespace, key, placement = wanted.namespace, wanted.key, self._placement
-        if parent:
-            flying = self._flying.get((namespace.number, parent))
-            return flying.shelf if flying is not None else placement.with_block(namespace, parent)
         found = placement.with_block(namespace, key)
-        if found is not None or not namespace.table.windowed:
-            return found or placement.home(key)
-        return placement.window(namespace, key, wanted.before, partial(self._going, namespace))
+        if found is not None:
+            return found, []
+        if namespace.table.windowed:
+            return placement.window(namespace, key, wanted.before, partial(self._going, namespace)), []
+        if not parent:
+            return placement.home(namespace, key), []
+        holders = placement.holders(namespace, parent)
+        flying = self._flying.get((namespace.number, parent))
+        if flying is not None and flying.shelf not in holders:
+            holders.append(flying.shelf)
+        if not holders:
+            return None, []
+        branch = placement.branch(namespace, key, parent, holders)
+        head = None if branch is None else self._head(branch.shelf, namespace, entry, branch.most_copied)
+        if branch is None or head is None:
+            return placement.home(namespace, key, holders), []
+        return branch.shelf, head
+
+    def _head(self, shelf: Shelf, namespace: Namespace, entry: int, most: int) -> list[int] | None:
+        """The blocks before `entry` that a shelf lacks, as entries in DRAM, the first one first.
+
+        None if they are more than `most`, if one of them is being written to another shelf, or if a copy of them would
+        cost too much.
+        """
+        index, table, number, root = self._space.index, shelf.table(namespace), namespace.number, namespace.table.root
+        missing, above = list[int](), index.parent[entry]
+        while above != root and len(missing) <= most:
+            key = index.key[above]
+            flying, there = self._flying.get((number, key)), table.get(key)
+            if flying is not None:
+                if flying.shelf is not shelf:
+                    return None
+                break
+            if there != NO_ENTRY:
+                if not shelf.index.attached(there):
+                    return None
+                break
+            missing.append(above)
+            above = index.parent[above]
+        count, size = len(missing), namespace.size_class.frame_bytes
+        if missing and (
+            count > most
+            or not self._copies.allows(count * size)
+            or not self.budget.admits(count * size, asked_again=True)
+            or self._fairness.spare(shelf, namespace) <= count
+            or shelf.slot_bytes(namespace) > shelf.directory.segment_bytes
+        ):
+            return None
+        return missing[::-1]
+
+    def _copy(self, shelf: Shelf, namespace: Namespace, head: list[int]) -> bool:
+        """Begin to write blocks of a head to a further shelf; True when all of them are under way."""
+        index, size = self._space.index, namespace.size_class.frame_bytes
+        parent = index.key[index.parent[head[0]]]
+        most = min(len(head), self._room(shelf, size), AT_ONCE)
+        slots = shelf.take_slots(namespace, parent, most) if most > 0 else []
+        if slots:
+            self._take(shelf, namespace, parent, head[: len(slots)], slots)
+            self._copies.copied(len(slots), len(slots) * size)
+        return len(slots) == len(head) and not self._is_full(shelf)
 
     def _going(self, namespace: Namespace, key: bytes) -> Shelf | None:
         """Where a block of that key is being written or waits for its disk, of this namespace or else of a near one."""

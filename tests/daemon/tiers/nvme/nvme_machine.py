@@ -35,7 +35,7 @@ from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.lower_tier import Granted
-from tiercache.daemon.tiers.nvme import flushes, recovery
+from tiercache.daemon.tiers.nvme import flushes, placement, recovery
 from tiercache.daemon.tiers.nvme.moves import flights, offers, shelf_source
 from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.protocol.messages import BlockState
@@ -48,7 +48,9 @@ PAGE = 4096
 SEGMENT_BYTES = 8 * PAGE
 REGION_BYTES = 16 * PAGE
 WINDOW = 3
-CHAINS = [chain_of("a", 6), chain_of("b", 4, after=chain_of("a", 2)), chain_of("c", 7), chain_of("d", 1)]
+HEAD = chain_of("a", 2)
+BRANCHES = [chain_of(name, 4, after=HEAD) for name in "bef"]
+CHAINS = [chain_of("a", 6), *BRANCHES, chain_of("c", 7), chain_of("d", 1)]
 KEYS = sorted({key_of(chain, number) for chain in CHAINS for number in range(len(chain) // KEY_BYTES)})
 SPACES = [(PAGE, 0, 0), (PAGE, 1, 0), (PAGE, 0, WINDOW), (2 * PAGE, 0, 0)]
 """Block bytes, rank and window of the namespaces."""
@@ -165,6 +167,7 @@ class NvmeMachine(RuleBasedStateMachine):
             self.patch.setattr(module, name, 1)
         for module, name in ((promotion, "GROW_NS"), (flights, "SETTLE_NS")):
             self.patch.setattr(module, name, 0 if small_slices else FOR_EVER_NS)
+        self.patch.setattr(placement, "COPIED_SHARE", 0)  # any head may be copied
         self.roomy = roomy
         segments = 64 if roomy else 2
         self.disks = [MemoryDisk(number, self.clock, segments, SEGMENT_BYTES) for number in range(directories)]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.placement import COPIED_SHARE, HEAD_PER_BRANCH
+from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.protocol.messages import CommitState
 
 PAGE = 4096
 WINDOW = 3
@@ -46,6 +50,150 @@ async def test_chains_are_found_whatever_the_order_of_the_directories(clock: Clo
         assert found == [5 if home < set(order) or home == set(order) else 0 for home in homes_of]
         again.check()
         await again.close()
+
+
+def whole(shelf: Shelf, namespace: Namespace, chain: bytes) -> bool:
+    """Whether a directory has all of a chain."""
+    return shelf.length(namespace, chain, len(chain) // 16) == len(chain) // 16
+
+
+def having(rig: TierRig, namespace: Namespace, chains: list[bytes]) -> list[int]:
+    """How many of these chains each directory has."""
+    return [sum(whole(shelf, namespace, chain) for chain in chains) for shelf in rig.shelves]
+
+
+async def store_in_turn(rig: TierRig, space: Namespace, chains: list[bytes]) -> None:
+    for chain in chains:
+        rig.store(space, chain)
+        await rig.settled()
+
+
+@on_clock
+async def test_chains_with_one_beginning_use_all_directories(clock: Clock) -> None:
+    """Each fills its directory: together they have the room of both, less the copies of what they begin with."""
+    disks = [MemoryDisk(number, clock, 8, 16 * PAGE) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks, arena_regions=2).open()
+    space, head = rig.namespace(PAGE), chain_of("system prompt", 5)
+    chains = [chain_of(str(number), 4, after=head) for number in range(60)]
+    await store_in_turn(rig, space, chains[:48])
+    counts = having(rig, space, chains)
+    assert sum(counts) == 48
+    assert min(counts) >= 12
+    stats = rig.tier.stats()
+    assert stats["evicted_blocks"] == 0
+    assert stats["head_copied_blocks"] == 5, "once for the other directory"
+    assert stats["head_copied_bytes"] * COPIED_SHARE <= stats["written_bytes"]
+    rig.forget_dram()
+    assert [await rig.load(space, chain) for chain in chains[:48]] == [9] * 48
+    rig.check()
+    await rig.close()
+    # Both are found after a restart, and each goes on by itself when the other is away.
+    rig = await TierRig(NOWHERE, disks=disks).open()
+    space = rig.namespace(PAGE)
+    assert having(rig, space, chains) == counts
+    await rig.close()
+    for number, count in enumerate(counts):
+        one = await TierRig(NOWHERE, disks=[disks[number]], dirs=[NOWHERE / f"nvme{number}"]).open()
+        space = one.namespace(PAGE)
+        assert sum([await one.load(space, chain) == 9 for chain in chains]) == count
+        one.check()
+        await one.close()
+
+
+@on_clock
+async def test_a_new_directory_fills_while_the_old_one_keeps_what_it_has(clock: Clock) -> None:
+    disks = [MemoryDisk(number, clock, 4, 16 * PAGE) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks[:1], dirs=[NOWHERE / "nvme0"], arena_regions=2).open()
+    space, head = rig.namespace(PAGE), chain_of("system prompt", 2)
+    old = [chain_of(str(number), 3, after=head) for number in range(20)]
+    await store_in_turn(rig, space, old)
+    kept = [chain for chain in old if whole(rig.shelves[0], space, chain)]
+    assert not rig.shelves[0].has_room(space)
+    await rig.close()
+    rig = await TierRig(NOWHERE, disks=disks, arena_regions=2).open()
+    space = rig.namespace(PAGE)
+    rig.tier._placement.copies.written_bytes = 1 << 30  # rule: of a daemon that has written for long
+    assert [await rig.load(space, chain) for chain in kept] == [5] * len(kept)  # DRAM has the beginning again
+    new = [chain_of(f"new {number}", 3, after=head) for number in range(15)]
+    await store_in_turn(rig, space, new)
+    assert having(rig, space, new) == [0, 15]
+    assert having(rig, space, kept) == [len(kept), 0]
+    assert rig.tier.stats()["evicted_blocks"] == 0
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_branch_far_down_a_chain_stays_where_the_chain_is(clock: Clock) -> None:
+    """A copy of all blocks before it would cost more than it is worth, until many branches are there."""
+    disks = [MemoryDisk(number, clock) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks, arena_regions=8).open()
+    rig.tier._placement.copies.written_bytes = 1 << 30  # rule: of a daemon that has written for long
+    space, long = rig.namespace(PAGE), chain_of("long", 2 * HEAD_PER_BRANCH + 1)
+    branches = [chain_of(str(number), 1, after=long) for number in range(20)]
+    await store_in_turn(rig, space, branches[:3])
+    assert sorted(having(rig, space, branches)) == [0, 3]
+    await store_in_turn(rig, space, branches[3:])
+    assert min(having(rig, space, branches)) > 0
+    assert rig.tier.stats()["head_copied_blocks"] == len(long) // 16
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_copies_wait_until_enough_was_written(clock: Clock) -> None:
+    disks = [MemoryDisk(number, clock) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks, arena_regions=8).open()
+    space, head = rig.namespace(PAGE), chain_of("system prompt", 12)
+    chains = [chain_of(str(number), 1, after=head) for number in range(12 * COPIED_SHARE)]
+    for number, chain in enumerate(chains):
+        await store_in_turn(rig, space, [chain])
+        stats = rig.tier.stats()
+        assert stats["head_copied_bytes"] * COPIED_SHARE <= stats["written_bytes"], number
+        assert (min(having(rig, space, chains)) > 0) is (stats["head_copied_blocks"] == 12)
+    assert stats["head_copied_blocks"] == 12
+    await rig.close()
+
+
+@on_clock
+@pytest.mark.parametrize("whole_namespace", [True, False])
+async def test_a_flush_reaches_the_copies_of_a_head(clock: Clock, whole_namespace: bool) -> None:
+    disks = [MemoryDisk(number, clock) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks, arena_regions=8).open()
+    rig.tier._placement.copies.written_bytes = 1 << 30  # rule: of a daemon that has written for long
+    space, head = rig.namespace(PAGE), chain_of("system prompt", 3)
+    chains = [chain_of(str(number), 2, after=head) for number in range(12)]
+    await store_in_turn(rig, space, chains)
+    assert min(having(rig, space, chains)) > 0
+    assert await rig.flush(b"" if whole_namespace else key_of(head, 1))
+    left = 0 if whole_namespace else 1
+    assert [shelf.length(space, head, 3) for shelf in rig.shelves] == [left, left]
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_clients_that_write_themselves_write_the_head_to_both_directories(clock: Clock) -> None:
+    disks = [MemoryDisk(number, clock, segment_bytes=1 << 20) for number in range(2)]
+    rig = await TierRig(NOWHERE, disks=disks).open()
+    grants = rig.tier.grants
+    assert grants is not None
+    space, head = rig.namespace(PAGE), chain_of("system prompt", 3)
+    chains, granted = [chain_of(str(number), 2, after=head) for number in range(40)], list[int]()
+    for chain in chains:
+        while (got := grants.reserve(rig.owner, space, b"", chain, 10)).soon:
+            await rig.settled()
+        states = grants.commit(rig.owner, got.lease_id, [0] * len(got.extents))
+        assert [state is CommitState.VISIBLE for state in states] == [True] * len(got.extents)
+        assert got.present + len(states) == 5
+        granted.append(len(states))
+    assert sorted(granted) == [2] * 38 + [5, 5], "the head twice, once to each"
+    assert min(having(rig, space, chains)) >= 10
+    stats = rig.tier.stats()
+    assert stats["head_copied_blocks"] == 3
+    assert stats["direct_stored_blocks"] == 86
+    rig.check()
+    await rig.close()
 
 
 @on_clock

@@ -122,3 +122,28 @@ async def test_two_blocks_that_are_each_the_parent_of_the_other_both_end(clock: 
     await rig.settled()
     rig.check()
     await rig.close()
+
+
+@on_clock
+async def test_a_flushed_block_that_arrives_late_does_not_come_back_below_its_parents_successor(clock: Clock) -> None:
+    rig, disk, space = await rig_on(clock)
+    [shelf], chain = rig.shelves, chain_of("a", 2)
+    parent, child = key_of(chain, 0), key_of(chain, 1)
+    late, done = hold_back(rig, lambda op: not late_ones)
+    late_ones: list[Flight] = []
+    rig.store(space, chain)
+    await rig.until(lambda: len(late) == 2)
+    late_ones += late.values()
+    assert await rig.flush(parent)
+    done([late[parent]])
+    await rig.until(lambda: rig.tier._writes.settle() is False)
+    rig.store(space, parent)
+    while rig.tier._writes.queued:
+        await rig.work()
+    done([late[child]])  # it waits for the block that is being written now
+    disk.step(commits=False)
+    await rig.settled()
+    assert shelf.has(space, parent)
+    assert not shelf.has(space, child), "it was flushed"
+    rig.check()
+    await rig.close()
