@@ -31,8 +31,13 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 """Before a job that failed is tried again, each time twice as long. While the store is away, none is tried."""
 JITTER = 0.5
 """The random part of each pause."""
-MAX_KEPT = 4096
-"""Notes that are kept; with more, the whole deployment is flushed instead."""
+MANY_NOTES = 1024
+"""With more notes that wait, those of many buckets of one namespace become the namespace's own."""
+MAX_BUCKETS = 8
+"""Buckets of one namespace whose notes may wait then. So what one tenant flushes costs its own namespaces at most."""
+MAX_KEPT = 65_536
+"""Notes that wait; with more, the whole deployment is flushed instead. One life of a daemon knows too few namespaces
+for that; many lives of one that never reaches its store may come to it."""
 
 
 class FlushJob(SharedJob):
@@ -130,13 +135,28 @@ class SharedFlushes:
         number, loop = self._flushes, asyncio.get_running_loop()
         self._under_way[number] = frozenset(names)
         self._notes.update(dict.fromkeys(self._under_way[number], number))
-        if len(self._notes) > MAX_KEPT:
-            self._notes = {self._epochs.naming.deployment_note: number}
+        if len(self._notes) > MANY_NOTES:
+            self._put_together(number)
         self._wait_for_notes()
         self._waiting.append((number, done))
         loop.call_later(TOLD_S, self._time_is_up, number)
         self._tell()
         return number
+
+    def _put_together(self, number: int) -> None:
+        """Replace many notes by fewer that say at least as much; `number`: the flush that wants those."""
+        naming, buckets = self._epochs.naming, dict[bytes, list[bytes]]()
+        for name in self._notes:
+            above = naming.note_above(name)
+            if above != naming.deployment_note:
+                buckets.setdefault(above, []).append(name)
+        for above, names in buckets.items():
+            if len(names) > MAX_BUCKETS or above in self._notes:
+                for name in names:
+                    del self._notes[name]
+                self._notes[above] = number
+        if len(self._notes) > MAX_KEPT:
+            self._notes = {naming.deployment_note: number}
 
     def end(self, number: int) -> frozenset[bytes]:
         """DRAM has forgotten all that this flush concerns; returns its notes."""

@@ -92,6 +92,11 @@ class Naming:
         fingerprint, _, _ = note.removeprefix(self._prefix).rpartition(b"notes")
         return fingerprint.decode().removesuffix(":")
 
+    def note_above(self, note: bytes) -> bytes:
+        """The note of all that a note is about, and more: of a bucket its namespace's, else that of the deployment."""
+        above, _, bucket = note.rpartition(b":")
+        return above if bucket.isdigit() else self.deployment_note
+
     def epoch(self, notes: Sequence[bytes]) -> bytes:
         """The epoch that these notes, in the order of `notes`, make."""
         assert len(notes) == 3

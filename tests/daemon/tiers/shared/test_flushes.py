@@ -22,7 +22,7 @@ from tiercache.daemon.tiers.shared import flushes, presence, writes
 from tiercache.daemon.tiers.shared.epochs import Epochs
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import LineUse
-from tiercache.daemon.tiers.shared.naming import Naming
+from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 
 NAME, LENGTH = "x", 2
@@ -216,13 +216,31 @@ async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_pa
     assert state.read_text().split() == [b"one".hex(), b"two".hex()]
 
 
+def test_note_above() -> None:
+    naming = Naming("d:1", b"")
+    bucket, namespace = naming.bucket_note(Scope("f", 7)), naming.namespace_note("f")
+    assert naming.note_above(bucket) == namespace
+    assert naming.note_above(namespace) == naming.note_above(naming.deployment_note) == naming.deployment_note
+
+
 @played
-async def test_too_many_notes_become_a_flush_of_the_whole_deployment(
+async def test_very_many_notes_become_those_of_their_namespaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flushes, "MAX_KEPT", 2)
-    epochs = Epochs(Naming("d", b""))
+    """A tenant that flushes every prompt of all its namespaces costs nobody else a block."""
+    monkeypatch.setattr(flushes, "MANY_NOTES", 40)
+    naming = Naming("d", b"")
+    epochs = Epochs(naming)
     its = SharedFlushes(epochs, tmp_path / "state", lambda job: None, lambda job: None, lambda: True)
-    for number in range(3):
-        its.end(its.begin([b"note %d" % number], lambda durable: None))
-    assert epochs.pending == {epochs.naming.deployment_note}
+    quiet = {naming.bucket_note(Scope("quiet", 5)), naming.bucket_note(Scope("quiet", 6))}
+    its.end(its.begin(quiet, lambda durable: None))
+    mine = [f"mine {number}" for number in range(4)]
+    for bucket in range(BUCKETS):
+        its.end(its.begin([naming.bucket_note(Scope(name, bucket)) for name in mine], lambda durable: None))
+    assert quiet < epochs.pending
+    assert {naming.fingerprint_of(note) for note in epochs.pending} == {"quiet", *mine}
+    assert all(epochs.of(Scope(name, bucket)) is None for name in mine for bucket in range(BUCKETS))
+    assert len(epochs.pending) <= 40 + len(mine)
+    monkeypatch.setattr(flushes, "MAX_KEPT", 50)
+    its.end(its.begin([naming.namespace_note(str(number)) for number in range(50)], lambda durable: None))
+    assert epochs.pending == {naming.deployment_note}, "as the last resort"
