@@ -49,9 +49,11 @@ class _Job:
 
     __slots__ = (
         "after",
+        "arrived",
         "asking",
         "fetching",
         "lease",
+        "missing",
         "namespace",
         "next",
         "numbers",
@@ -73,6 +75,7 @@ class _Job:
         self.after = after
         self.next = 0
         self.fetching = 0
+        self.arrived = self.missing = 0  # blocks that it has fetched, and that the source turned out not to have
         self.writing: list[int] = []  # its write leases, ended ones included
         self.asking = True
         self.over = False
@@ -240,6 +243,8 @@ class Promotion:
         return more
 
     def _has_room(self, source: Source) -> bool:
+        if not source.trusted and self._fetching.get(source):
+            return False
         return self._fetch_bytes.get(source, 0) < MAX_IN_FLIGHT_BYTES and self._fetches.get(source, 0) < MAX_IN_FLIGHT
 
     def give_up(self, source: Source) -> None:
@@ -338,6 +343,8 @@ class Promotion:
         arrived = [fetch for fetch in fetches if fetch.outcome is FetchOutcome.OK]
         if arrived:
             source.tally.blocks += len(arrived)
+            job.arrived += len(arrived)
+            source.kept_word(True)
             source.tally.stored_bytes += sum(fetch.stored_bytes for fetch in arrived)
             self.committing = source
             self._writes.commit(self._owner, arrived[0].write_lease, [fetch.place for fetch in arrived])
@@ -357,6 +364,7 @@ class Promotion:
         source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
         source.tally.other_version += outcome is FetchOutcome.OTHER_VERSION
         source.tally.failed += outcome is FetchOutcome.FAILED
+        job.missing += outcome is FetchOutcome.MISSING
         source.failed(fetch)
 
     def _settle(self, job: _Job) -> None:
@@ -376,6 +384,8 @@ class Promotion:
         if job.over:
             return
         lease, job.over = job.lease, True
+        if job.missing and not job.arrived:
+            job.source.kept_word(False)
         self._waiting.pop(job, None)
         self._landed = True
         self._of_lease[lease.lease_id] -= 1

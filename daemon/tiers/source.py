@@ -26,7 +26,9 @@ class FetchOutcome(Enum):
     OTHER_VERSION = "other_version"
     """A host of another release stored it, in a form that this one does not read. The frame holds rubbish."""
     MISSING = "missing"
-    """The block is not there any more."""
+    """The block is not there, or not any more."""
+    FLUSHED = "flushed"
+    """Another host has flushed it meanwhile. The frame holds rubbish."""
     FAILED = "failed"
     """The disk or the store did not deliver. The frame holds rubbish."""
     CANCELLED = "cancelled"
@@ -91,6 +93,14 @@ class Source(Protocol):
     @property
     def retired(self) -> bool:
         """Whether it is gone for good: no fetch begins any more."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it has what it is said to have. If not, one batch is under way at a time: frames are made free for
+        it."""
+
+    def kept_word(self, kept: bool) -> None:
+        """Blocks have arrived that it was said to have; if not `kept`, none of those that a lease wanted was there."""
 
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[Any]:
         """Find blocks of a chain `keys` and keep each in place until `let_go`; those before the first not here."""

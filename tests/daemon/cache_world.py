@@ -79,6 +79,7 @@ class Shelf(NoTierBelow):
 
     tiers = ("shelf",)
     offline = retired = False
+    trusted = True
 
     def __init__(self, memory: Memory, now_s: Callable[[], float], parent_of: Callable[[bytes], bytes]) -> None:
         self.blocks: dict[Block, Token] = {}
@@ -180,6 +181,9 @@ class Shelf(NoTierBelow):
         return
 
     def cancel(self) -> None:
+        return
+
+    def kept_word(self, kept: bool) -> None:
         return
 
     def hang(self) -> None:

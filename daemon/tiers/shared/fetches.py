@@ -156,7 +156,7 @@ class FetchJob(SharedJob):
     def _arrived(self, reading: _Reading, epochs: dict[Scope, bytes]) -> None:
         get = reading.get
         if self.stale or get.fate is not Fate.DONE:
-            outcome = FetchOutcome.MISSING if self.stale else _OUTCOMES.get(get.fate, FetchOutcome.FAILED)
+            outcome = FetchOutcome.FLUSHED if self.stale else _OUTCOMES.get(get.fate, FetchOutcome.FAILED)
             for fetch in reading.fetches:
                 self._settle(fetch, outcome, 0)
             return
@@ -174,7 +174,7 @@ class FetchJob(SharedJob):
 
     def _settle_rest(self) -> None:
         outcome = FetchOutcome.CANCELLED if self.idle else FetchOutcome.FAILED
-        outcome = FetchOutcome.MISSING if self.stale else outcome
+        outcome = FetchOutcome.FLUSHED if self.stale else outcome
         for fetch in self.fetches:
             if fetch.outcome is FetchOutcome.PENDING:
                 self._settle(fetch, outcome, 0)
@@ -188,7 +188,9 @@ class SharedSource:
     """Implements `Source`. Event loop only.
 
     `submit(fetches)` makes a job of them and gives it to a line; `away()`: whether the store is; `soon()` asks for a
-    slice of work before the next tick.
+    slice of work before the next tick; `told(kept)`: see `Source.kept_word`.
+
+    It is trusted while it delivers what it claims. One that claims what it has not would have all of DRAM evicted.
     """
 
     retired = False
@@ -201,19 +203,27 @@ class SharedSource:
         away: Callable[[], bool],
         presence: Presence,
         soon: Callable[[], None],
+        told: Callable[[bool], None],
     ) -> None:
         self.tally = FetchTally()
+        self.trusted = False
         self._submit = submit
         self._scope_of = scope_of
         self._pack_of = pack_of
         self._away = away
         self._presence = presence
         self._soon = soon
+        self._told = told
 
     @property
     def offline(self) -> bool:
         """See `Source`."""
         return self._away()
+
+    def kept_word(self, kept: bool) -> None:
+        """See `Source`."""
+        self.trusted = kept
+        self._told(kept)
 
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[HeldBlock]:
         """See `Source`. The store keeps what it likes: nothing is held there."""

@@ -42,11 +42,11 @@ The last key alone would do for chains, but a client may send keys that are no c
 
 
 class _Believed(NamedTuple):
-    """A claim, until when it is believed, and the generations of its namespaces under which it was found."""
+    """A claim, until when it is believed, and how its namespaces stood when it was found: see `Presence._standing`."""
 
     claim: Claim
     until_s: float
-    generations: tuple[int, ...]
+    standing: list[tuple[int, int]]
 
 
 class Presence:
@@ -60,6 +60,7 @@ class Presence:
         self._clock_s = clock_s
         self._every = 0  # generations of all namespaces together
         self._generations: dict[int, int] = {}
+        self._broken: dict[int, int] = {}  # how often a claimed block of a namespace could not be fetched
         self._claims: dict[PromptName, _Believed] = {}
         self._claimed_in_windows = 0
         self._blocks: dict[tuple[int, bytes], tuple[float, int]] = {}
@@ -87,7 +88,11 @@ class Presence:
         believed = self._claims.get(prompt_name(namespaces, keys))
         if believed is None or self._clock_s() >= believed.until_s:
             return None
-        return believed.claim if believed.generations == tuple(map(self.generation, namespaces)) else None
+        return believed.claim if believed.standing == self._standing(namespaces) else None
+
+    def _standing(self, namespaces: Sequence[Namespace]) -> list[tuple[int, int]]:
+        """What must not have changed since a claim was found. Another tenant's failures leave it alone."""
+        return [(self.generation(one), self._broken.get(one.number, 0)) for one in namespaces]
 
     def claimed(
         self, namespaces: Sequence[Namespace], keys: bytes, found: Claim, known: Sequence[set[bytes]] = ()
@@ -101,11 +106,10 @@ class Presence:
         end = self._fetchable(namespaces, keys, found, known)
         if end < found.end and found.stored:
             return  # other blocks of the windows would be needed there: the next look-up finds an end that is whole
-        generations = tuple(map(self.generation, namespaces))
         claim = found._replace(end=end)
         more = any(claim.end > start for start in claim.starts.values()) or any(claim.stored.values())
         until_s += CLAIM_S if more else NO_CLAIM_S
-        self._claims[name] = _Believed(claim, until_s, generations)
+        self._claims[name] = _Believed(claim, until_s, self._standing(namespaces))
         self._claimed_in_windows += claim.blocks_in_windows
         while len(self._claims) > MAX_CLAIMS or (self._claimed_in_windows > MAX_IN_WINDOWS and len(self._claims) > 1):
             self._drop_claim(next(iter(self._claims)))
@@ -182,7 +186,7 @@ class Presence:
             self._put(self._unfetchable, MAX_UNFETCHABLE, namespace, key, UNFETCHABLE_S)
             if bad:
                 self._put(self._bad, MAX_BAD, namespace, key, REPLACE_S)
-            self.drop_claims()
+            self._broken[namespace.number] = self._broken.get(namespace.number, 0) + 1
 
     def is_to_replace(self, namespace: Namespace, key: bytes) -> bool:
         """Whether a store of this block overwrites what is there."""

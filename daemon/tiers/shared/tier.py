@@ -38,7 +38,7 @@ from tiercache.daemon.tiers.shared.presence import Presence
 from tiercache.daemon.tiers.shared.probe import ProbeJob
 from tiercache.daemon.tiers.shared.search import ChainAsk, WindowAsk
 from tiercache.daemon.tiers.shared.settings import SharedSettings
-from tiercache.daemon.tiers.shared.stores.store import SharedStore, StoreError
+from tiercache.daemon.tiers.shared.stores.store import SharedStore, StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.write_job import WriteJob
 from tiercache.daemon.tiers.shared.writes import SharedWrites
 from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
@@ -48,6 +48,9 @@ log = logging.getLogger("tiercache.daemon")
 
 LOOKUP_LINES = 2
 CLOSE_S = 5.0
+_NOT_THERE = StoreError(
+    StoreProblem.PROTOCOL, "it says that it has blocks, and then has none of them: is it full, and evicts at random?"
+)
 _POLL_S = 0.01
 
 
@@ -75,7 +78,9 @@ class SharedTier:
         self.flushes = SharedFlushes(
             self.epochs, settings.state, self._submit_flush, self._flush_ended, lambda: not self.breaker.closed
         )
-        self.source = SharedSource(self._fetch, self.scope_of, self.pack_of, lambda: self.away, self.presence, soon)
+        self.source = SharedSource(
+            self._fetch, self.scope_of, self.pack_of, lambda: self.away, self.presence, soon, self._kept_word
+        )
         self._regions = regions
         self._soon = soon
         self._clock_s = clock_s
@@ -190,6 +195,13 @@ class SharedTier:
             log.error("the shared store %s is away: %s", self.store.address, error.text)
             self.presence.drop_claims()
         self._may_be_back(was)  # one that is full, or takes no writes, answers
+
+    def _kept_word(self, kept: bool) -> None:
+        """Blocks that the store claimed have arrived, or all of a prompt turned out not to be there."""
+        if kept:
+            self._worked(Claim)
+        elif not self._closing:
+            self._failed(_NOT_THERE, Claim)
 
     def _may_be_back(self, was: BreakerState) -> None:
         if was is BreakerState.HALF_OPEN and self.breaker.closed:

@@ -27,6 +27,7 @@ class NearTier(NoTierBelow):
     """Stands for NVMe: it has the first blocks, and delivers them when the test says so."""
 
     offline = retired = False
+    trusted = True
 
     def __init__(self) -> None:
         self.tally = FetchTally()
@@ -56,6 +57,9 @@ class NearTier(NoTierBelow):
 
     def cancel(self) -> None:
         raise AssertionError("it never hangs")
+
+    def kept_word(self, kept: bool) -> None:
+        assert kept
 
     def deliver(self) -> None:
         """All that it was asked for."""

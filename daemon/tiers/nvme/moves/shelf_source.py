@@ -112,6 +112,14 @@ class ShelfSource:
         """See `Source`."""
         return self._shelf.retired
 
+    @property
+    def trusted(self) -> bool:
+        """See `Source`. Its index is ours."""
+        return True
+
+    def kept_word(self, kept: bool) -> None:
+        """See `Source`: nothing to note."""
+
     def missing(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
         """Which of them are not here; see `Shelf.has`."""
         return self._shelf.missing(namespace, keys)

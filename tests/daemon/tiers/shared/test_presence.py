@@ -52,6 +52,16 @@ def test_blocks_that_cannot_be_fetched_cost_one_pass_over_a_long_prompt() -> Non
     assert not known._unfetchable
 
 
+def test_a_block_that_could_not_be_fetched_leaves_what_is_claimed_for_others() -> None:
+    known = presence.Presence(lambda: 0.0)
+    mine, others = SimpleNamespace(number=1), SimpleNamespace(number=2)
+    prompts: list[tuple[list[Any], bytes]] = [([mine], chain_of("a", 9)), ([others], chain_of("b", 9))]
+    for spaces, keys in prompts:
+        known.claimed(spaces, keys, Claim(9, {0: 3}, {}))
+    known.could_not_fetch(prompts[0][0][0], key_of(prompts[0][1], 5), 0)
+    assert [known.claim(*prompt) is None for prompt in prompts] == [True, False]
+
+
 @played
 async def test_what_expired_in_the_store_is_sent_again_from_dram(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
