@@ -4,7 +4,8 @@
              └─────────── drop ─────────────┴──────────► the same, in its turn
 
 One thread makes the lookups and releases in order. While the daemon is slow with each lookup, a request waits for its
-turn no longer than for one answer, and then goes without the cache.
+turn no longer than for one answer, and then goes without the cache. While the lookups are quick it waits longer, but
+not for ever: very many may be before it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
+LONGEST_WAIT = 5
+"""Behind quick lookups a request waits so many times as long as for one answer."""
 MISS = Match()
 
 logger = logging.getLogger("tiercache.connectors.vllm")
@@ -33,6 +36,7 @@ class Lookup:
     """Result of one lookup. The lookups' thread sets it, `done` last; without a root there is no cache."""
 
     until_s: float  # how long to wait if lookups are slow
+    latest_s: float  # and if they are quick
     wanted: bool = True
     root: bytes = b""
     keys: bytes = b""
@@ -74,7 +78,8 @@ class MatchLookups:
 
     def prepare(self) -> Lookup:
         """A lookup that `find` is yet to answer."""
-        return Lookup(time.monotonic() + self._connector.client.request_timeout_s)
+        now_s, patience_s = time.monotonic(), self._connector.client.request_timeout_s
+        return Lookup(now_s + patience_s, now_s + LONGEST_WAIT * patience_s)
 
     def ask(self, chain: Callable[[], tuple[bytes, bytes]]) -> Lookup:
         """Begin a lookup with the next `begin`; `chain` returns the root and the keys, in the background."""
@@ -100,12 +105,14 @@ class MatchLookups:
             lookup.done = True
 
     def overdue(self, lookup: Lookup, *, slow: bool = False) -> bool:
-        """Whether a request should wait no longer for a lookup that is not done. While lookups are quick it waits.
+        """Whether a request should wait no longer for a lookup that is not done. While lookups are quick it waits on.
 
         `slow`: they are for this request. Begins what is collected.
         """
         self.begin()
         now_s = time.monotonic()
+        if now_s > lookup.latest_s:
+            return True
         return now_s > lookup.until_s and (slow or self._slow or now_s - self._moved_s > SLOW_LOOKUP_S)
 
     def drop(self, lookup: Lookup) -> None:

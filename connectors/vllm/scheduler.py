@@ -277,7 +277,7 @@ class RequestPlanner:
                 self._let_go(state)
             return
         if state is None or state.lookup is None:
-            state = _Request(request, Lookup(0.0, done=True), local=filled // self._block_size)
+            state = _Request(request, Lookup(0.0, 0.0, done=True), local=filled // self._block_size)
             self._orders.cancel.append(request.request_id)
         lookup = state.lookup
         assert lookup is not None

@@ -11,7 +11,7 @@ import pytest
 from tiny_vllm import SPEC, ByHand, TinyCache
 
 from tiercache.connectors.vllm import lookups
-from tiercache.connectors.vllm.lookups import SLOW_LOOKUP_S, MatchLookups
+from tiercache.connectors.vllm.lookups import LONGEST_WAIT, SLOW_LOOKUP_S, MatchLookups
 from tiercache.protocol.messages import KEY_BYTES
 
 CHAIN = bytes(KEY_BYTES), bytes(2 * KEY_BYTES)
@@ -59,6 +59,18 @@ def test_a_request_waits_past_the_deadline_while_the_lookups_before_it_are_quick
     assert rig.lookups.overdue(last), "nothing moves any more"
     rig.queue.work()
     assert (last.done, last.root) == (True, CHAIN[0])
+
+
+def test_a_request_behind_very_many_quick_lookups_goes_without_the_cache_at_last(rig: Rig) -> None:
+    rig.takes_s = SLOW_LOOKUP_S / 2
+    last = rig.lookups.prepare()
+    waited = 0
+    while not rig.lookups.overdue(last):
+        rig.lookups.ask(lambda: CHAIN)
+        rig.lookups.begin()
+        rig.queue.work()
+        waited += 1
+    assert waited * rig.takes_s == pytest.approx(LONGEST_WAIT * PATIENCE_S, abs=2 * rig.takes_s)
 
 
 @pytest.mark.parametrize("takes_s", [SLOW_LOOKUP_S * 0.9, SLOW_LOOKUP_S * 1.1])

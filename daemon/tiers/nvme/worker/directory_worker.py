@@ -390,8 +390,8 @@ class DirectoryWorker:
             self.directory.disconnect()
             self.queue.disconnect()
             self.catalog.lost()
-        elif self._life is not None:
-            self._life.close()
+        else:
+            self._forget_life()  # a question may be under way on the line of one that was used
         self._arena.forget(self._add_region)
 
     def _leave(self, life: _Life) -> None:

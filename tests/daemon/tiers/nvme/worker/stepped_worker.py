@@ -517,14 +517,20 @@ class SteppedWorker:
             self.child.wait_for_lines()
 
     def open_child(self, how: str) -> None:
-        """The process answers that thread. `gone`: it ends at once, and the loop hears of its end first."""
+        """The process answers that thread. `gone`: it ends at once, and the loop hears of its end first; `both gone`:
+        and of the next one's.
+        """
         assert self.child is not None
-        self.child.open("well" if how == "gone" else how)
+        self.child.open("well" if "gone" in how else how)
         self.join_reopening()
-        if how == "gone":
+        if "gone" in how:
             use = self.loop.soon.pop()
             self.end_child(-9)
             self.child_goes()
+            if how == "both gone":
+                self.start_child()
+                self.end_child(-9)
+                self.child_goes()
             self.loop.soon.append(use)
 
     def join_reopening(self) -> None:

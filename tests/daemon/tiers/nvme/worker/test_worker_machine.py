@@ -319,14 +319,17 @@ class WorkerMachine(RuleBasedStateMachine):
         if self.world.child is None:
             self.world.start_child(lines)
 
-    @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost", "gone"]))
+    @rule(how=st.sampled_from(["well"] * 8 + ["ends", "refused", "other", "fresh", "lost", "gone", "both gone"]))
     def open_next(self, how: str = "well") -> None:
         child = self.world.child
         if child is not None and child.alive and not child.is_open:
-            self.may_give_up |= how not in ("well", "ends", "gone")
+            self.may_give_up |= how not in ("well", "ends", "gone", "both gone")
             self.world.open_child(how)
 
-    @rule(how=st.sampled_from(["well"] * 4 + ["ends", "lost", "fresh", "other", "gone"]), turns=st.integers(0, 3))
+    @rule(
+        how=st.sampled_from(["well"] * 4 + ["ends", "lost", "fresh", "other", "gone", "both gone"]),
+        turns=st.integers(0, 3),
+    )
     def replace(self, how: str, turns: int) -> None:
         """All of that at once: the process is killed, and the next one is used."""
         self.end_process("is killed")
@@ -496,7 +499,7 @@ TestWorkers = in_first_ring(WorkerMachine, examples=60, steps=40)
 TestWorkersForLong = in_stress(WorkerMachine, examples=200, steps=100)
 
 
-@pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone"])
+@pytest.mark.parametrize("how", ["well", "ends", "refused", "other", "fresh", "lost", "gone", "both gone"])
 def test_a_process_is_killed_amid_its_work_and_the_next_one_opens_the_directory(how: str) -> None:
     machine = WorkerMachine()
     machine.read(0, count=2)
