@@ -38,7 +38,7 @@ from tiercache.daemon.tiers.shared.presence import Presence
 from tiercache.daemon.tiers.shared.probe import ProbeJob
 from tiercache.daemon.tiers.shared.search import ChainAsk, WindowAsk
 from tiercache.daemon.tiers.shared.settings import SharedSettings
-from tiercache.daemon.tiers.shared.stores.store import SharedStore, StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import NotReplicated, SharedStore, StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.write_job import WriteJob
 from tiercache.daemon.tiers.shared.writes import SharedWrites
 from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
@@ -174,6 +174,8 @@ class SharedTier:
     def _flush_ended(self, job: FlushJob) -> None:
         if job.problem is None:
             self._worked(FlushJob)
+        elif isinstance(job.problem, NotReplicated):
+            log.warning("a flush of the shared store is tried again: %s", job.problem.text)
         elif not self._closing:
             self._failed(job.problem, FlushJob)
 

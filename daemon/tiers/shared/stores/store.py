@@ -48,6 +48,10 @@ class StoreError(Exception):
         self.text = text
 
 
+class NotReplicated(StoreError):
+    """The store has done it, and one that may take its place has not yet."""
+
+
 class Fate(Enum):
     """What became of one value of a batch."""
 

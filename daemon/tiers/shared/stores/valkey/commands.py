@@ -7,6 +7,7 @@ place in the stream is lost, and the line is closed.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -51,8 +52,11 @@ class ValkeyCommand(ABC):
     def read(self, first: bytes, line: ValkeyLine) -> None:
         """Read the rest of a reply that begins with this line, and is no error. Raises StoreError."""
 
-    def refuse(self) -> bool:
-        """The server answered with an error that is about this command alone. False: the call must fail."""
+    def refuse(self, denied: bool) -> bool:
+        """The server answered with an error that is about this command alone; `denied`: this user may not run it.
+
+        False: the call must fail.
+        """
         return False
 
 
@@ -110,9 +114,10 @@ class GetValue(ShortCommand):
             self._settle(Fate.MISFIT)
             raise line.breach(f"it sends {length} bytes for a value of at most {room_bytes}")
 
-    def refuse(self) -> bool:
-        self._settle(Fate.REFUSED)
-        return True
+    def refuse(self, denied: bool) -> bool:
+        if not denied:
+            self._settle(Fate.REFUSED)
+        return not denied
 
     def _settle(self, fate: Fate) -> None:
         self._get.fate = fate
@@ -143,9 +148,10 @@ class PutValue(ValkeyCommand):
             raise line.breach("it did not answer a SET with OK")
         self._put.fate = Fate.DONE
 
-    def refuse(self) -> bool:
-        self._put.fate = Fate.REFUSED
-        return True
+    def refuse(self, denied: bool) -> bool:
+        if not denied:
+            self._put.fate = Fate.REFUSED
+        return not denied
 
 
 class ExistsKey(ShortCommand):
@@ -247,6 +253,43 @@ class SetNoteCommand(ShortCommand):
         if first not in (b"+OK", b"$-1"):
             raise line.breach("it did not answer a SET with OK")
         self.stored = first == b"+OK"
+
+
+class CountReplicas(ShortCommand):
+    """INFO of the server that has a name: how many replicas copy it; 0 where we may not know."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(name, written(b"INFO", b"replication"), 1024)
+        self.count = 0
+
+    def read(self, first: bytes, line: ValkeyLine) -> None:
+        length = bulk_length(first, line)
+        if not 0 <= length <= MOST_SKIPPED_BYTES:
+            raise line.breach(f"it tells of its replicas in {length} bytes")
+        text = bytearray(length)
+        line.read_value((memoryview(text),))
+        found = re.search(rb"^connected_slaves:(\d{1,6})\r?$", text, re.MULTILINE)
+        self.count = int(found[1]) if found else 0
+
+    def refuse(self, denied: bool) -> bool:
+        return True
+
+
+class AwaitReplicas(ShortCommand):
+    """WAIT until replicas have what was written on this line; `acked`: how many had it in time."""
+
+    __slots__ = ("acked",)
+
+    def __init__(self, name: bytes, count: int, seconds: float) -> None:
+        super().__init__(name, written(b"WAIT", b"%d" % count, _life_ms(seconds)))
+        self.acked = 0
+
+    def read(self, first: bytes, line: ValkeyLine) -> None:
+        if first[:1] != b":" or not first[1:].isdigit() or len(first) > 8:
+            raise line.breach("it did not answer WAIT with a number")
+        self.acked = int(first[1:])
 
 
 def bulk_length(first: bytes, line: ValkeyLine) -> int:

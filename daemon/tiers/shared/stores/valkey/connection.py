@@ -15,12 +15,15 @@ from tiercache.daemon.tiers.shared.stores.store import (
     Fate,
     Get,
     Noted,
+    NotReplicated,
     Put,
     StoreError,
     StoreProblem,
 )
 from tiercache.daemon.tiers.shared.stores.valkey.commands import (
     MOST_VALUE_BYTES,
+    AwaitReplicas,
+    CountReplicas,
     ExistsKey,
     ExistsRun,
     GetNote,
@@ -39,6 +42,8 @@ from tiercache.daemon.tiers.shared.stores.valkey.url import Place, ValkeySetting
 
 RUN_NAMES = 512
 """Names in one run: its requests are sent as one, and must leave room for others within the window."""
+REPLICA_S = 1.0
+"""How long a flush waits for the replicas of a server."""
 NOTE_TRIES = 4
 """How often to set a note that other clients delete at the same time."""
 
@@ -111,6 +116,7 @@ class ValkeyConnection(ABC):
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
         with self._call(deadline_s):
             self._run([], [Unlink(name) for name in names], READING)
+            self._await_replicas(names)
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
         assert len(value) <= MAX_NOTE_BYTES, "a longer note would be taken as missing"
@@ -121,6 +127,8 @@ class ValkeyConnection(ABC):
                 getting = GetNote(name, found, 0)
                 self._run([], [setting, getting] if only_if_missing else [setting], WRITING)
                 if setting.stored:
+                    if not only_if_missing:
+                        self._await_replicas([name])
                     return value
                 if found[0] is not None:
                     return found[0]
@@ -128,6 +136,22 @@ class ValkeyConnection(ABC):
                     break
         text = "a note of ours is there and too long to be ours, or others delete it all the time"
         raise StoreError(StoreProblem.PROTOCOL, f"{self._settings.address}: {text}: delete it, or use another database")
+
+    def _await_replicas(self, names: Sequence[bytes]) -> None:
+        """Wait until all replicas have what became of these names. Raises StoreError if one has not in time.
+
+        A replica that becomes the primary without that would bring back what was flushed.
+        """
+        counts = [CountReplicas(name) for name in names]
+        self._run([], counts, READING)
+        left_s = min(REPLICA_S, (self._deadline_s - time.monotonic()) / 2)
+        waits = [AwaitReplicas(one.name, one.count, left_s) for one in counts if one.count]
+        if waits:
+            self._run([], waits, READING)
+        for one, waited in zip([one for one in counts if one.count], waits, strict=True):
+            if waited.acked < one.count:
+                text = f"{one.count - waited.acked} of {one.count} replicas have not taken a flush in {left_s:.1f} s"
+                raise NotReplicated(StoreProblem.BUSY, f"{self._settings.address}: {text}")
 
     def close(self) -> None:
         """End it for good, from any thread. A call under way ends at once."""

@@ -119,7 +119,8 @@ class Exchange:
             self.redirected.append((command, redirect))
             return
         problem = refusal.problem
-        if problem is None and command.refuse():
+        denied = problem is StoreProblem.DENIED
+        if (problem is None or denied) and command.refuse(denied):
             return
         if self.problem is None:
             self.problem = refusal.error(str(self.line.place), problem or StoreProblem.PROTOCOL)

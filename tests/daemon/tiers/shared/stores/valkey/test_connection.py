@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import pytest
 from store_calls import content
 from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon
+from waiting import wait_until
 
-from tiercache.daemon.tiers.shared.stores.store import (
-    StoreError,
-    StoreProblem,
-)
+from tiercache.daemon.tiers.shared.stores.store import NotReplicated, StoreError, StoreProblem
 
 pytestmark = pytest.mark.stress
 
@@ -58,3 +56,35 @@ def test_stopped_and_going_on(valkey: ValkeyServer) -> None:
         waiting.get([get], [], soon())
         assert got(get) == other
         waiting.close()
+
+
+def test_a_flush_waits_for_the_replicas(valkey: ValkeyServer) -> None:
+    """A replica that becomes the primary has it."""
+    with ValkeyServer("--replicaof", f"127.0.0.1 {valkey.port}") as replica:
+        replicates = b"state=online"
+        wait_until(lambda: replicates in valkey.ask("INFO", "replication"), "the replica copies the primary")
+        connection = connect(valkey.url)
+        assert connection.set_note(b"flushed", b"1", soon()) == b"1"
+        assert replica.ask("GET", "flushed") == b"1"
+        replica.stop()
+        try:
+            for call in (
+                lambda: connection.set_note(b"flushed", b"2", soon()),
+                lambda: connection.delete([b"flushed"], soon()),
+            ):
+                with pytest.raises(NotReplicated, match="1 of 1 replicas have not taken a flush"):
+                    call()
+            assert connection.set_note(b"made", b"3", soon(), only_if_missing=True) == b"3", "that is no flush"
+        finally:
+            replica.go_on()
+        assert connection.set_note(b"flushed", b"4", soon()) == b"4"
+        assert replica.ask("GET", "flushed") == b"4"
+        connection.close()
+
+
+def test_a_user_who_may_not_ask_for_replicas_flushes_all_the_same(valkey: ValkeyServer) -> None:
+    valkey.ask("ACL", "SETUSER", "few", "on", ">secret", "~*", "+set", "+get", "+unlink")
+    connection = connect(f"valkey://few:secret@127.0.0.1:{valkey.port}")
+    assert connection.set_note(b"note", b"1", soon()) == b"1"
+    connection.delete([b"note"], soon())
+    connection.close()
