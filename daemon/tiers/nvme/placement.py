@@ -37,7 +37,7 @@ def near(namespace: Namespace) -> range:
     return range(max(1, namespace.number - _NEAR), namespace.number + _NEAR + 1)
 
 
-HEAD_PER_BRANCH = 16
+HEAD_PER_BRANCH = 2
 """A head is copied if it has at most so many blocks for each branch that hangs below it."""
 MAX_HEAD = 2048
 """Blocks of a head that is copied: more are not looked for."""
