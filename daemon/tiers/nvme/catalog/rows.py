@@ -19,7 +19,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import compress
+from itertools import chain, compress
+from operator import lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +125,16 @@ class RowBatch:
         """The rows for which `wanted` holds."""
         fields = [tuple(compress(column, wanted)) for column in self.fields]
         return RowBatch(tuple(compress(self.places, wanted)), fields)
+
+    def ascending(self, after: int) -> RowBatch:
+        """The rows whose place is larger than `after` and all before it: nearly always all of them."""
+        if all(map(lt, chain((after,), self.places), self.places)):
+            return self
+        wanted, last = list[bool](), after
+        for place in self.places:
+            wanted.append(place > last)
+            last = max(last, place)
+        return self.only(wanted)
 
 
 PLACED_BYTES = _PLACED.size
@@ -272,6 +283,8 @@ class Loading:
                     damaged_places.add(place)
                     self._on_damage(place, record)
             self.damaged = len(damaged_places)
+            # A damaged database may have a row twice: its slot must not get two owners.
+            good = good.ascending(after)
             # A damaged place may be any number, so continue from a good one where there is one.
             reached = good.places[-1] if good else page[-1][0] if page else self._last_place
             if reached > self._last_place:

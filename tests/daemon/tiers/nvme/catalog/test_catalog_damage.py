@@ -11,6 +11,7 @@ import pytest
 from catalog_bench import WAIT_S, Answers, Bench, row
 
 from tiercache.daemon.tiers.nvme.catalog import database
+from tiercache.daemon.tiers.nvme.catalog import rows as loading
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows
 from tiercache.daemon.tiers.nvme.catalog.rows import RECORD_BYTES, Row, pack_row, place_of
@@ -153,6 +154,24 @@ def test_bits_flipped_anywhere(bench: Bench, seed: int) -> None:
         survives(bench, rows)
         for path in bench.directory.iterdir():
             path.unlink()
+
+
+def test_a_row_that_a_damaged_database_gives_twice_is_loaded_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot would get two owners."""
+    written = {number: row(number) for number in range(120)}
+    bench.filled(written)
+    read_page = loading.read_page
+
+    def again(db: sqlite3.Connection, after: int, limit: int) -> list[tuple[int, bytes]]:
+        page = read_page(db, after, limit)
+        return [*page[:7], *page[3:9], *page[9:], *read_page(db, after - 20, 10), *page[-1:]][:limit] if page else page
+
+    monkeypatch.setattr(loading, "read_page", again)
+    catalog, _ = bench.open()
+    assert bench.rows(catalog) == written
+    catalog.close(WAIT_S)
 
 
 def test_a_damaged_log(bench: Bench) -> None:
