@@ -46,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     def read() -> Resolved:
         return resolve_config(args.config, flags=flags_from_args(args))
 
+    from tiercache.daemon.ground.system_calls import check_calls, check_threads
+
     try:
         running = read()
+        check_calls()
+        check_threads(1)  # that of the log
     except TierCacheError as error:
         print(f"tiercache daemon: {error}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache import __version__
 from tiercache.config.daemon_config import DaemonConfig, Resolved, control_endpoint, session_socket_path
 from tiercache.copies.arena import Region
+from tiercache.daemon import threads
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION
 from tiercache.daemon.events.events import Events
@@ -34,6 +35,7 @@ from tiercache.daemon.ground.memory import collect_in_small_parts, grow_without_
 from tiercache.daemon.ground.niceness import go_first
 from tiercache.daemon.ground.regions import RegionMaker
 from tiercache.daemon.ground.run_directory import RunDir, find_group
+from tiercache.daemon.ground.system_calls import check_threads
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
@@ -117,6 +119,7 @@ class Server:
         """Serve until SIGTERM, SIGINT, or the end of file on `parent_fd`. Raises ConfigError."""
         self.loop = asyncio.get_running_loop()
         grow_without_copies()
+        check_threads(threads.needed(self.config, self.shared.store.connections if self.shared is not None else 0))
         run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
             self._watch(parent_fd)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tiercache.config.setting_kinds import toml_bytes
 from tiercache.copies.arena import Region, capacity_bytes, create_region, largest_arena_bytes, worker_bytes
+from tiercache.daemon.ground.niceness import go_behind
 from tiercache.errors import ArenaError, ConfigError
 from tiercache.ground.units import format_bytes, round_up
 
@@ -59,8 +60,14 @@ class RegionMaker(threading.Thread):
         self.shortage = ""
 
     def run(self) -> None:
-        # On Linux this applies to the thread alone. It wants a core for seconds, the loop wants one at once.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._make_all()
+        except Exception as error:
+            log.exception("the thread that makes the arena ended")
+            self._give_up(f"the arena cannot be made: {type(error).__name__}: {error}")
+
+    def _make_all(self) -> None:
+        go_behind(NICENESS)  # it wants a core for seconds, the loop wants one at once
         for region_id, size_bytes in enumerate(self._sizes):
             made = self._make(region_id, size_bytes)
             if made is None:

@@ -25,12 +25,21 @@ def find_group(name: str) -> int | None:
 
 
 def guard(path: Path, group: int | None) -> None:
-    """Let the owner and the members of `group` open a socket. To be called in a run dir of ours."""
-    if group is None:
-        path.chmod(0o600)
-    else:
-        os.chown(path, -1, group)
-        path.chmod(0o660)
+    """Let the owner and the members of `group` open a socket in a run dir of ours. Raises ConfigError."""
+    call = "chmod"
+    try:
+        if group is None:
+            path.chmod(0o600)
+        else:
+            call = "chown"
+            os.chown(path, -1, group)
+            call = "chmod"
+            path.chmod(0o660)
+    except OSError as error:
+        text = f"run_dir {path.parent} does not let its users be chosen ({call} of {path.name}: {error.strerror})"
+        raise ConfigError(
+            f"{text}: choose one on a local file system, or allow {call} in the seccomp profile"
+        ) from None
 
 
 class RunDir:
@@ -71,6 +80,10 @@ class RunDir:
             os.close(self._fd)
             text = f"another daemon (pid {pid}) serves {self.path}: stop it, or choose another --run-dir"
             raise ConfigError(text) from None
+        except OSError as error:
+            os.close(self._fd)
+            text = f"run_dir {self.path} cannot be locked (flock: {error.strerror}): choose one on a local file system"
+            raise ConfigError(f"{text}, or allow flock in the seccomp profile of the container") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 

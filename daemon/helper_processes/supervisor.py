@@ -273,7 +273,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 its.control.shutdown(socket.SHUT_WR)
             its.wait_until_gone(self._orderly_s)
-        its.process.kill()
+        its.kill()
         if its.hangs:
             self.given_up += 1
             why = "hung and was killed"

@@ -38,7 +38,11 @@ def greet_nearby(
     sock.settimeout(timeout_s)
     sock.connect(str(path))
     # The daemon watches the pidfd: frames that we may still be writing to stay ours until we have exited.
-    pidfd = os.pidfd_open(os.getpid())
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:
+        text = f"pidfd_open is refused ({error.strerror}): allow it in the seccomp profile of this container"
+        raise OSError(error.errno, text) from None
     try:
         send_packet(sock, _encode(hello), [pidfd])
     except BrokenPipeError:

@@ -139,13 +139,18 @@ def create_region(size_bytes: int, name: str = "tiercache") -> int:
             f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(available)} "
             f"available, {format_bytes(headroom)} of it kept free; make the arena smaller"
         )
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    call, fd = "memfd_create", -1
     try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        call = "fallocate"
         os.posix_fallocate(fd, 0, size_bytes)
+        call = "fcntl(F_ADD_SEALS)"
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(fd)
-        raise ArenaError(f"a region of {format_bytes(size_bytes)} could not be made: {error.strerror}") from error
+        if fd >= 0:
+            os.close(fd)
+        text = f"a region of {format_bytes(size_bytes)} could not be made: {call}: {error.strerror}"
+        raise ArenaError(text) from error
     return fd
 
 

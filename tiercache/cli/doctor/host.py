@@ -15,6 +15,7 @@ from tiercache import __version__
 from tiercache.cli.doctor.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
 from tiercache.copies.arena import DAEMON_BYTES, worker_bytes
 from tiercache.ground.extras import DISTRIBUTION, install_packages
+from tiercache.ground.processors import usable_cores
 from tiercache.ground.units import format_bytes, format_duration
 
 TOPIC = "host"
@@ -189,7 +190,7 @@ def _descriptors(host: Host, needs: Needs) -> Iterator[Finding]:
 
 
 def _processors(host: Host, needs: Needs) -> Iterator[Finding]:
-    cores = float(len(os.sched_getaffinity(0)))
+    cores = float(usable_cores())
     figure = f"{cores:.0f} may be used"
     for base, folder, unified in _cgroups(host, needs, "cpu"):
         while base in (folder, *folder.parents):

@@ -178,7 +178,7 @@ class Directory:
         except OSError as error:
             self.close()
             raise unavailable(self.path, error) from error
-        except (ConfigError, DirectoryUnavailable):
+        except BaseException:  # a lock that outlived this would look like another path of the directory
             self.close()
             raise
 

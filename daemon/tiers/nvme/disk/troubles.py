@@ -10,9 +10,11 @@ from pathlib import Path
 from tiercache.errors import DirectoryUnavailable
 
 _STRANGE = "something else stands where a file of tiercache should be: move it away"
+_SECCOMP = "in a container the seccomp profile may refuse a call on files (strace names it): allow it"
 _REMEDIES = {
     errno.EACCES: "let user {uid} read and write there (chown)",
-    errno.EPERM: "see whether it is immutable (lsattr), and let user {uid} write there",
+    errno.EPERM: "see whether it is immutable (lsattr), let user {uid} write there; " + _SECCOMP,
+    errno.ENOSYS: _SECCOMP,
     errno.EROFS: "its file system is mounted read-only: see dmesg, mend it, mount it again",
     errno.EIO: "see dmesg and the health of the disk",
     errno.ENOSPC: "make room on its file system",
@@ -22,6 +24,7 @@ _REMEDIES = {
     errno.ESTALE: "mount its file system again",
     errno.EMFILE: "raise the limit of open files (LimitNOFILE)",
     errno.ENFILE: "raise the limit of open files (fs.file-max)",
+    errno.ENOLCK: "use a file system with locks, and allow flock in the seccomp profile of a container",
     errno.EISDIR: _STRANGE,
     errno.ENOTDIR: _STRANGE,
     errno.EEXIST: _STRANGE,

@@ -21,7 +21,8 @@ from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import Fate, Get, Put
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_TIMES = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS)
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 _NONE_OF_OURS = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 _REFUSED = (errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
@@ -127,7 +128,11 @@ class Files:
         older_s = self._ttl_s - ttl_s if ttl_s else 0.0
         if older_s > self._ttl_s / 100:
             found = os.fstat(fd)
-            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns - int(older_s * 1e9)))
+            try:
+                os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns - int(older_s * 1e9)))
+            except OSError as error:
+                if error.errno not in _NO_TIMES:  # without it the value stays for the folder's own `ttl`
+                    raise
 
     def _renew(self, fd: int, written_s: float, ttl_s: float) -> None:
         """Have a value that is used look new, once half of its lifetime is over: so this is rarely more to do.

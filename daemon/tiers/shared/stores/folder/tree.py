@@ -33,6 +33,7 @@ _TROUBLES = {
     errno.EROFS: (StoreProblem.READ_ONLY, "its file system is mounted read-only: mount it for writing"),
     errno.EACCES: (StoreProblem.DENIED, "let user {uid} read and write there (chown, chmod, the export's options)"),
     errno.EPERM: (StoreProblem.DENIED, "let user {uid} read and write there (chown, chmod, lsattr)"),
+    errno.ENOSYS: (StoreProblem.DENIED, "its file system or a seccomp profile refuses a call (strace names it)"),
     errno.ESTALE: (StoreProblem.UNREACHABLE, "mount its file system again"),
     errno.ENOTCONN: (StoreProblem.UNREACHABLE, "mount its file system again"),
     errno.ENOENT: (StoreProblem.UNREACHABLE, "mount its file system, or make the folder"),

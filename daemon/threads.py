@@ -1,0 +1,40 @@
+"""Threads: how many a daemon starts.
+
+ZeroMQ aborts the process if it cannot start its threads, and a part of the daemon without its thread does nothing: so
+the daemon asks for all of them before it serves.
+"""
+
+from __future__ import annotations
+
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
+
+_OWN = 12
+"""Regions, ZeroMQ's two, and those that come and go: reading settings, ending processes, resolving names."""
+_ZEROMQ = 2
+"""Of each further context: one for I/O, one that closes sockets."""
+_PER_DIRECTORY = 13
+"""Eight that move blocks, one for files, one or two for SQLite, and two that open it or look after it."""
+_PER_WORKER = 3
+"""For a directory with a process of its own: what starts the process, its tasks, and one that opens it."""
+_LOOKUP_LINES = 2
+_SHARED = 3
+"""Beside its lines: a helper process or an event loop of the store."""
+
+
+def needed(config: DaemonConfig, shared_connections: int = 0) -> int:
+    """The most threads that the daemon's process has beside the first and that of the log.
+
+    shared_connections: of the shared store, if there is one.
+    """
+    directories = len(config.nvme_dirs)
+    has_workers = worker_processes(config.nvme_workers, directories) > 0
+    return (
+        _OWN
+        + directories * (_PER_WORKER if has_workers else _PER_DIRECTORY)
+        + (_LOOKUP_LINES + shared_connections + _SHARED if config.shared else 0)
+        + (_ZEROMQ if config.kv_events else 0)
+        + (_ZEROMQ + 1 if config.listen else 0)  # and what checks keys
+        + bool(config.http)
+        + (config.record is not None)
+    )
