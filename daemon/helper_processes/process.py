@@ -67,6 +67,8 @@ class HelperProcess:
     ready: bool = False
     failed: str = ""
     """Why it could not start, in its own words."""
+    trouble: str = ""
+    """What is not well, in its own words."""
     hangs: bool = False
     answered_s: float = 0.0
     """When it has last answered on any line: set by the owner, from any thread."""

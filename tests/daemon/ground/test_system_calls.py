@@ -183,7 +183,8 @@ def check(path: Path, name: str, error: int) -> None:
 
             def below() -> bool:
                 tiers = daemon.figures().get("tiers", {})
-                return (tiers["nvme"]["blocks"], tiers["shared"]["written_blocks"]) == (BLOCKS, BLOCKS)
+                written = tiers.get("shared", {}).get("written_blocks")
+                return bool(tiers) and (tiers["nvme"]["blocks"], written) == (BLOCKS, BLOCKS)
 
             wait_until(below, "the blocks in the tiers below")
             assert daemon.figures()["health"]["reasons"] == []

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from tiercache.daemon.ground.file_systems import lacks_inodes
 from tiercache.errors import DirectoryUnavailable
 
 _STRANGE = "something else stands where a file of tiercache should be: move it away"
@@ -39,5 +40,7 @@ def unavailable(directory: Path, error: OSError) -> DirectoryUnavailable:
     file = directory if error.filename is None else Path(_BY_DESCRIPTOR.sub(str(directory), str(error.filename)))
     whose = "" if file == directory else f"{file.name}: "
     remedy = _REMEDIES.get(error.errno or 0, "see that user {uid} can use it").format(uid=os.geteuid())
+    if error.errno == errno.ENOSPC and lacks_inodes(directory):
+        remedy = "there is room, but its file system has no inodes left (df -i): remove files there"
     what = error.strerror or str(error)
     return DirectoryUnavailable(f"nvme directory {directory} cannot be used: {whose}{what}: {remedy}")

@@ -25,6 +25,9 @@ _NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_TIMES = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS)
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 _NONE_OF_OURS = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP)
+"""A folder stands where a value belongs, or something else where its folder does."""
+_FIXED = (errno.EPERM, errno.EACCES, errno.EBUSY)
 _REFUSED = (errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _MAX_PARTS = 512
 """A system call takes 1,024 (IOV_MAX)."""
@@ -92,16 +95,33 @@ class Files:
         """Settle `put`, by way of a file `draft` in `tmp`."""
         try:
             self._write(tree, put, draft)
-            with tree.home_of(put.name, make=True) as home:
-                os.rename(draft, file_name(put.name), src_dir_fd=tree.tmp, dst_dir_fd=home)
+            put.fate = self._place(tree, put, draft)
         except OSError as error:
-            with contextlib.suppress(OSError):  # gone, or the janitor removes it
-                os.unlink(draft, dir_fd=tree.tmp)
             if error.errno not in _REFUSED:
                 raise
             put.fate = Fate.REFUSED
-        else:
-            put.fate = Fate.DONE
+        finally:
+            if put.fate is not Fate.DONE:
+                with contextlib.suppress(OSError):  # gone, or the janitor removes it
+                    os.unlink(draft, dir_fd=tree.tmp)
+
+    def _place(self, tree: Tree, put: Put, draft: str) -> Fate:
+        """Give the draft its place; REFUSED if a file there cannot be replaced, which concerns no other value."""
+
+        def rename() -> None:
+            with tree.home_of(put.name, make=True) as home:
+                os.rename(draft, file_name(put.name), src_dir_fd=tree.tmp, dst_dir_fd=home)
+
+        try:
+            rename()
+        except OSError as error:
+            if error.errno in _FIXED and _is_placed(tree, put.name):
+                return Fate.REFUSED
+            if error.errno not in _IN_THE_WAY:
+                raise
+            tree.put_aside(put.name)
+            rename()
+        return Fate.DONE
 
     def _write(self, tree: Tree, put: Put, draft: str) -> None:
         parts = [memoryview(part).cast("B") for part in put.parts if len(part)]
@@ -192,6 +212,16 @@ class Files:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = self.direct and not for_all
         return True
+
+
+def _is_placed(tree: Tree, name: bytes) -> bool:
+    """Whether there is something in the place of a value."""
+    try:
+        with tree.home_of(name) as home:
+            os.stat(file_name(name), dir_fd=home, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _aligned(view: memoryview) -> bool:
