@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tiercache.config.daemon_config import control_endpoint, session_socket_path
 from tiercache.errors import ConfigError
+from tiercache.ground.file_systems import make_directory
 
 
 def find_group(name: str) -> int | None:
@@ -51,7 +52,7 @@ class RunDir:
     def __init__(self, path: Path, group: int | None = None) -> None:
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(path, 0o700)
             if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
                 # Its creator can redirect it once clients look for us here.
                 raise ConfigError(f"run_dir {path} is another user's symbolic link: choose one with --run-dir")
@@ -59,6 +60,10 @@ class RunDir:
             if stat.st_uid != os.geteuid():
                 text = f"--run-dir, for example {path}/daemon where we may make that (in a volume of a pod)"
                 raise ConfigError(f"run_dir {path} belongs to another user: choose one with {text}")
+            if stat.st_mode & 0o1000:  # such as /tmp
+                raise ConfigError(
+                    f"run_dir {path} is a folder for all users' files: name one in it, as {path}/tiercache"
+                )
             if stat.st_mode & 0o022:
                 raise ConfigError(f"run_dir {path} can be written by others: chmod 0700 it, or choose another one")
             self._fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

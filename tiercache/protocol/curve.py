@@ -19,8 +19,9 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from tiercache.config.setting_kinds import TENANT_NAME
+from tiercache.config.setting_kinds import TENANT_NAME, split_http
 from tiercache.errors import ConfigError
+from tiercache.ground.file_systems import make_directory
 
 KEY_VARIABLE = "TIERCACHE_KEY"
 SERVER_FILE = "server.toml"
@@ -91,9 +92,12 @@ def find_remote(address: str | os.PathLike[str]) -> Remote | None:
     name, _, path = query.partition("=")
     if query and (name != "key" or not path):
         raise ConfigError(f"address {text}: after the ? there is only key=FILE")
-    host, _, port = endpoint.removeprefix(_SCHEME).rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"address {text}: write tcp://HOST:PORT?key=FILE")
+    try:
+        _, port = split_http(endpoint.removeprefix(_SCHEME))
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ConfigError(f"address {text}: write tcp://HOST:PORT?key=FILE, an IPv6 address as [::1]")
     path = path or os.environ.get(KEY_VARIABLE, "")
     if not path:
         text = f"address {endpoint}: daemons on other hosts are only talked to with keys: write {endpoint}?key=FILE"
@@ -145,8 +149,11 @@ def load_allowed(directory: Path) -> tuple[dict[bytes, str], list[str]]:
 
 def make_server(directory: Path) -> Path:
     """Write a daemon's keys; returns the file. Raises ConfigError if there are some already."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory.joinpath(CLIENTS_DIR).mkdir(mode=0o700, exist_ok=True)
+    for folder in (directory, directory / CLIENTS_DIR):
+        try:
+            make_directory(folder, 0o700)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made ({error.strerror}): name another directory") from None
     public, secret = zmq.curve_keypair()
     path = directory / SERVER_FILE
     _write(path, _File(public_key=public.decode(), secret_key=secret.decode()))

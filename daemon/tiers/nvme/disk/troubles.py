@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from tiercache.daemon.ground.file_systems import lacks_inodes
 from tiercache.errors import DirectoryUnavailable
+from tiercache.ground.file_systems import lacks_inodes
 
 _STRANGE = "something else stands where a file of tiercache should be: move it away"
 _SECCOMP = "in a container the seccomp profile may refuse a call on files (strace names it): allow it"

@@ -17,10 +17,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tiercache.daemon.ground.file_systems import lacks_inodes
 from tiercache.daemon.tiers.nvme.disk.mounts import unmounted_on_the_way
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+from tiercache.ground.file_systems import lacks_inodes
 
 log = logging.getLogger("tiercache.daemon")
 
