@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tiercache.daemon.ground.core_dumps import leave_none
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
+    from tiercache.daemon.processes import beside_arena
     from tiercache.daemon.server import Server
-    from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)
@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = raise_limit()
 
         def checked(found: Resolved, *, quiet: bool) -> Resolved:
-            workers = worker_processes(found.config.nvme_workers, len(found.config.nvme_dirs))
-            check_fits(found.config.arena_bytes, workers)
+            check_fits(found.config.arena_bytes, beside_arena(found.config))
             return found._replace(config=fit(found.config, files, quiet=quiet))
 
         server = Server(checked(running, quiet=False), lambda: checked(read(), quiet=True), log.figures)

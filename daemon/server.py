@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from tiercache import __version__
 from tiercache.config.daemon_config import DaemonConfig, Resolved, control_endpoint, session_socket_path
 from tiercache.copies.arena import Region
-from tiercache.daemon import threads
 from tiercache.daemon.cache import Cache, CacheLimits
 from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION
 from tiercache.daemon.events.events import Events
@@ -39,6 +38,7 @@ from tiercache.daemon.ground.system_calls import check_threads
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
+from tiercache.daemon.processes import threads_needed
 from tiercache.daemon.requests.context import RequestContext
 from tiercache.daemon.requests.router import DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.requests.service import Service
@@ -119,7 +119,7 @@ class Server:
         """Serve until SIGTERM, SIGINT, or the end of file on `parent_fd`. Raises ConfigError."""
         self.loop = asyncio.get_running_loop()
         grow_without_copies()
-        check_threads(threads.needed(self.config, self.shared.store.connections if self.shared is not None else 0))
+        check_threads(threads_needed(self.config, self.shared.store.connections if self.shared is not None else 0))
         run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
             self._watch(parent_fd)

@@ -17,6 +17,7 @@ import tiercache
 from tiercache.cli.doctor import cuda, daemon, disk, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.copies.arena import Beside
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)
@@ -59,7 +60,7 @@ def look(host: Host, needs: Needs = NEEDS) -> dict[str, Finding]:
     ("files", "needs", "name", "state", "figure"),
     [
         ({}, {}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.1 GiB"),
-        ({}, {"workers": 4}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.2 GiB"),
+        ({}, {"beside": Beside(workers=4, http=True)}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.3 GiB"),
         ({"sys/fs/cgroup/pod/memory.max": str(2 * GIB)}, {}, "cgroup memory", "failure", "2.0 GiB for 4.1 GiB"),
         (FIRST_CGROUPS, {}, "cgroup memory", "failure", "1.0 GiB for 4.1 GiB"),
         (FIRST_CGROUPS, {}, "processors", "ok", ""),

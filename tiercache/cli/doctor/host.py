@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tiercache import __version__
 from tiercache.cli.doctor.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
-from tiercache.copies.arena import DAEMON_BYTES, worker_bytes
 from tiercache.ground.extras import DISTRIBUTION, install_packages
 from tiercache.ground.processors import usable_cores
 from tiercache.ground.units import format_bytes, format_duration
@@ -83,7 +82,7 @@ def _version(name: str) -> str:
 
 
 def _memory(host: Host, needs: Needs) -> Iterator[Finding]:
-    wanted = needs.arena_bytes + DAEMON_BYTES + needs.workers * worker_bytes(needs.arena_bytes)
+    wanted = needs.arena_bytes + needs.beside.total_bytes(needs.arena_bytes)
     limit = memory_limit(host, needs)
     if limit is None:
         yield skipped(TOPIC, "cgroup memory", "no limit")

@@ -1,4 +1,4 @@
-"""Threads: how many a daemon starts.
+"""Threads that a daemon starts, and the processes beside it whose memory counts.
 
 ZeroMQ aborts the process if it cannot start its threads, and a part of the daemon without its thread does nothing: so
 the daemon asks for all of them before it serves.
@@ -7,6 +7,7 @@ the daemon asks for all of them before it serves.
 from __future__ import annotations
 
 from tiercache.config.daemon_config import DaemonConfig
+from tiercache.copies.arena import Beside
 from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 
 _OWN = 12
@@ -22,7 +23,7 @@ _SHARED = 3
 """Beside its lines: a helper process or an event loop of the store."""
 
 
-def needed(config: DaemonConfig, shared_connections: int = 0) -> int:
+def threads_needed(config: DaemonConfig, shared_connections: int = 0) -> int:
     """The most threads that the daemon's process has beside the first and that of the log.
 
     shared_connections: of the shared store, if there is one.
@@ -38,3 +39,10 @@ def needed(config: DaemonConfig, shared_connections: int = 0) -> int:
         + bool(config.http)
         + (config.record is not None)
     )
+
+
+def beside_arena(config: DaemonConfig, directories: int | None = None) -> Beside:
+    """What needs memory beside the arena; `directories`: of a running daemon, if these are not the settings'."""
+    count = len(config.nvme_dirs) if directories is None else directories
+    workers = worker_processes(config.nvme_workers, count)
+    return Beside(workers=workers, http=bool(config.http), folder=config.shared.full.startswith("file:"))
