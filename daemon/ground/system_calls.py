@@ -48,7 +48,7 @@ def check_threads(count: int) -> None:
     except RuntimeError:
         text = f"the daemon needs {count} more threads, and the system allows it {len(started)}"
         remedy = "raise the limit (ulimit -u, TasksMax= of a systemd unit, a pod's limit of pids), or allow clone"
-        raise ConfigError(f"{text}: {remedy} in the seccomp profile of the container or sandbox") from None
+        raise ConfigError(f"{text}: {remedy} and clone3 in the seccomp profile of the container or sandbox") from None
     finally:
         go.set()
         for thread in started:
