@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import select
 import shutil
 import signal
@@ -40,6 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
+    # numpy's linear algebra, which nothing here uses, would start a thread for each core, here and in each child.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # pending until the server can reload settings
     args = make_parser().parse_args(argv)
 

@@ -18,25 +18,29 @@ _PER_DIRECTORY = 13
 """Eight that move blocks, one for files, one or two for SQLite, and two that open it or look after it."""
 _PER_WORKER = 3
 """For a directory with a process of its own: what starts the process, its tasks, and one that opens it."""
+_OF_WORKER, _OF_HTTP, _OF_HELPER = 14, 8, 4
+"""Threads of the children, which the same limit counts; those of a store's helper beside its lines."""
 _LOOKUP_LINES = 2
 _SHARED = 3
 """Beside its lines: a helper process or an event loop of the store."""
 
 
 def threads_needed(config: DaemonConfig, shared_connections: int = 0) -> int:
-    """The most threads that the daemon's process has beside the first and that of the log.
+    """The most threads that the daemon and its children have beside the first and that of the log.
 
     shared_connections: of the shared store, if there is one.
     """
     directories = len(config.nvme_dirs)
-    has_workers = worker_processes(config.nvme_workers, directories) > 0
+    beside = beside_arena(config)
+    lines = _LOOKUP_LINES + shared_connections
     return (
         _OWN
-        + directories * (_PER_WORKER if has_workers else _PER_DIRECTORY)
-        + (_LOOKUP_LINES + shared_connections + _SHARED if config.shared else 0)
+        + directories * (_PER_WORKER + _OF_WORKER if beside.workers else _PER_DIRECTORY)
+        + (lines + _SHARED if config.shared else 0)
+        + (lines + _OF_HELPER if beside.folder else 0)
         + (_ZEROMQ if config.kv_events else 0)
         + (_ZEROMQ + 1 if config.listen else 0)  # and what checks keys
-        + bool(config.http)
+        + (1 + _OF_HTTP if config.http else 0)
         + (config.record is not None)
     )
 
