@@ -91,6 +91,7 @@ def test_keys_are_never_overwritten(keys: Path, tmp_path: Path) -> None:
 def test_keys_that_all_users_could_add_to_are_refused(keys: Path, folder: str) -> None:
     assert keys.stat().st_mode & 0o777 == 0o700
     load_server(keys)
-    (keys / folder).chmod(0o777)
-    with pytest.raises(ConfigError, match="chmod o-w"):
-        load_server(keys)
+    for mode, remedy in ((0o777, "chmod o-w"), (0o1777, "name a folder in it")):  # the latter as /tmp
+        (keys / folder).chmod(mode)
+        with pytest.raises(ConfigError, match=remedy):
+            load_server(keys)

@@ -11,6 +11,7 @@ file is that of $TIERCACHE_KEY.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,7 +127,9 @@ def load_server(directory: Path) -> ServerKeys:
     """Read a daemon's keys. Raises ConfigError as `load_client` does, and where others could let clients in."""
     for folder in (directory, directory / CLIENTS_DIR):
         if folder.is_dir() and folder.stat().st_mode & 0o002 and not os.statvfs(folder).f_flag & os.ST_RDONLY:
-            raise ConfigError(f"{folder} can be written by all users, who could let clients in: chmod o-w {folder}")
+            sticky = folder.stat().st_mode & stat.S_ISVTX  # such as /tmp
+            remedy = f"name a folder in it, as {folder}/keys" if sticky else f"chmod o-w {folder}"
+            raise ConfigError(f"{folder} can be written by all users, who could let clients in: {remedy}")
     keys = _read(directory / SERVER_FILE, secret=True)
     return ServerKeys(keys.public_key.encode(), keys.secret_key.encode())
 

@@ -136,6 +136,15 @@ def test_one_of_two_hosts_has_the_lease_and_keeps_it(folder: Path) -> None:
     assert [holds(folder, one) for one in (first, second, first, second)] == [True, False, True, False]
 
 
+def test_a_file_system_without_hard_links_is_cleaned_up_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "link", refuse)
+    first, second = JanitorLease(), JanitorLease()
+    assert [holds(folder, one) for one in (first, second, first, second)] == [False, False, True, False]
+
+
 def test_an_old_lease_is_taken_over_by_one_and_its_holder_knows(folder: Path) -> None:
     first, second, third = JanitorLease(), JanitorLease(), JanitorLease()
     holds(folder, first)
