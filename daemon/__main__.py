@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import select
 import shutil
 import signal
@@ -40,14 +41,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon; exit status 0 after a clean stop, 1 when it failed, 2 for a wrong setting."""
+    # numpy's linear algebra, which nothing here uses, would start a thread for each core, here and in each child.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # pending until the server can reload settings
     args = make_parser().parse_args(argv)
 
     def read() -> Resolved:
         return resolve_config(args.config, flags=flags_from_args(args))
 
+    from tiercache.daemon.ground.system_calls import check_calls, check_threads
+
     try:
         running = read()
+        check_calls()
+        check_threads(1)  # that of the log
     except TierCacheError as error:
         print(f"tiercache daemon: {error}", file=sys.stderr)
         return 2
@@ -56,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tiercache.daemon.ground.core_dumps import leave_none
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
+    from tiercache.daemon.processes import beside_arena
     from tiercache.daemon.server import Server
-    from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)
@@ -68,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = raise_limit()
 
         def checked(found: Resolved, *, quiet: bool) -> Resolved:
-            workers = worker_processes(found.config.nvme_workers, len(found.config.nvme_dirs))
-            check_fits(found.config.arena_bytes, workers)
+            check_fits(found.config.arena_bytes, beside_arena(found.config))
             return found._replace(config=fit(found.config, files, quiet=quiet))
 
         server = Server(checked(running, quiet=False), lambda: checked(read(), quiet=True), log.figures)

@@ -33,11 +33,15 @@ _ENOUGH = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the limit as far as the system allows; returns it."""
+    """Raise the limit as far as the system allows; returns the limit that there is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:  # a sandbox may refuse even what the hard limit allows
+            log.warning("the limit of open files stays at %d: setrlimit: %s", soft, error)
+            return soft
     return wanted
 
 

@@ -34,9 +34,11 @@ from tiercache.daemon.ground.memory import collect_in_small_parts, grow_without_
 from tiercache.daemon.ground.niceness import go_first
 from tiercache.daemon.ground.regions import RegionMaker
 from tiercache.daemon.ground.run_directory import RunDir, find_group
+from tiercache.daemon.ground.system_calls import check_threads
 from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
+from tiercache.daemon.processes import threads_needed
 from tiercache.daemon.requests.context import RequestContext
 from tiercache.daemon.requests.router import DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.requests.service import Service
@@ -117,6 +119,7 @@ class Server:
         """Serve until SIGTERM, SIGINT, or the end of file on `parent_fd`. Raises ConfigError."""
         self.loop = asyncio.get_running_loop()
         grow_without_copies()
+        check_threads(threads_needed(self.config, self.shared.store.connections if self.shared is not None else 0))
         run_dir = RunDir(self.config.run_dir, find_group(self.config.group))
         try:
             self._watch(parent_fd)

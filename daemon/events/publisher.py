@@ -27,6 +27,7 @@ import zmq
 from tiercache.daemon.ground.connections import Connections
 from tiercache.daemon.ground.multipart import Multipart
 from tiercache.errors import ConfigError
+from tiercache.ground.listening import is_ipv6, remedy
 
 MAX_UNSENT = 2048
 """Batches that may wait for one subscriber; it loses further ones."""
@@ -114,7 +115,7 @@ class Publisher:
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, self._max_unsent),
             (zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES),
-            (zmq.IPV6, int("[" in endpoint)),
+            (zmq.IPV6, int(is_ipv6(endpoint))),
         ):
             socket_.setsockopt(option, value)
         connections = Connections(socket_, MAX_SUBSCRIBERS)
@@ -132,7 +133,7 @@ class Publisher:
             connections.close()
             socket_.close()
             reason = zmq.strerror(error.errno or 0)
-            raise ConfigError(f"{setting} = {endpoint}: {reason}: choose another address") from error
+            raise ConfigError(f"{setting} = {endpoint}: {reason}: {remedy(endpoint)}") from error
         self._connections.append(connections)
         return socket_
 

@@ -1,5 +1,6 @@
 """Foundations of the daemon: time, the log, counters, memory, the run directory, slices of work.
 
+    system_calls                        what the kernel must grant, tried at the start
     clock, slices, niceness, memory     the event loop's time, and how it is shared
     run_directory, own_process          files and figures of this process
     core_dumps                          none of a process that has keys

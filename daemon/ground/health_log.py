@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Sequence
 
 from tiercache.daemon.ground.logs import fields
+from tiercache.ground.units import without_quantities
 
 log = logging.getLogger("tiercache.daemon")
 
 LOOK_S = 1.0
 START_S = 3.0
 """What is missing just after the start is no news: memory, directories."""
-_FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class HealthLog:
@@ -26,13 +25,13 @@ class HealthLog:
         self._since_s = 0.0
 
     def look(self, reasons: Sequence[str], now_s: float | None = None) -> None:
-        """Log what has changed. Reasons that differ only in their figures (how long, how much) count as the same."""
+        """Log what has changed. Reasons that differ only in their quantities (how long, how much) count as the same."""
         now_s = time.monotonic() if now_s is None else now_s
         self.next_s = now_s + LOOK_S
-        kinds = {_FIGURES.sub("#", reason): reason for reason in reasons}
-        for kind in kinds.keys() - self._known:
-            more = fields(event="health", state="degraded", reason=kinds[kind])
-            log.warning("health: degraded: %s", kinds[kind], **more)
+        kinds = {without_quantities(reason): reason for reason in reasons}
+        for kind, reason in kinds.items():
+            if kind not in self._known:
+                log.warning("health: degraded: %s", reason, **fields(event="health", state="degraded", reason=reason))
         if kinds and not self._known:
             self._since_s = now_s
         elif self._known and not kinds:

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 
 from tiercache.config.setting_kinds import toml_bytes
-from tiercache.copies.arena import Region, capacity_bytes, create_region, largest_arena_bytes, worker_bytes
+from tiercache.copies.arena import Beside, Region, capacity, create_region
+from tiercache.daemon.ground.niceness import go_behind
 from tiercache.errors import ArenaError, ConfigError
 from tiercache.ground.units import format_bytes, round_up
 
@@ -19,19 +20,24 @@ NICENESS = 10
 _REGION_GRANULE_BYTES = 2 << 20
 
 
-def check_fits(arena_bytes: int, workers: int = 0) -> None:
+def check_fits(arena_bytes: int, beside: Beside) -> None:
     """Raise ConfigError for an arena that this host can never provide: the kernel would kill engines for it.
 
-    Memory in use now does not count: clients of a killed daemon may still map it. `workers`: processes that map it.
+    Memory in use now does not count: clients of a killed daemon may still map it.
     """
-    largest = largest_arena_bytes(workers)
-    if arena_bytes > largest:
-        text = (
-            f"this host, or the cgroup, has {format_bytes(capacity_bytes())}, and others than the arena need some of it"
-        )
-        if workers:
-            text += f", {workers} worker processes {format_bytes(workers * worker_bytes(arena_bytes))}"
-        raise ConfigError(f"arena = {toml_bytes(arena_bytes)}: {text}: write arena = {toml_bytes(largest)} or less")
+    here = capacity()
+    largest = here.largest_arena_bytes(beside)
+    if arena_bytes <= largest:
+        return
+    kept = f", {format_bytes(here.kept_bytes)} of it for engines and the system" if here.is_host else ""
+    parts = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in beside.parts(arena_bytes).items())
+    remedies = [f"write arena = {toml_bytes(largest)} or less"] if largest else []
+    if not here.is_host:
+        enough = round_up(arena_bytes + beside.total_bytes(arena_bytes), 1 << 20)
+        remedies.append(f"raise that limit to {enough >> 20}MiB")
+    text = f"{here.where} has {format_bytes(here.limit_bytes)}{kept}, and beside the arena need some of it {parts}"
+    remedy = ", or ".join(remedies) or "this host has no room for one"
+    raise ConfigError(f"arena = {toml_bytes(arena_bytes)}: {text}: {remedy}")
 
 
 class RegionMaker(threading.Thread):
@@ -59,8 +65,14 @@ class RegionMaker(threading.Thread):
         self.shortage = ""
 
     def run(self) -> None:
-        # On Linux this applies to the thread alone. It wants a core for seconds, the loop wants one at once.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._make_all()
+        except Exception as error:
+            log.exception("the thread that makes the arena ended")
+            self._give_up(f"the arena cannot be made: {type(error).__name__}: {error}")
+
+    def _make_all(self) -> None:
+        go_behind(NICENESS)  # it wants a core for seconds, the loop wants one at once
         for region_id, size_bytes in enumerate(self._sizes):
             made = self._make(region_id, size_bytes)
             if made is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tiercache.config.daemon_config import control_endpoint, session_socket_path
 from tiercache.errors import ConfigError
+from tiercache.ground.file_systems import make_directory
 
 
 def find_group(name: str) -> int | None:
@@ -25,12 +26,21 @@ def find_group(name: str) -> int | None:
 
 
 def guard(path: Path, group: int | None) -> None:
-    """Let the owner and the members of `group` open a socket. To be called in a run dir of ours."""
-    if group is None:
-        path.chmod(0o600)
-    else:
-        os.chown(path, -1, group)
-        path.chmod(0o660)
+    """Let the owner and the members of `group` open a socket in a run dir of ours. Raises ConfigError."""
+    call = "chmod"
+    try:
+        if group is None:
+            path.chmod(0o600)
+        else:
+            call = "chown"
+            os.chown(path, -1, group)
+            call = "chmod"
+            path.chmod(0o660)
+    except OSError as error:
+        text = f"run_dir {path.parent} does not let its users be chosen ({call} of {path.name}: {error.strerror})"
+        raise ConfigError(
+            f"{text}: choose one on a local file system, or allow {call} in the seccomp profile"
+        ) from None
 
 
 class RunDir:
@@ -42,7 +52,7 @@ class RunDir:
     def __init__(self, path: Path, group: int | None = None) -> None:
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(path, 0o700)
             if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
                 # Its creator can redirect it once clients look for us here.
                 raise ConfigError(f"run_dir {path} is another user's symbolic link: choose one with --run-dir")
@@ -50,6 +60,10 @@ class RunDir:
             if stat.st_uid != os.geteuid():
                 text = f"--run-dir, for example {path}/daemon where we may make that (in a volume of a pod)"
                 raise ConfigError(f"run_dir {path} belongs to another user: choose one with {text}")
+            if stat.st_mode & 0o1000:  # such as /tmp
+                raise ConfigError(
+                    f"run_dir {path} is a folder for all users' files: name one in it, as {path}/tiercache"
+                )
             if stat.st_mode & 0o022:
                 raise ConfigError(f"run_dir {path} can be written by others: chmod 0700 it, or choose another one")
             self._fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -71,6 +85,10 @@ class RunDir:
             os.close(self._fd)
             text = f"another daemon (pid {pid}) serves {self.path}: stop it, or choose another --run-dir"
             raise ConfigError(text) from None
+        except OSError as error:
+            os.close(self._fd)
+            text = f"run_dir {self.path} cannot be locked (flock: {error.strerror}): choose one on a local file system"
+            raise ConfigError(f"{text}, or allow flock in the seccomp profile of the container") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 

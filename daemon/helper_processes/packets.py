@@ -1,8 +1,8 @@
 """What is said on the control socket: one message is one packet, and its first byte says what it is.
 
 To the child: its start message, as it is, and then `LINE`, each with the descriptor of a line, and `PING`. Back come
-`READY`, `FAILED` with a text, `LOG` with a level and a text, and `PONG`. The daemon's end is shut down for writing when
-the child is to end.
+`READY`, `FAILED` and `TROUBLE` with a text, `LOG` with a level and a text, and `PONG`. The daemon's end is shut down
+for writing when the child is to end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ MAX_FDS = 253
 MAX_TEXT = 4096
 """Characters of a text: the rest is cut off."""
 
-LINE, READY, FAILED, LOG, PING, PONG = b"S", b"R", b"F", b"L", b"P", b"O"
+LINE, READY, FAILED, LOG, TROUBLE, PING, PONG = b"S", b"R", b"F", b"L", b"T", b"P", b"O"
 
 
 def failed_packet(text: str) -> bytes:
     return FAILED + text[:MAX_TEXT].encode(errors="replace")
+
+
+def trouble_packet(text: str) -> bytes:
+    return TROUBLE + text[:MAX_TEXT].encode(errors="replace")
 
 
 def log_packet(level: int, text: str) -> bytes:
@@ -26,7 +30,7 @@ def log_packet(level: int, text: str) -> bytes:
 
 
 def text_of(packet: bytes) -> tuple[int, str]:
-    """Level and text of a `LOG`, or 0 and the text of a `FAILED`."""
+    """Level and text of a `LOG`, or 0 and the text of a `FAILED` or `TROUBLE`."""
     if packet[:1] == LOG and len(packet) > 1:
         return packet[1], packet[2:].decode(errors="replace")
     return 0, packet[1:].decode(errors="replace")

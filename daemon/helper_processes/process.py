@@ -67,6 +67,8 @@ class HelperProcess:
     ready: bool = False
     failed: str = ""
     """Why it could not start, in its own words."""
+    trouble: str = ""
+    """What is not well, in its own words."""
     hangs: bool = False
     answered_s: float = 0.0
     """When it has last answered on any line: set by the owner, from any thread."""
@@ -149,6 +151,14 @@ class HelperProcess:
             look.poll(left_s * 1000)
         return True
 
+    def kill(self) -> None:
+        """End it: by SIGKILL or, where a sandbox refuses signals, as it ends when the daemon does."""
+        try:
+            self.process.kill()
+        except OSError:
+            with contextlib.suppress(OSError):  # it has ended
+                self.control.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Give back the descriptors. `is_gone` is not to be asked afterwards."""
         self.control_ended = True
@@ -172,6 +182,9 @@ def start_process(child: str, start: StartMessage) -> HelperProcess:
             # A session of its own: Control-C at a terminal is for the daemon, which ends the process.
             start_new_session=True,
         )
+    except OSError as error:
+        ours.close()
+        raise OSError(error.errno, f"pipe, fork, setsid or exec: {error.strerror}") from error
     except BaseException:
         ours.close()
         raise
@@ -179,7 +192,10 @@ def start_process(child: str, start: StartMessage) -> HelperProcess:
         theirs.close()
     pidfd = -1
     try:
-        pidfd = os.pidfd_open(process.pid)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            raise OSError(error.errno, f"pidfd_open: {error.strerror}") from error
         ours.setblocking(False)
         with contextlib.suppress(ConnectionError):  # it has ended: its owner sees that
             if start.fds:

@@ -67,7 +67,7 @@ class Supervisor:
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._now: HelperProcess | None = None
-        self._problem = ""
+        self._problem = self._lost = ""
         self._orderly_s = 0.0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -133,6 +133,12 @@ class Supervisor:
                 self._now = None
                 self._wake_thread()
 
+    @property
+    def trouble(self) -> str:
+        """What is not well now: why there is no process, or what the process says. Empty: all is well."""
+        its = self._now
+        return its.trouble if its is not None and its.ready else self._lost
+
     def stats(self) -> dict[str, object]:
         """Counts and state, as plain values."""
         its = self._now
@@ -194,7 +200,7 @@ class Supervisor:
             if len(self._undead) < limits.max_undead:
                 log.warning("the %s %s: another one starts in %g s", self._name, why, pause_s)
             with self._changed:
-                self._problem = f"its helper process {why}, and the log says why: another one starts soon"
+                self._lost = self._problem = f"its helper process {why}, and the log says why: another one starts soon"
                 self._changed.notify_all()
                 self._changed.wait_for(self._closing.is_set, pause_s)
                 self._problem = ""
@@ -258,9 +264,12 @@ class Supervisor:
             log.log(level, "%s: %s", self._name, text)
         elif kind == packets.FAILED:
             its.failed = text
+        elif kind == packets.TROUBLE:
+            its.trouble = text
         elif kind == packets.READY:
             with self._changed:
                 its.ready = True
+                self._lost = ""
                 self._changed.notify_all()
             self._tell(self._on_started, its)
         else:
@@ -273,7 +282,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 its.control.shutdown(socket.SHUT_WR)
             its.wait_until_gone(self._orderly_s)
-        its.process.kill()
+        its.kill()
         if its.hangs:
             self.given_up += 1
             why = "hung and was killed"

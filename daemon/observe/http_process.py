@@ -7,6 +7,7 @@ daemon leaves nothing behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -73,9 +74,10 @@ class HttpProcess:
         with self._lock:
             self._ending.set()
         if self._child is not None:
-            self._child.terminate()
-            self._thread.join(STOP_S)
-            self._child.kill()
+            with contextlib.suppress(OSError):  # a sandbox without signals: it ends with the daemon's pipe
+                self._child.terminate()
+                self._thread.join(STOP_S)
+                self._child.kill()
         self._thread.join(STOP_S)
         self._socket.close()
 
@@ -92,8 +94,9 @@ class HttpProcess:
 
     def _live(self) -> tuple[str, bool]:
         """One life of the child: how it ended, and whether it had started well."""
-        its, ours = os.pipe2(os.O_CLOEXEC)
+        its = ours = -1
         try:
+            its, ours = os.pipe2(os.O_CLOEXEC)
             with self._lock:
                 if self._ending.is_set():
                     return "was not wanted any more", False
@@ -110,10 +113,11 @@ class HttpProcess:
                 self.problem = ""
                 return f"ended with status {self._child.wait()}", True
         except OSError as error:
-            return f"could not be started ({error.strerror})", False
+            return f"could not be started (pipe, fork, setsid or exec: {error.strerror})", False
         finally:
-            os.close(its)
-            os.close(ours)
+            for end in (its, ours):
+                if end >= 0:
+                    os.close(end)
 
 
 def _bound(address: str) -> socket.socket:

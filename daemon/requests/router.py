@@ -27,6 +27,7 @@ from tiercache.daemon.ground.run_directory import guard
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.unsent import SMALL_BYTES, Receiver, SmallAnswers, Unsent
 from tiercache.errors import ConfigError
+from tiercache.ground.listening import is_ipv6, remedy
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES
 
 BATCH = 64
@@ -108,6 +109,7 @@ class Router:
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.SNDHWM, MAX_OUTSTANDING),
             (zmq.RCVHWM, MAX_OUTSTANDING),
+            (zmq.IPV6, int(is_ipv6(endpoint))),
         ):
             socket_.setsockopt(option, value)
         self.connections = Connections(socket_, max_connections)
@@ -120,7 +122,8 @@ class Router:
         except zmq.ZMQError as error:
             self.connections.close()
             socket_.close()
-            raise ConfigError(f"nothing can be served at {endpoint}: {error.strerror}") from error
+            reason = zmq.strerror(error.errno or 0)
+            raise ConfigError(f"nothing can be served at {endpoint}: {reason}: {_remedy(endpoint)}") from error
         if endpoint.startswith("ipc://"):
             guard(Path(endpoint.removeprefix("ipc://")), group)
         self._fd = int(socket_.getsockopt(zmq.FD))
@@ -249,6 +252,13 @@ class Router:
             for part in its:
                 part.end(self._unsent)
         self._context.term()
+
+
+def _remedy(endpoint: str) -> str:
+    """What to do if an endpoint cannot be bound."""
+    if endpoint.startswith("ipc://"):
+        return "choose another --run-dir"
+    return remedy(endpoint)
 
 
 def _readable(socket_: zmq.Socket[bytes]) -> bool:

@@ -29,7 +29,8 @@ def free_port() -> int:
 class Site:
     """A daemon that listens on TCP, and the keys of two tenants."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.keys = folder / "keys"
         self.port = port
         make_server(self.keys)
@@ -41,7 +42,7 @@ class Site:
             "--region",
             "4MiB",
             "--listen",
-            f"tcp://127.0.0.1:{port}",
+            f"tcp://{host}:{port}",
             "--curve-keys",
             str(self.keys),
         )
@@ -53,7 +54,7 @@ class Site:
 
     def address(self, name: str, port: int | None = None) -> str:
         """How a tenant's client reaches the daemon."""
-        return f"tcp://127.0.0.1:{port or self.port}?key={self.file(name)}"
+        return f"tcp://{self.host}:{port or self.port}?key={self.file(name)}"
 
 
 class Tenant(Requests):

@@ -94,7 +94,7 @@ def test_a_lack_of_memory_is_said_and_survived(
     start_daemon: Callable[..., Daemon], engine_of: Callable[..., Engine], closing: ExitStack
 ) -> None:
     """No region fits: a line that says what to do, a daemon that answers, and an engine that goes on."""
-    nothing_left = "import tiercache.copies.arena\ntiercache.copies.arena._memory = lambda: iter([(0, 0)])"
+    nothing_left = "from tiercache.copies import arena\narena._memory = lambda: iter([arena._Memory(0, 0, 'here')])"
     daemon = Daemon("--arena", "32MiB", "--region", "16MiB", patch=nothing_left)
     closing.callback(daemon.close)
     daemon.start(complete=False)

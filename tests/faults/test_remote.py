@@ -46,7 +46,12 @@ def connector(closing: ExitStack, address: str, pool: np.ndarray[Any, Any], **op
     return closing.enter_context(its)
 
 
-def test_bytes_come_back_to_their_tenant_and_to_no_other(site: Site, remote: Daemon, closing: ExitStack) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_bytes_come_back_to_their_tenant_and_to_no_other(
+    tmp_path: Path, start_daemon: Callable[..., Daemon], closing: ExitStack, host: str
+) -> None:
+    site = Site(tmp_path, free_port(), host)
+    remote = start_daemon(*site.flags)
     pool = noise(1)
     first = connector(closing, site.address("team-a"), pool)
     assert first.store(KEYS, [0, 1, 2, 3]).stored == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 import pytest
@@ -23,3 +24,15 @@ def test_an_address_that_is_taken_is_one_line_and_leaves_no_socket() -> None:
         peer.close()
         again = first.getsockname()[1]
     listening.bind("127.0.0.1", again, "here").close()
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("[fe80::1]:80", r"write the interface of a link-local address, as in \[fe80::1%eth0\]"),
+        ("tcp://[fe80::1%none]:80", "behind the % the name of an interface"),
+        ("tcp://10.0.0.1:80", "choose another port, or another address of this host"),
+    ],
+)
+def test_what_to_do_depends_on_the_address(address: str, remedy: str) -> None:
+    assert re.search(remedy, listening.remedy(address))

@@ -131,7 +131,7 @@ def test_the_number_of_series_has_a_limit(busy: tuple[str, tiercache.Client, Pat
     tree = busy[1].stats(histograms=True)
     one = tree["namespaces"][0]
     many = [{**one, "id": number, "fingerprint": f"{number:032x}", "asked_blocks": number} for number in range(500)]
-    health = {"state": "degraded", "reasons": [f"disk {number} hangs for {number} s" for number in range(99)]}
+    health = {"state": "degraded", "reasons": [f"/mnt/nvme{number}: it hangs for {number} s" for number in range(99)]}
     health["reasons"] += ["it has hung for 3 s", "it has hung for 4.5 s"] * 2
     told = Told(metrics_text({**tree, "namespaces": many, "health": {**health, "parts": {"nvme": 99}}}).decode())
     samples = told.families["tiercache_namespace_asked_blocks"].samples

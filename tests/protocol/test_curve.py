@@ -56,6 +56,7 @@ def test_key_files_of_the_wrong_form_say_what_to_do(keys: Path, tmp_path: Path) 
     [
         ("tcp://host", "write tcp://HOST:PORT"),
         ("tcp://host:99999?key=x", "write tcp://HOST:PORT"),
+        ("tcp://::1:7411?key=x", r"an IPv6 address as \[::1\]"),
         ("tcp://host:1", "only talked to with keys"),
         ("tcp://host:1?cert=x", "only key=FILE"),
         ("tcp://host:1?key=/none.toml", "cannot be read"),
@@ -65,6 +66,12 @@ def test_key_files_of_the_wrong_form_say_what_to_do(keys: Path, tmp_path: Path) 
 def test_addresses_of_the_wrong_form_say_what_to_do(address: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Client(address)
+
+
+def test_what_stands_in_the_way_of_keys_is_named(tmp_path: Path) -> None:
+    (tmp_path / "keys").symlink_to("/nowhere")
+    with pytest.raises(ConfigError, match=r"keys is a symbolic link that leads to nothing.*: name another directory"):
+        make_server(tmp_path / "keys")
 
 
 def test_keys_are_never_overwritten(keys: Path, tmp_path: Path) -> None:
@@ -84,6 +91,7 @@ def test_keys_are_never_overwritten(keys: Path, tmp_path: Path) -> None:
 def test_keys_that_all_users_could_add_to_are_refused(keys: Path, folder: str) -> None:
     assert keys.stat().st_mode & 0o777 == 0o700
     load_server(keys)
-    (keys / folder).chmod(0o777)
-    with pytest.raises(ConfigError, match="chmod o-w"):
-        load_server(keys)
+    for mode, remedy in ((0o777, "chmod o-w"), (0o1777, "name a folder in it")):  # the latter as /tmp
+        (keys / folder).chmod(mode)
+        with pytest.raises(ConfigError, match=remedy):
+            load_server(keys)

@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
+_NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
 
 
 def open_unnamed(folder: Path) -> tuple[int, bool]:

@@ -16,6 +16,7 @@ import zmq
 
 from tiercache.errors import ProtocolError
 from tiercache.ground import forks
+from tiercache.ground.listening import is_ipv6
 from tiercache.protocol import messages
 from tiercache.protocol.curve import ClientKeys
 from tiercache.protocol.messages import AnyReply, Request
@@ -56,6 +57,7 @@ class Channel:
         socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        socket.set(zmq.IPV6, int(is_ipv6(endpoint)))
         if keys is not None:
             keys.secure(socket)
         socket.connect(endpoint)

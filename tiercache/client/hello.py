@@ -15,6 +15,7 @@ import zmq
 from tiercache.client.channel import process_context
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
+from tiercache.ground.listening import is_ipv6
 from tiercache.protocol.curve import Remote
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES, Hello, Refused, Regions, SessionMessage, Welcome
 from tiercache.protocol.wire import UNREADABLE, send_packet
@@ -38,7 +39,11 @@ def greet_nearby(
     sock.settimeout(timeout_s)
     sock.connect(str(path))
     # The daemon watches the pidfd: frames that we may still be writing to stay ours until we have exited.
-    pidfd = os.pidfd_open(os.getpid())
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:
+        text = f"pidfd_open is refused ({error.strerror}): allow it in the seccomp profile of this container"
+        raise OSError(error.errno, text) from None
     try:
         send_packet(sock, _encode(hello), [pidfd])
     except BrokenPipeError:
@@ -59,6 +64,7 @@ def greet_remote(remote: Remote, hello: Hello, timeout_s: float) -> Welcome:
     with context.socket(zmq.DEALER) as sock:
         sock.set(zmq.LINGER, 0)
         sock.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        sock.set(zmq.IPV6, int(is_ipv6(remote.endpoint)))
         remote.keys.secure(sock)
         try:
             sock.connect(remote.endpoint)

@@ -25,6 +25,7 @@ from tiercache.config.daemon_config import env_name, flag_name, load_config, ses
 from tiercache.config.settings import SETTINGS
 from tiercache.errors import ConfigError, DaemonUnavailable, TierCacheError
 from tiercache.ground import forks
+from tiercache.ground.file_systems import make_directory
 from tiercache.ground.isolated import python_command
 
 STOP_TIMEOUT_S = 10.0
@@ -169,14 +170,17 @@ def launch(
     Blocks until it answers and has memory.
 
     Raises:
-        ConfigError: a run directory whose path is too long for a socket.
+        ConfigError: a run directory whose path is too long for a socket, or that cannot be made.
         DaemonUnavailable: it did not start; the text ends with the last lines of its log.
     """
     private = run_dir is None
     directory = Path(_private_dir() if run_dir is None else run_dir).absolute()
     try:
         session_socket_path(directory)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            make_directory(directory, 0o700)
+        except OSError as error:
+            raise ConfigError(f"run_dir {directory} cannot be made ({error.strerror}): name another one") from None
         log_path = Path(log) if log is not None else directory / "daemon.log"
         secrets = {env_name(key): str(value) for key, value in config.items() if _is_secret(key)}
         plain = {key: value for key, value in config.items() if not _is_secret(key)}

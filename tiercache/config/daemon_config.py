@@ -25,6 +25,7 @@ from tiercache.config.setting_kinds import (
     StoreUrl,
     events_problem,
     http_problem,
+    is_utf8,
     parse_directory,
     toml_bytes,
     without_secrets,
@@ -236,6 +237,8 @@ def parse_setting(key: str, value: Any, source: str) -> Any:
     takes = isinstance(value, (str, int, float, os.PathLike))
     if not takes or (isinstance(value, bool) and not setting.kind.takes_bool):
         raise ConfigError(f"{where}: must be a text or a number, not a {type(value).__name__}")
+    if not is_utf8(str(value)):
+        raise ConfigError(f"{where}: is not UTF-8: write it in UTF-8, or choose another name")
     try:
         parsed = setting.kind.parse(value)
     except ValueError as error:
@@ -382,6 +385,8 @@ def control_endpoint(run_dir: str | Path) -> str:
 
 
 def _socket_path(path: Path) -> Path:
+    if not is_utf8(str(path)):
+        raise ConfigError(f"run_dir = {os.fsencode(path.parent)!r}: is not UTF-8: choose another directory")
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(

@@ -141,6 +141,15 @@ def _parse_share(value: str | float) -> float:
         raise ValueError("is no number: write for example 0.5") from None
 
 
+def is_utf8(text: str) -> bool:
+    """False for text with bytes that are not: paths are named in messages, and ZeroMQ takes no others."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_directory(value: object) -> Path:
     """A path, made absolute; `~` is the home directory."""
     if not str(value):

@@ -134,9 +134,9 @@ _TABLE = (
         "listen",
         "listen",
         LISTEN,
-        "TCP address at which clients on other hosts may connect, such as tcp://0.0.0.0:7411. Connections are "
-        "encrypted and need a key from curve_keys; each client sees the blocks of its own tenant only. Empty: clients "
-        "on this host only.",
+        "TCP address at which clients on other hosts may connect, such as tcp://0.0.0.0:7411 or tcp://[::]:7411. "
+        "Connections are encrypted and need a key from curve_keys; each client sees the blocks of its own tenant only. "
+        "Empty: clients on this host only.",
     ),
     Setting(
         "curve_keys",

@@ -15,7 +15,9 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tiercache.errors import ArenaError
 from tiercache.ground.units import HUGE_PAGE_BYTES, format_bytes
@@ -55,28 +57,76 @@ _HEADROOM_SHARE = 64
 _CGROUP_HEADROOM_BYTES = 16 << 20
 DAEMON_BYTES = 64 << 20
 """What the daemon may need beside its arena, in a container of its own; it takes about half of that."""
+HTTP_BYTES = 64 << 20
+FOLDER_BYTES = 96 << 20
+"""32 MiB, and a staging buffer of 16 MiB for each of four connections."""
 
 
 def available_bytes() -> int:
     """Memory that can still be taken: MemAvailable, or what the cgroup leaves if that is less."""
-    return min(left for left, _ in _memory())
+    return min(memory.available_bytes for memory in _memory())
 
 
-def capacity_bytes() -> int:
-    """Memory that this process could ever have: the host's, or the tightest cgroup limit if that is less."""
-    return min([_meminfo_bytes("MemTotal:"), *(limit for _, limit, _ in _cgroup_limits())])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Processes of a daemon whose memory counts beside the arena.
 
-
-def largest_arena_bytes(workers: int = 0) -> int:
-    """The part of it that an arena may take: of the host's, the rest is for the daemon, the engines and the system.
-
-    Beside so many processes of the daemon that map the arena too; see `worker_bytes`.
+    Attributes:
+        workers: that map the arena, one for each nvme directory.
+        http: the HTTP process.
+        folder: the helper process of a shared folder, with its buffers.
     """
+
+    workers: int = 0
+    http: bool = False
+    folder: bool = False
+
+    def parts(self, arena_bytes: int) -> dict[str, int]:
+        """Bytes that each kind takes at most, the daemon's own included."""
+        workers = self.workers * worker_bytes(arena_bytes)
+        found = {
+            "the daemon": DAEMON_BYTES,
+            "http": HTTP_BYTES * self.http,
+            "the helper of the shared folder": FOLDER_BYTES * self.folder,
+            f"{self.workers} worker processes": workers,
+        }
+        return {kind: size_bytes for kind, size_bytes in found.items() if size_bytes}
+
+    def total_bytes(self, arena_bytes: int) -> int:
+        return sum(self.parts(arena_bytes).values())
+
+
+class Capacity(NamedTuple):
+    """Memory that a daemon could ever have.
+
+    Attributes:
+        where: the host, or a cgroup, in words.
+        limit_bytes: all of it. kept_bytes: what of it is for engines and the system.
+    """
+
+    where: str
+    limit_bytes: int
+    kept_bytes: int
+
+    @property
+    def is_host(self) -> bool:
+        """True for the host's memory, False for the limit of a cgroup."""
+        return self.kept_bytes > 0
+
+    def largest_arena_bytes(self, beside: Beside) -> int:
+        """The part of it that an arena may take; 0 if there is no room for one."""
+        most = max(self.limit_bytes - self.kept_bytes - beside.total_bytes(0), 0)
+        left = most * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + beside.workers)
+        return left // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def capacity() -> Capacity:
+    """The host's memory, or the tightest limit of a cgroup if that leaves less."""
     host = _meminfo_bytes("MemTotal:")
-    host -= min(max(host // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
-    most = min([host, *(limit - DAEMON_BYTES for _, limit, _ in _cgroup_limits())])
-    left = max(most - workers * _WORKER_BYTES, 0) * _PAGE_TABLE_SHARE // (_PAGE_TABLE_SHARE + workers)
-    return left // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    kept = min(max(host // _RESERVE_SHARE, _LEAST_RESERVE_BYTES), _MOST_RESERVE_BYTES)
+    found = [Capacity("this host", host, kept)]
+    found += [Capacity(f"the cgroup {folder}", limit, 0) for folder, limit, _ in _cgroup_limits()]
+    return min(found, key=lambda one: one.limit_bytes - one.kept_bytes)
 
 
 def worker_bytes(arena_bytes: int) -> int:
@@ -84,12 +134,21 @@ def worker_bytes(arena_bytes: int) -> int:
     return _WORKER_BYTES + arena_bytes // _PAGE_TABLE_SHARE
 
 
-def _memory() -> Iterator[tuple[int, int]]:
-    """For the host and each cgroup: bytes that can still be taken, and how many of them stay free."""
+class _Memory(NamedTuple):
+    """What is there now: bytes that can still be taken, how many of them stay free, and whose they are."""
+
+    available_bytes: int
+    headroom_bytes: int
+    where: str
+
+
+def _memory() -> Iterator[_Memory]:
+    """Of the host and each cgroup."""
     headroom = max(_meminfo_bytes("MemTotal:") // _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES)
-    yield _meminfo_bytes("MemAvailable:"), headroom
+    yield _Memory(_meminfo_bytes("MemAvailable:"), headroom, "on this host")
     for folder, limit, used in _cgroup_limits():
-        yield limit - int((folder / used).read_text()) + _reclaimable_bytes(folder), _CGROUP_HEADROOM_BYTES
+        left = limit - int((folder / used).read_text()) + _reclaimable_bytes(folder)
+        yield _Memory(left, _CGROUP_HEADROOM_BYTES, f"in the cgroup {folder}")
 
 
 def _meminfo_bytes(name: str) -> int:
@@ -133,19 +192,24 @@ def create_region(size_bytes: int, name: str = "tiercache") -> int:
 
     Blocks for about 15 ms per 256 MiB. Raises ArenaError when the memory is not there.
     """
-    available, headroom = min(_memory(), key=lambda memory: memory[0] - memory[1])
-    if available < size_bytes + headroom:
+    memory = min(_memory(), key=lambda memory: memory.available_bytes - memory.headroom_bytes)
+    if memory.available_bytes < size_bytes + memory.headroom_bytes:
         raise ArenaError(
-            f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(available)} "
-            f"available, {format_bytes(headroom)} of it kept free; make the arena smaller"
+            f"no memory for another region of {format_bytes(size_bytes)}: {format_bytes(memory.available_bytes)} "
+            f"available {memory.where}, {format_bytes(memory.headroom_bytes)} of it kept free; make the arena smaller"
         )
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    call, fd = "memfd_create", -1
     try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        call = "fallocate"
         os.posix_fallocate(fd, 0, size_bytes)
+        call = "fcntl(F_ADD_SEALS)"
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(fd)
-        raise ArenaError(f"a region of {format_bytes(size_bytes)} could not be made: {error.strerror}") from error
+        if fd >= 0:
+            os.close(fd)
+        text = f"a region of {format_bytes(size_bytes)} could not be made: {call}: {error.strerror}"
+        raise ArenaError(text) from error
     return fd
 
 

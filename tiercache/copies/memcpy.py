@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from tiercache.ground import forks
+from tiercache.ground.processors import usable_cores
 
 Move = tuple[int, int, int]
 """Target address, source address, bytes."""
@@ -117,7 +117,7 @@ _start = threading.Lock()
 
 
 def _second_core() -> bool:
-    return len(os.sched_getaffinity(0)) > 1
+    return usable_cores() > 1
 
 
 def _submit(job: _Job) -> None:

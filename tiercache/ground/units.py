@@ -74,3 +74,14 @@ def format_duration(seconds: float) -> str:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+_QUANTITIES = re.compile(r"(?<![\w./:-])\d+(?:\.\d+)?(?= ?(?:ns|us|µs|ms|s|min|h|d|%|[KMGTP]?i?B)(?!\w)| [a-z]{3,})")
+
+
+def without_quantities(text: str) -> str:
+    """A text with N for each duration, size and count: the same for one cause however long it lasts.
+
+    Numbers in names, paths and addresses stay, and those that are names themselves (`status 1`, `HTTP 503`).
+    """
+    return _QUANTITIES.sub("N", text)

@@ -5,11 +5,11 @@ A reading yields `(values of the labels, value)`, and nothing if the daemon has 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tiercache.daemon.observe.traffic import PROBE_ENGINE
+from tiercache.ground.units import without_quantities
 
 MAX_NAMESPACES = 32
 """Namespaces with their own metrics: those with the most blocks asked for and stored."""
@@ -135,8 +135,8 @@ def _directories(tree: Tree) -> list[Any]:
 
 
 def reasons(tree: Tree) -> Samples:
-    """Why the daemon is unhealthy. Durations are left out, so that a lasting reason is one series."""
-    reasons = (re.sub(r"\b\d+(\.\d+)? s\b", "N s", reason) for reason in tree["health"]["reasons"])
+    """Why the daemon is unhealthy. Quantities are left out, so that a lasting reason is one series."""
+    reasons = map(without_quantities, tree["health"]["reasons"])
     for reason in list(dict.fromkeys(reasons))[:MAX_REASONS]:
         yield (reason[:MAX_REASON_CHARS],), 1
 

@@ -11,6 +11,7 @@ file is that of $TIERCACHE_KEY.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from tiercache.config.setting_kinds import TENANT_NAME
+from tiercache.config.setting_kinds import TENANT_NAME, split_http
 from tiercache.errors import ConfigError
+from tiercache.ground.file_systems import make_directory
 
 KEY_VARIABLE = "TIERCACHE_KEY"
 SERVER_FILE = "server.toml"
@@ -91,9 +93,12 @@ def find_remote(address: str | os.PathLike[str]) -> Remote | None:
     name, _, path = query.partition("=")
     if query and (name != "key" or not path):
         raise ConfigError(f"address {text}: after the ? there is only key=FILE")
-    host, _, port = endpoint.removeprefix(_SCHEME).rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"address {text}: write tcp://HOST:PORT?key=FILE")
+    try:
+        _, port = split_http(endpoint.removeprefix(_SCHEME))
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ConfigError(f"address {text}: write tcp://HOST:PORT?key=FILE, an IPv6 address as [::1]")
     path = path or os.environ.get(KEY_VARIABLE, "")
     if not path:
         text = f"address {endpoint}: daemons on other hosts are only talked to with keys: write {endpoint}?key=FILE"
@@ -122,7 +127,9 @@ def load_server(directory: Path) -> ServerKeys:
     """Read a daemon's keys. Raises ConfigError as `load_client` does, and where others could let clients in."""
     for folder in (directory, directory / CLIENTS_DIR):
         if folder.is_dir() and folder.stat().st_mode & 0o002 and not os.statvfs(folder).f_flag & os.ST_RDONLY:
-            raise ConfigError(f"{folder} can be written by all users, who could let clients in: chmod o-w {folder}")
+            sticky = folder.stat().st_mode & stat.S_ISVTX  # such as /tmp
+            remedy = f"name a folder in it, as {folder}/keys" if sticky else f"chmod o-w {folder}"
+            raise ConfigError(f"{folder} can be written by all users, who could let clients in: {remedy}")
     keys = _read(directory / SERVER_FILE, secret=True)
     return ServerKeys(keys.public_key.encode(), keys.secret_key.encode())
 
@@ -145,8 +152,11 @@ def load_allowed(directory: Path) -> tuple[dict[bytes, str], list[str]]:
 
 def make_server(directory: Path) -> Path:
     """Write a daemon's keys; returns the file. Raises ConfigError if there are some already."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory.joinpath(CLIENTS_DIR).mkdir(mode=0o700, exist_ok=True)
+    for folder in (directory, directory / CLIENTS_DIR):
+        try:
+            make_directory(folder, 0o700)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made ({error.strerror}): name another directory") from None
     public, secret = zmq.curve_keypair()
     path = directory / SERVER_FILE
     _write(path, _File(public_key=public.decode(), secret_key=secret.decode()))

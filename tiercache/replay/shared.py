@@ -46,6 +46,7 @@ class PaperStore:
 
     address = "replay"
     pack_blocks = 1
+    trouble = ""
     connections = 1
 
     def __init__(self, capacity_bytes: int) -> None:

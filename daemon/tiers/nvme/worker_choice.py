@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from tiercache.ground.processors import usable_cores
 
 WORKERS_FROM_DIRECTORIES, WORKERS_FROM_CORES = 2, 4
 """`auto` means processes from so many on: with one disk, or where they share the loop's cores, they gain too little."""
@@ -10,5 +10,5 @@ WORKERS_FROM_DIRECTORIES, WORKERS_FROM_CORES = 2, 4
 
 def worker_processes(setting: str, directories: int) -> int:
     """One for each directory, or none; `setting` is auto, on or off."""
-    worth_it = directories >= WORKERS_FROM_DIRECTORIES and len(os.sched_getaffinity(0)) >= WORKERS_FROM_CORES
+    worth_it = directories >= WORKERS_FROM_DIRECTORIES and usable_cores() >= WORKERS_FROM_CORES
     return directories if setting == "on" or (setting == "auto" and worth_it) else 0

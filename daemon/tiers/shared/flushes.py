@@ -22,6 +22,7 @@ from pathlib import Path
 from tiercache.daemon.tiers.shared.epochs import Epochs, deadline, new_note
 from tiercache.daemon.tiers.shared.lines import SharedJob
 from tiercache.daemon.tiers.shared.stores.store import Connection, StoreError, StoreProblem
+from tiercache.ground.file_systems import make_directory
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -277,7 +278,7 @@ class _StateFile:
             if not names:
                 self.path.unlink(missing_ok=True)
                 return
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path.parent)
             fresh = self.path.with_name(f"{self.path.name}.new")
             with fresh.open("w") as file:
                 file.write("\n".join(name.hex() for name in names))

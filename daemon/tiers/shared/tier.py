@@ -401,6 +401,8 @@ class SharedTier:
             found.append(f"the shared store {self.store.address} is away: {self.breaker.problem}")
         elif self.breaker.refuses_writes:
             found.append(f"the shared store {self.store.address} takes no writes: {self.breaker.problem}")
+        elif trouble := self.store.trouble:
+            found.append(f"the shared store {self.store.address}: {trouble}")
         if self.flushes.waiting:
             found.append(f"the shared store {self.store.address} has not been told of a flush yet")
         return found

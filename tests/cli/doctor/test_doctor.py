@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import tiercache
 from tiercache.cli.doctor import cuda, daemon, disk, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.copies.arena import Beside
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)
@@ -59,7 +61,7 @@ def look(host: Host, needs: Needs = NEEDS) -> dict[str, Finding]:
     ("files", "needs", "name", "state", "figure"),
     [
         ({}, {}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.1 GiB"),
-        ({}, {"workers": 4}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.2 GiB"),
+        ({}, {"beside": Beside(workers=4, http=True)}, "cgroup memory", "ok", "8.0 GiB, the daemon needs 4.3 GiB"),
         ({"sys/fs/cgroup/pod/memory.max": str(2 * GIB)}, {}, "cgroup memory", "failure", "2.0 GiB for 4.1 GiB"),
         (FIRST_CGROUPS, {}, "cgroup memory", "failure", "1.0 GiB for 4.1 GiB"),
         (FIRST_CGROUPS, {}, "processors", "ok", ""),
@@ -82,6 +84,17 @@ def test_what_is_said_of_a_host(
     assert one.state.value == state
     assert figure in one.figure
     assert bool(one.remedy) is (state in ("warning", "failure")), "what is not well has a remedy, and nothing else"
+
+
+def test_a_call_that_the_kernel_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    assert look(host_with(tmp_path, {}), NEEDS)["system calls"].state is State.OK
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    one = look(host_with(tmp_path / "again", {}), NEEDS)["system calls"]
+    assert (one.state, one.figure) == (State.FAILURE, "the kernel refuses memfd_create (Operation not permitted)")
+    assert one.remedy.startswith("allow it in the seccomp profile")
 
 
 def test_a_check_that_fails_is_a_finding_itself() -> None:
@@ -107,6 +120,9 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch:
     assert found["room"].state is State.OK
     assert "/s written, " in found["speed"].figure
     assert list(folder.iterdir()) == []
+    folder.chmod(0o1777)  # as /tmp
+    remedies = {one.name: one.remedy for one in disk.examine(needs, (folder,), measure=False)}
+    assert remedies[f"{folder} mode"].startswith(f"name a folder in it, as {folder}/")
     missing = disk.examine(replace(needs, nvme_bytes=1 << 60), (tmp_path / "new",), measure=False)
     states = [(one.name.rsplit(" ", 1)[-1], one.state.value) for one in missing]
     assert states == [("room", "warning"), ("speed", "not applicable")]
@@ -135,6 +151,9 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     states = {one.name: one.state for one in daemon.examine(tmp_path, {}, "it is silent")}
     assert states["running"] is State.FAILURE, "a socket, and no daemon behind it"
     assert states[f"mode of {tmp_path.name}"] is State.FAILURE
+    tmp_path.chmod(0o1777)
+    remedies = {one.name: one.remedy for one in daemon.examine(tmp_path, {}, "")}
+    assert remedies[f"mode of {tmp_path.name}"].startswith("name a folder in it as run_dir")
     tmp_path.chmod(0o700)
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
 

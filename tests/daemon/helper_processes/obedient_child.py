@@ -50,6 +50,9 @@ def answer(line: socket.socket, control: ControlSocket) -> None:
         elif order == b"log and crash":
             log.warning("about to crash")
             os.kill(os.getpid(), signal.SIGKILL)
+        elif order.startswith(b"trouble "):
+            control.say_trouble(order[8:].decode())
+            line.send(order)
         elif order == b"hang":
             threading.Event().wait()
         elif order == b"modules":

@@ -238,6 +238,22 @@ def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
     assert owner.supervisor.stats()["undead"] == 0
 
 
+def test_its_trouble_is_known_until_it_says_that_all_is_well_and_so_is_its_loss(own: Own) -> None:
+    owner = own()
+    supervisor = owner.supervisor
+    owner.ask(b"trouble a file is stuck")
+    wait_until(lambda: supervisor.trouble == "a file is stuck", "the trouble")
+    owner.ask(b"trouble ")
+    wait_until(lambda: supervisor.trouble == "", "its end")
+    supervisor.limits = replace(EAGER, first_pause_s=1000.0, longest_pause_s=1000.0, steady_s=1000.0)
+    for number in range(2):  # the second of two short lives is followed by a pause
+        its, line = supervisor.open_line(soon())
+        line.close()
+        os.kill(its.pid, signal.SIGKILL)
+        wait_until(lambda number=number: supervisor.ends == number + 1, "its end")
+    wait_until(lambda: "ended with status -9" in supervisor.trouble, "the loss")
+
+
 def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) -> None:
     owner = own(limits=ProcessLimits(0.01, 0.02, 0.0, max_undead=1, reap_s=0.01))
     first = owner.pid()

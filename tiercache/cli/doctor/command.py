@@ -120,7 +120,7 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
 
 def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     from tiercache.daemon.descriptors import needed
-    from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
+    from tiercache.daemon.processes import beside_arena
 
     directories = config.nvme_paths
     if tree:
@@ -129,18 +129,18 @@ def _needs(config: DaemonConfig, tree: Tree) -> Needs:
     segments = nvme_bytes // config.nvme_segment_bytes if directories else 0
     arena_bytes = int(at(tree, "arena.bytes")) or config.arena_bytes
     regions = -(-arena_bytes // config.region_bytes)
-    workers = worker_processes(config.nvme_workers, len(directories))
+    beside = beside_arena(config, len(directories))
     fds = needed(
         config.max_sessions,
         regions=regions,
         directories=len(directories),
         segments=segments,
-        has_workers=workers > 0,
+        has_workers=beside.workers > 0,
         remote=bool(config.listen),
         event_sockets=bool(config.kv_events) + bool(config.kv_events_replay),
     )
     pid = int(at(tree, "daemon.pid"))
-    return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid, workers)
+    return Needs(arena_bytes, config.lock_memory, fds, directories, nvme_bytes, pid, beside)
 
 
 def _print(found: list[Finding]) -> None:

@@ -62,7 +62,10 @@ def _permissions(run_dir: Path) -> Iterator[Finding]:
         mode = stat.S_IMODE(found.st_mode)
         looked.append(f"{path.name} {mode:04o}")
         if mode & ~most:
-            remedy = f"chmod {most & ~0o070:04o} {path}: every user who can open it can read and write all KV"
+            do = f"chmod {most & ~0o070:04o} {path}"
+            if found.st_mode & stat.S_ISVTX:  # such as /tmp
+                do = f"name a folder in it as run_dir, such as {path}/tiercache"
+            remedy = f"{do}: every user who can open it can read and write all KV"
             yield failure(TOPIC, f"mode of {path.name}", f"{mode:04o}", remedy)
         elif found.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
             remedy = "run engines as the daemon's user, or share it with a group (--group)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,7 +77,9 @@ def _directory(path: Path, share_bytes: int, measure: bool) -> Iterator[Finding]
         return
     if place == path and path.stat().st_mode & 0o077:
         mode = f"mode {path.stat().st_mode & 0o777:04o}"
-        yield warning(TOPIC, f"{name} mode", mode, f"chmod 0700 {path}: its files are the KV of prompts")
+        sticky = path.stat().st_mode & stat.S_ISVTX  # such as /tmp
+        remedy = f"name a folder in it, as {path}/tiercache" if sticky else f"chmod 0700 {path}"
+        yield warning(TOPIC, f"{name} mode", mode, f"{remedy}: its files are the KV of prompts")
     yield _room(place, name, share_bytes)
     if not measure:
         yield skipped(TOPIC, f"{name} speed", "not measured: --quick")

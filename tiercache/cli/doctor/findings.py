@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tiercache.copies.arena import Beside
 
 
 class State(str, Enum):
@@ -56,7 +58,7 @@ class Needs:
     """What the daemon takes of this host: the running daemon, or a daemon with the settings that would apply here.
 
     Attributes:
-        workers: processes beside it that map the arena, one for each nvme directory, if any.
+        beside: processes whose memory counts beside the arena.
         pid: process of the running daemon; 0 for none.
         fds: descriptors at its limits: regions, sessions with their pidfds and connections, segment files.
     """
@@ -67,7 +69,7 @@ class Needs:
     nvme_dirs: tuple[Path, ...]
     nvme_bytes: int
     pid: int = 0
-    workers: int = 0
+    beside: Beside = field(default_factory=Beside)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from tiercache import __version__
 from tiercache.cli.doctor.findings import Finding, Host, Needs, collect, failure, limit_of, ok, skipped, warning
-from tiercache.copies.arena import DAEMON_BYTES, worker_bytes
+from tiercache.errors import ConfigError
 from tiercache.ground.extras import DISTRIBUTION, install_packages
+from tiercache.ground.processors import usable_cores
 from tiercache.ground.units import format_bytes, format_duration
 
 TOPIC = "host"
@@ -35,7 +36,7 @@ def examine(host: Host, needs: Needs) -> list[Finding]:
         _libraries,
         partial(_memory, host, needs),
         partial(_memlock, host, needs),
-        _memfd,
+        _calls,
         partial(_huge_pages, host),
         partial(_descriptors, host, needs),
         partial(_processors, host, needs),
@@ -82,7 +83,7 @@ def _version(name: str) -> str:
 
 
 def _memory(host: Host, needs: Needs) -> Iterator[Finding]:
-    wanted = needs.arena_bytes + DAEMON_BYTES + needs.workers * worker_bytes(needs.arena_bytes)
+    wanted = needs.arena_bytes + needs.beside.total_bytes(needs.arena_bytes)
     limit = memory_limit(host, needs)
     if limit is None:
         yield skipped(TOPIC, "cgroup memory", "no limit")
@@ -147,18 +148,17 @@ def _may_lock(host: Host, needs: Needs) -> bool:
     return bool(int(lines.get("CapEff", "0").strip() or "0", 16) >> 14 & 1)
 
 
-def _memfd() -> Iterator[Finding]:
-    size = 2 << 20
+def _calls() -> Iterator[Finding]:
+    """System calls and shared memory, as the daemon tries them before it serves."""
+    from tiercache.daemon.ground.system_calls import check_calls
+
     try:
-        fd = os.memfd_create("tiercache-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        remedy = "allow memfd_create and fallocate (seccomp profile of the container, vm.memfd_noexec)"
-        yield failure(TOPIC, "shared memory", f"a memfd cannot be made: {error.strerror}", remedy)
+        check_calls()
+    except ConfigError as error:
+        figure, _, remedy = str(error).partition(": ")
+        yield failure(TOPIC, "system calls", figure, remedy)
         return
+    yield ok(TOPIC, "system calls", "the kernel grants those without which nothing works")
     stat = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     room = "" if stat is None else format_bytes(stat.f_bavail * stat.f_frsize)
     beside = f"; /dev/shm, which only engines use, has {room}" if room else ""
@@ -189,7 +189,7 @@ def _descriptors(host: Host, needs: Needs) -> Iterator[Finding]:
 
 
 def _processors(host: Host, needs: Needs) -> Iterator[Finding]:
-    cores = float(len(os.sched_getaffinity(0)))
+    cores = float(usable_cores())
     figure = f"{cores:.0f} may be used"
     for base, folder, unified in _cgroups(host, needs, "cpu"):
         while base in (folder, *folder.parents):

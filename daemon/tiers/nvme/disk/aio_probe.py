@@ -25,11 +25,21 @@ def refusal_of_aio(disk: DiskIO, path: Path) -> str:
         except OSError as error:
             return in_words(error)
         try:
-            return _tried(disk, context, eventfd, path)
+            reason = _tried(disk, context, eventfd, path)
         finally:
-            context.close()
+            refused = _closed(context)
+        return reason or refused
     finally:
         os.close(eventfd)
+
+
+def _closed(context: AioContext) -> str:
+    """Give the context back; why the kernel does not take it, in words."""
+    try:
+        context.close()
+    except OSError as error:
+        return f"this kernel refuses io_destroy: {error.strerror}"
+    return ""
 
 
 def _tried(disk: DiskIO, context: AioContext, eventfd: int, path: Path) -> str:
@@ -51,10 +61,15 @@ def _tried(disk: DiskIO, context: AioContext, eventfd: int, path: Path) -> str:
                 context.submit([0])
             except OSError as error:
                 return f"this kernel refuses io_submit: {error.strerror}"
-            found = context.results()
-            while not found:
-                os.eventfd_read(eventfd)
+            try:
                 found = context.results()
+                while not found:
+                    os.eventfd_read(eventfd)
+                    found = context.results()
+            except OSError as error:
+                os.eventfd_read(eventfd)  # until the transfer has ended: it uses this memory
+                context.flying = 0
+                return f"this kernel refuses io_getevents: {error.strerror}"
             [(_, result)] = found
             if result == -errno.ENOSPC:
                 return ""  # a full disk still has blocks to read

@@ -32,6 +32,7 @@ from tiercache.daemon.tiers.nvme.disk.segment_files import MAX_SEGMENT_ID, Segme
 from tiercache.daemon.tiers.nvme.disk.superblock import DamagedSuperblock, NewerSuperblock, Superblock
 from tiercache.daemon.tiers.nvme.disk.troubles import unavailable
 from tiercache.errors import ConfigError, DirectoryUnavailable
+from tiercache.ground.file_systems import IN_THE_WAY, what_stands_at
 from tiercache.ground.units import format_bytes
 
 log = logging.getLogger("tiercache.daemon")
@@ -178,7 +179,7 @@ class Directory:
         except OSError as error:
             self.close()
             raise unavailable(self.path, error) from error
-        except (ConfigError, DirectoryUnavailable):
+        except BaseException:  # a lock that outlived this would look like another path of the directory
             self.close()
             raise
 
@@ -189,10 +190,11 @@ class Directory:
             if self.home is None:  # one that was here and is gone is not created again: its disk is
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (NotADirectoryError, FileExistsError):
-            raise ConfigError(
-                f"nvme directory {self.path} is no directory, or is below a file: name another one, or move that away"
-            ) from None
+        except OSError as error:
+            if error.errno not in IN_THE_WAY:
+                raise
+            text = f"{what_stands_at(self.path)}: name another one, or move that away"
+            raise ConfigError(f"nvme directory {self.path} cannot be used: {text}") from None
         not_mounted = self.home is not None and os.fstat(self._folder_fd).st_dev == self.home.device_below
         if not_mounted and not self._was_open_before():
             raise DirectoryUnavailable(

@@ -13,7 +13,7 @@ from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.superblock import ALIGNMENT_BYTES
 
 PAGE_BYTES = ALIGNMENT_BYTES
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
+_NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
 
 
 class DiskIO:

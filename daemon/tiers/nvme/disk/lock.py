@@ -84,8 +84,10 @@ def _take_now(path: Path, daemon_pid: int) -> int:
         ourselves = _is_open_twice(fd) or our_worker
         os.close(fd)
         raise LockedBy(name.split()[0], ourselves=ourselves, ending=our_worker or not _runs(name)) from None
-    except OSError:
+    except OSError as error:
         os.close(fd)
+        if error.filename is None:  # of flock: not the file is at fault
+            raise OSError(errno.ENOLCK, f"flock is refused ({error.strerror})") from None
         raise
     with contextlib.suppress(OSError):  # the pid is for the other one's message; a full disk may lack it
         os.ftruncate(fd, 0)

@@ -109,14 +109,19 @@ def write_superblock(folder: Path, superblock: Superblock) -> None:
     draft = folder / f"{NAME}.new"
     with suppress(FileNotFoundError):  # left by a creator that was killed
         draft.unlink()
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        if os.write(fd, superblock.encode()) != SIZE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.rename(draft, folder / NAME)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.write(fd, superblock.encode()) != SIZE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(draft, folder / NAME)
+    except OSError:
+        with suppress(OSError):  # what it left would be put aside as lost data, at each try
+            draft.unlink()
+        raise
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder_fd)

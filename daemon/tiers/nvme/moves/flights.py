@@ -277,7 +277,7 @@ class Flights(ABC):
         self.failed_blocks += 1
         failed = op.outcome is DiskOutcome.IO_ERROR
         if failed:
-            op.shelf.health.failed(os.strerror(op.errno))
+            op.shelf.health.failed(f"blocks cannot be written: {os.strerror(op.errno)}")
         self._lose(op, failed)
 
     def settle(self, most: int = SETTLED_AT_ONCE) -> bool:

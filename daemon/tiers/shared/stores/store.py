@@ -156,6 +156,10 @@ class SharedStore(Protocol):
     connections: int
     """How many connections to use for transfers side by side."""
 
+    @property
+    def trouble(self) -> str:
+        """What is not well with it although calls may work, in words; empty: all is."""
+
     def connect(self) -> Connection:
         """A new connection, not yet open."""
 

@@ -33,6 +33,7 @@ class MemoryStore:
     connections = 2
 
     def __init__(self, pack_blocks: int = 1) -> None:
+        self.trouble = ""
         self.pack_blocks = pack_blocks
         self.values: dict[bytes, bytes] = {}
         self.ttls: dict[bytes, float] = {}

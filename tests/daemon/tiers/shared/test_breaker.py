@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from memory_store import MemoryStore
 
 from tiercache.daemon.tiers.shared import breaker as module
 from tiercache.daemon.tiers.shared.breaker import FAILURES, FIRST_PAUSE_S, LAST_PAUSE_S, RAMP_S, Breaker, BreakerState
+from tiercache.daemon.tiers.shared.naming import Naming
+from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.tier import SharedTier
+from tiercache.daemon.tiers.shared.value import ValueForm
 
 AWAY = StoreError(StoreProblem.UNREACHABLE, "refused")
 
@@ -114,3 +121,13 @@ def test_a_store_that_stays_full_is_tried_less_and_less(breaker: Breaker, clock:
     breaker.failed(full, "write")
     clock.now_s += module.FIRST_WRITE_PAUSE_S
     assert breaker.may_write, "it has taken writes since"
+
+
+def test_health_has_the_store_s_own_trouble_while_its_calls_work(tmp_path: Path) -> None:
+    store = MemoryStore()
+    tier = SharedTier(SharedSettings(store, Naming("default", b""), ValueForm(None), tmp_path), {}, lambda: None)
+    assert tier.reasons() == []
+    store.trouble = "files cannot be removed"
+    assert tier.reasons() == ["the shared store memory://test: files cannot be removed"]
+    tier.breaker.failed(StoreError(StoreProblem.DENIED, "it rejects us"))
+    assert tier.reasons() == ["the shared store memory://test is away: it rejects us"]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from tiercache.daemon.tiers.shared.stores.folder.files import Files
 from tiercache.daemon.tiers.shared.stores.folder.settings import FolderSettings
-from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, READ_FILE, Tree, as_store_error
+from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree, as_store_error
 from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
@@ -33,7 +33,6 @@ SLOW_S = 0.001
 """Look-ups that take longer go on side by side: a file system across a network takes so long for one or two."""
 LOOKERS = 8
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class FolderConnection:
@@ -146,7 +145,7 @@ class FolderConnection:
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_LINKS:
                 raise
         try:  # a file system without hard links: readers may see the note empty for a moment
             self._write_note(tree.notes, target, tree.file_mode, value)

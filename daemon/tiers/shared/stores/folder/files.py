@@ -21,9 +21,13 @@ from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import Fate, Get, Put
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_TIMES = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS)
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 _NONE_OF_OURS = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP)
+"""A folder stands where a value belongs, or something else where its folder does."""
+_FIXED = (errno.EPERM, errno.EACCES, errno.EBUSY)
 _REFUSED = (errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _MAX_PARTS = 512
 """A system call takes 1,024 (IOV_MAX)."""
@@ -91,16 +95,33 @@ class Files:
         """Settle `put`, by way of a file `draft` in `tmp`."""
         try:
             self._write(tree, put, draft)
-            with tree.home_of(put.name, make=True) as home:
-                os.rename(draft, file_name(put.name), src_dir_fd=tree.tmp, dst_dir_fd=home)
+            put.fate = self._place(tree, put, draft)
         except OSError as error:
-            with contextlib.suppress(OSError):  # gone, or the janitor removes it
-                os.unlink(draft, dir_fd=tree.tmp)
             if error.errno not in _REFUSED:
                 raise
             put.fate = Fate.REFUSED
-        else:
-            put.fate = Fate.DONE
+        finally:
+            if put.fate is not Fate.DONE:
+                with contextlib.suppress(OSError):  # gone, or the janitor removes it
+                    os.unlink(draft, dir_fd=tree.tmp)
+
+    def _place(self, tree: Tree, put: Put, draft: str) -> Fate:
+        """Give the draft its place; REFUSED if a file there cannot be replaced, which concerns no other value."""
+
+        def rename() -> None:
+            with tree.home_of(put.name, make=True) as home:
+                os.rename(draft, file_name(put.name), src_dir_fd=tree.tmp, dst_dir_fd=home)
+
+        try:
+            rename()
+        except OSError as error:
+            if error.errno in _FIXED and _is_placed(tree, put.name):
+                return Fate.REFUSED
+            if error.errno not in _IN_THE_WAY:
+                raise
+            tree.put_aside(put.name)
+            rename()
+        return Fate.DONE
 
     def _write(self, tree: Tree, put: Put, draft: str) -> None:
         parts = [memoryview(part).cast("B") for part in put.parts if len(part)]
@@ -127,7 +148,11 @@ class Files:
         older_s = self._ttl_s - ttl_s if ttl_s else 0.0
         if older_s > self._ttl_s / 100:
             found = os.fstat(fd)
-            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns - int(older_s * 1e9)))
+            try:
+                os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns - int(older_s * 1e9)))
+            except OSError as error:
+                if error.errno not in _NO_TIMES:  # without it the value stays for the folder's own `ttl`
+                    raise
 
     def _renew(self, fd: int, written_s: float, ttl_s: float) -> None:
         """Have a value that is used look new, once half of its lifetime is over: so this is rarely more to do.
@@ -187,6 +212,16 @@ class Files:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = self.direct and not for_all
         return True
+
+
+def _is_placed(tree: Tree, name: bytes) -> bool:
+    """Whether there is something in the place of a value."""
+    try:
+        with tree.home_of(name) as home:
+            os.stat(file_name(name), dir_fd=home, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _aligned(view: memoryview) -> bool:

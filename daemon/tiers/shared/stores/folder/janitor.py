@@ -2,24 +2,26 @@
 
 A pass looks at every value once, in slices. It removes what is older than `ttl`, and counts the rest by age. If that is
 more than `size`, the counts say how old a value must be to go, and the next pass removes those while it counts anew. So
-a pass needs no list of files, and the oldest go first, to within a minute.
+a pass needs no list of files, and the oldest go first, to within a minute. What cannot be removed stays and counts, so
+others go in its place, and `health` names it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tiercache.daemon.tiers.shared.stores.folder.lease import JanitorLease, file_system_time_ns
+from tiercache.daemon.tiers.shared.stores.folder.lease import JanitorLease, time_of_holder_ns
 from tiercache.daemon.tiers.shared.stores.folder.settings import FolderSettings
-from tiercache.daemon.tiers.shared.stores.folder.tree import Tree, as_store_error
+from tiercache.daemon.tiers.shared.stores.folder.tree import OURS, Tree, as_store_error
 from tiercache.daemon.tiers.shared.stores.store import StoreError
 from tiercache.ground.units import format_bytes
 
@@ -33,6 +35,7 @@ DRAFT_S = 3600.0
 STEP_S = 60
 STEPS = 20_000
 """Bytes are counted by age, in steps of `STEP_S`. All that is older than so many steps counts as one more."""
+_OF_ALL_FILES = (errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EIO)
 KEEP_SHARE = 0.95
 """A full folder is brought down to this share of its size, so that not every pass removes."""
 _FAN = re.compile(r"[0-9a-f]{3}")
@@ -57,6 +60,18 @@ class _Pass:
     """Bytes by age."""
     removed: int = 0
     removed_bytes: int = 0
+    stuck_bytes: int = 0
+    """Of files that should go and cannot be removed."""
+    stuck: tuple[str, OSError] | None = None
+    """The first of these by its path, and why."""
+
+    def cannot_remove(self, path: str, error: OSError, size_bytes: int = 0) -> None:
+        """Goes on without what concerns one file alone. Raises the error of a whole file system."""
+        if error.errno in _OF_ALL_FILES:
+            raise error
+        self.stuck_bytes += size_bytes
+        if self.stuck is None or path < self.stuck[0]:
+            self.stuck = path, error
 
 
 class Janitor:
@@ -68,9 +83,13 @@ class Janitor:
         self._id = secrets.token_hex(8)
         self._walk: Iterator[None] | None = None
         self._surplus: _Surplus | None = None
+        self._in_vain = False  # the last pass was to remove something, and has removed nothing
+        self._stuck_value = ""
+        self.stuck = ""
+        """What the last pass could not remove, and why, in words; empty if nothing."""
 
-    def run(self) -> None:
-        """Never returns."""
+    def run(self, tell: Callable[[str], object]) -> None:
+        """Never returns. `tell` gets what is not well, whenever that changes; empty: all is."""
         told = ""
         while True:
             try:
@@ -79,9 +98,12 @@ class Janitor:
                 pause_s = TRY_S
                 self._walk = None
                 problem = error if isinstance(error, StoreError) else as_store_error(self._settings.path, error)
-                text = problem.text
-                if text != told:
-                    log.warning("the shared folder is not cleaned up at the moment: %s", text)
+                text = f"the shared folder is not cleaned up at the moment: {problem.text}"
+            text = text or self.stuck
+            if text != told:
+                if text:
+                    log.warning("%s", text)
+                tell(text)
             told = text
             time.sleep(pause_s)
 
@@ -89,78 +111,97 @@ class Janitor:
         """One slice; returns how many seconds to wait until the next one. Raises OSError and StoreError."""
         with Tree(self._settings.path) as tree:
             if not self._lease.hold(tree):
-                self._walk = None
+                self._walk, self.stuck = None, ""
                 return TRY_S
         if self._walk is None:
             self._walk = self._pass()
         for _ in self._walk:
             return SLICE_PAUSE_S
         self._walk = None
-        return PASS_PAUSE_S if self._surplus is None else SLICE_PAUSE_S
+        return PASS_PAUSE_S if self._surplus is None or self._in_vain else SLICE_PAUSE_S
 
     def _pass(self) -> Iterator[None]:
         with Tree(self._settings.path) as tree:
-            now_ns = file_system_time_ns(tree, self._id)
+            now_ns = time_of_holder_ns(tree)
             fans = _fans(tree.base)
-            yield from self._remove_drafts(tree.base, now_ns)
-        this = _Pass(now_ns, self._surplus or _Surplus())
-        self._surplus = None
+            this = _Pass(now_ns, self._surplus or _Surplus())
+            yield from self._remove_drafts(tree.base, this)
+        removes, self._surplus = self._surplus is not None, None
         for fan in fans:
-            with Tree(self._settings.path) as tree:
-                folder = _open(tree.values, fan)
+            try:
+                with Tree(self._settings.path) as tree:
+                    folder = _open(tree.values, fan)
+            except PermissionError as error:
+                this.cannot_remove(f"values/{fan}", error)
+                continue
             if folder >= 0:
                 try:
-                    yield from self._sweep(folder, this)
+                    yield from self._sweep(folder, fan, this)
                 finally:
                     os.close(folder)
             yield
         self._surplus = self._count_up(this)
+        self._in_vain = removes and not this.removed
+        self._note_stuck(this)
         if this.removed:
             size = format_bytes(this.removed_bytes)
             log.info("removed %d old values from the shared folder %s: %s", this.removed, self._settings.path, size)
 
-    def _remove_drafts(self, base: int, now_ns: int) -> Iterator[None]:
+    def _remove_drafts(self, base: int, this: _Pass) -> Iterator[None]:
         folder = _open(base, "tmp")
         try:
             for names in _slices(folder):
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                        if stat.S_ISREG(found.st_mode) and now_ns - found.st_mtime_ns > DRAFT_S * 1e9:
-                            os.unlink(name, dir_fd=folder)
+                        if stat.S_ISREG(found.st_mode) and this.now_ns - found.st_mtime_ns > DRAFT_S * 1e9:
+                            _remove(name, folder, f"tmp/{name}", this)
                 yield
         finally:
             os.close(folder)
 
-    def _sweep(self, folder: int, this: _Pass) -> Iterator[None]:
+    def _sweep(self, folder: int, fan: str, this: _Pass) -> Iterator[None]:
         for names in _slices(folder):
             for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    self._look_at(folder, name, this)
+                path = f"values/{fan}/{name}"
+                try:
+                    self._look_at(folder, name, path, this)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    this.cannot_remove(path, error)
             yield
 
-    def _look_at(self, folder: int, name: str, this: _Pass) -> None:
+    def _look_at(self, folder: int, name: str, path: str, this: _Pass) -> None:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
             return  # no value
         written_ns, surplus = found.st_mtime_ns, this.surplus
-        if this.now_ns - written_ns > self._settings.ttl_s * 1e9 or written_ns < surplus.all_before_ns:
-            goes = True
-        else:
-            goes = surplus.some_bytes > 0 and written_ns < surplus.some_before_ns
-            surplus.some_bytes -= found.st_size if goes else 0
-        if goes:
-            os.unlink(name, dir_fd=folder)
-            this.removed += 1
-            this.removed_bytes += found.st_size
+        old = this.now_ns - written_ns > self._settings.ttl_s * 1e9 or written_ns < surplus.all_before_ns
+        if old or (surplus.some_bytes > 0 and written_ns < surplus.some_before_ns):
+            if _remove(name, folder, path, this, found.st_size):
+                surplus.some_bytes -= 0 if old else found.st_size
+                this.removed += 1
+                this.removed_bytes += found.st_size
         else:
             step = min(max(0, (this.now_ns - written_ns) // (STEP_S * 10**9)), STEPS)
             this.kept[step] = this.kept.get(step, 0) + found.st_size
 
+    def _note_stuck(self, this: _Pass) -> None:
+        """Say what could not be removed, for as long as it is there: not each pass has to remove something."""
+        base = f"{self._settings.path}/{OURS}"
+        if this.stuck is not None:
+            path, error = this.stuck
+            self._stuck_value = f"{base}/{path}" if path.count("/") == 2 else ""
+            why = as_store_error(self._settings.path, OSError(error.errno, error.strerror, f"{base}/{path}")).text
+            self.stuck = f"files of the shared folder cannot be removed, such as {why}"
+        elif not (self._stuck_value and os.path.lexists(self._stuck_value)):
+            self.stuck = ""
+
     def _count_up(self, this: _Pass) -> _Surplus | None:
         """What is too much, by what a pass has counted; None if all has room."""
-        total = sum(this.kept.values())
-        if not self._settings.size_bytes or total <= self._settings.size_bytes:
+        total = sum(this.kept.values()) + this.stuck_bytes
+        if not self._settings.size_bytes or total <= self._settings.size_bytes or not this.kept:
             return None
         too_much = total - int(self._settings.size_bytes * KEEP_SHARE)
         for step in sorted(this.kept, reverse=True):
@@ -169,6 +210,17 @@ class Janitor:
             too_much -= this.kept[step]
         older_ns = this.now_ns - (step + 1) * STEP_S * 10**9 if step < STEPS else 0
         return _Surplus(older_ns, this.now_ns - step * STEP_S * 10**9 + 1, too_much)
+
+
+def _remove(name: str, folder: int, path: str, this: _Pass, size_bytes: int = 0) -> bool:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        this.cannot_remove(path, error, size_bytes)
+        return False
+    return True
 
 
 def _open(above: int, name: str) -> int:

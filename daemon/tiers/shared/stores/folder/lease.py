@@ -16,7 +16,7 @@ import socket
 import stat
 import time
 
-from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, READ_FILE, Tree
+from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree
 
 NAME = "janitor"
 RENEW_S = 20.0
@@ -77,10 +77,29 @@ class JanitorLease:
                 os.rename(draft, NAME, src_dir_fd=tree.tmp, dst_dir_fd=tree.base)
                 return
             with contextlib.suppress(FileExistsError):
-                os.link(draft, NAME, src_dir_fd=tree.tmp, dst_dir_fd=tree.base, follow_symlinks=False)
+                self._link(tree, draft)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=tree.tmp)
+
+    def _link(self, tree: Tree, draft: str) -> None:
+        try:
+            os.link(draft, NAME, src_dir_fd=tree.tmp, dst_dir_fd=tree.base, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            # Without hard links: others may see it empty for a moment, which is no lease of theirs and not old.
+            fd = os.open(NAME, CREATE_FILE, tree.file_mode, dir_fd=tree.base)
+            try:
+                os.write(fd, self._text)
+            finally:
+                os.close(fd)
+
+
+def time_of_holder_ns(tree: Tree) -> int:
+    """What time the file system has, for who has the lease. Needs no room: it cleans up a full file system, too."""
+    os.utime(NAME, dir_fd=tree.base, follow_symlinks=False)
+    return os.stat(NAME, dir_fd=tree.base, follow_symlinks=False).st_mtime_ns
 
 
 def file_system_time_ns(tree: Tree, draft: str) -> int:
@@ -90,7 +109,8 @@ def file_system_time_ns(tree: Tree, draft: str) -> int:
         os.unlink(name, dir_fd=tree.tmp)
     fd = os.open(name, CREATE_FILE, tree.file_mode, dir_fd=tree.tmp)
     try:
-        os.write(fd, b"?")
+        with contextlib.suppress(OSError):  # a full file system: the time of an empty file is as good
+            os.write(fd, b"?")
         return os.fstat(fd).st_mtime_ns
     finally:
         os.close(fd)

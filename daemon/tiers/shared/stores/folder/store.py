@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from tiercache.daemon.tiers.shared.stores.folder.connection import FolderConnection
 from tiercache.daemon.tiers.shared.stores.folder.janitor import Janitor
@@ -14,6 +15,7 @@ class FolderStore:
     """`store.Store` on a folder. Its calls may hang with the file system: `shared_folder` runs it in a helper."""
 
     pack_blocks = 1
+    trouble = ""
 
     def __init__(self, url: str) -> None:
         self.settings = parse_folder_url(url)
@@ -26,9 +28,9 @@ class FolderStore:
     def close(self) -> None:
         """Its connections share nothing."""
 
-    def run_beside(self) -> None:
-        """The janitor; never returns. The helper runs it in a thread."""
-        Janitor(self.settings).run()
+    def run_beside(self, tell: Callable[[str], object]) -> None:
+        """The janitor; never returns. The helper runs it in a thread. `tell`: what is not well; empty: all is."""
+        Janitor(self.settings).run(tell)
 
 
 def folder_in_helper(url: str) -> FolderStore:

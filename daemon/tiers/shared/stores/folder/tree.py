@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tiercache.daemon.tiers.nvme.disk.mounts import unmounted_on_the_way
-from tiercache.daemon.tiers.shared.stores.names import fan_out
+from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+from tiercache.ground.file_systems import lacks_inodes
+
+log = logging.getLogger("tiercache.daemon")
 
 OURS = "tiercache-1"
 """Our folder in the configured one, with the version of its layout: whatever else is there stays untouched."""
+ASIDE = "aside"
+"""What stood in the place of a value and was no file."""
 READ_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Opening a FIFO, which a stranger may have put there, must not wait for its writer."""
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Of a file system without hard links."""
+_FOLDERS = (OURS, "values", "notes", "tmp", ASIDE, "janitor")
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = _FOLDER | os.O_NOFOLLOW
 _STRANGE = "something else stands where a folder or file of tiercache should be: move it away"
@@ -33,6 +43,7 @@ _TROUBLES = {
     errno.EROFS: (StoreProblem.READ_ONLY, "its file system is mounted read-only: mount it for writing"),
     errno.EACCES: (StoreProblem.DENIED, "let user {uid} read and write there (chown, chmod, the export's options)"),
     errno.EPERM: (StoreProblem.DENIED, "let user {uid} read and write there (chown, chmod, lsattr)"),
+    errno.ENOSYS: (StoreProblem.DENIED, "its file system or a seccomp profile refuses a call (strace names it)"),
     errno.ESTALE: (StoreProblem.UNREACHABLE, "mount its file system again"),
     errno.ENOTCONN: (StoreProblem.UNREACHABLE, "mount its file system again"),
     errno.ENOENT: (StoreProblem.UNREACHABLE, "mount its file system, or make the folder"),
@@ -51,7 +62,11 @@ def as_store_error(path: str, error: OSError) -> StoreError:
     """A failed call as one line: which file, why, and what to do."""
     number = error.errno or 0
     problem, remedy = _TROUBLES.get(number, (StoreProblem.UNREACHABLE, "see dmesg and the state of its file system"))
+    if number == errno.ENOSPC and lacks_inodes(path):
+        remedy = "there is room, but its file system has no inodes left (df -i): remove files there"
     part = os.fsdecode(error.filename) if error.filename else ""
+    if part and part not in _FOLDERS and not part.startswith("/"):
+        part = "a file"  # each has another name, and the trouble is the same
     where = part if part.startswith("/") else f"{path}/{OURS}: {part}" if part else path
     return StoreError(problem, f"{where}: {error.strerror or error}: {remedy.format(uid=os.geteuid())}")
 
@@ -127,6 +142,30 @@ class Tree:
             yield fd
         finally:
             os.close(fd)
+
+    def put_aside(self, name: bytes) -> None:
+        """Move what stands in the place of a value, and is no file, out of the way. Raises OSError."""
+        aside = self._folder(ASIDE, self.base)
+        fan, token = fan_out(name), secrets.token_hex(4)
+        try:
+            moved = f"values/{fan}"
+            try:
+                home = os.open(fan, _NO_LINK, dir_fd=self.values)
+            except FileNotFoundError:
+                return
+            except OSError:
+                os.rename(fan, f"{fan}-{token}", src_dir_fd=self.values, dst_dir_fd=aside)
+            else:
+                moved = f"{moved}/{file_name(name)}"
+                try:
+                    os.rename(file_name(name), f"{file_name(name)}-{token}", src_dir_fd=home, dst_dir_fd=aside)
+                except FileNotFoundError:  # another host has done it
+                    return
+                finally:
+                    os.close(home)
+        finally:
+            os.close(aside)
+        log.warning("%s/%s: %s is no value of ours: it is now in %s", self._path, OURS, moved, ASIDE)
 
     def _close(self) -> None:
         for fd in (self.base, self.values, self.notes, self.tmp):

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from tiercache.daemon.helper_processes.child import ControlSocket, run_child
 from tiercache.daemon.tiers.shared.stores.helper import messages
@@ -25,7 +26,9 @@ def _serve(control: ControlSocket) -> int:
     store: SharedStore = getattr(importlib.import_module(module), maker)(start.url)
     beside = getattr(store, "run_beside", None)
     if beside is not None:
-        threading.Thread(target=_logged, args=(beside,), name="beside", daemon=True).start()
+        threading.Thread(
+            target=_logged, args=(partial(beside, control.say_trouble),), name="beside", daemon=True
+        ).start()
     control.say_ready()
     while line := control.next_line():
         worker = _Worker(store.connect(), line)

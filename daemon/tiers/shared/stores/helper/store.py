@@ -14,7 +14,7 @@ class HelperStore:
 
     Args:
         maker: `module:function` that makes the store from its URL, called in the process. The store may have a method
-            `run_beside`, which the process runs in a thread.
+            `run_beside`, which the process runs in a thread, with what it tells of trouble.
         url, address, connections, pack_blocks: of the store.
     """
 
@@ -29,6 +29,11 @@ class HelperStore:
         with contextlib.suppress(StoreError):  # the first call tries again
             self.supervisor.begin()
         return HelperConnection(self.supervisor)
+
+    @property
+    def trouble(self) -> str:
+        """See `store.SharedStore`."""
+        return self.supervisor.processes.trouble
 
     def stats(self) -> dict[str, object]:
         """Counts and state of the process, as plain values."""

@@ -24,6 +24,7 @@ class ObjectsStore:
     def __init__(self, url: str) -> None:
         self.settings = parse_object_url(url)
         self.address = self.settings.address
+        self.trouble = ""
         self.pack_blocks = self.settings.pack_blocks
         self.connections = self.settings.connections
         self._shared = Shared(self.settings, _bucket(self.settings))

@@ -18,6 +18,9 @@ _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _FULL = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "InsufficientStorage", "NoSpaceLeft"})
 _BUSY = frozenset({429, 500, 502, 503, 504})
 _TIME_OUT = re.compile(r"operation timed out|TimedOut|deadline has elapsed")
+_ATTEMPT = re.compile(r"^Generic \w+ error: (?:Error performing \w+ \S+ in \S+, after .*? - )?")
+"""What obstore writes before the cause: the URL of one object, and how long it took."""
+_DEEPEST = re.compile(r"InvalidCertificate\(\s*(\w+)|(?:message|error): \"([^\"\n]{1,200})\"")
 _TOO_LONG = frozenset({"EntityTooLarge", "RequestBodyTooLarge"})
 
 
@@ -53,7 +56,7 @@ def object_store_error(settings: ObjectSettings, error: Exception) -> StoreError
     status, code = status_of(error), code_of(error)
     said = " ".join(filter(None, [f"HTTP {status}" if status else "", code]))
     problem, remedy = _judge(settings, error, status, code)
-    return StoreError(problem, f"{settings.address}: {said or _first_line(error)}: {remedy}")
+    return StoreError(problem, f"{settings.address}: {said or _cause(error)}: {remedy}")
 
 
 def _judge(settings: ObjectSettings, error: Exception, status: int, code: str) -> tuple[StoreProblem, str]:
@@ -81,6 +84,12 @@ def _judge(settings: ObjectSettings, error: Exception, status: int, code: str) -
     return StoreProblem.PROTOCOL, "see whether the URL's endpoint is an object store of this kind"
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).partition("\n")[0]
-    return text[:200] or type(error).__name__
+def _cause(error: Exception) -> str:
+    """What went wrong, as far down as obstore says, else its first line: without URLs of objects and durations, so that
+    one cause is one text for as long as it lasts.
+    """
+    first, _, source = str(error).partition("\n")
+    if found := _DEEPEST.findall(source):
+        bad_certificate, message = found[-1]
+        return message or f"invalid peer certificate: {bad_certificate}"
+    return _ATTEMPT.sub("", first)[:200] or type(error).__name__

@@ -12,6 +12,7 @@ class ValkeyStore:
     """A configured store. See `store.Store`."""
 
     pack_blocks = 1
+    trouble = ""
 
     def __init__(self, settings: ValkeySettings) -> None:
         self._settings = settings

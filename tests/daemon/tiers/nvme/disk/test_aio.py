@@ -134,8 +134,8 @@ class Hang:
 class NoAio(DiskIO):
     """A disk whose contexts come to nothing, for one reason or another."""
 
-    def __init__(self, number: int = 0, result: int | None = None, damage: bool = False) -> None:
-        self.number, self.result, self.damage = number, result, damage
+    def __init__(self, number: int = 0, result: int | None = None, damage: bool = False, refused: str = "") -> None:
+        self.number, self.result, self.damage, self.refused = number, result, damage, refused
 
     def aio(self, depth: int, eventfd: int, most_pieces: int) -> AioContext:
         if self.number:
@@ -151,7 +151,16 @@ class Odd(AioContext):
     def ready(self, place: int, writes: bool, fd: int, pieces: Sequence[tuple[int, int]], offset: int) -> None:
         super().ready(place, writes and not self._disk.damage, fd, pieces, offset)
 
+    def close(self) -> None:
+        super().close()
+        self._refuse("io_destroy")
+
+    def _refuse(self, call: str) -> None:
+        if self._disk.refused == call:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
     def results(self, least: int = 0) -> list[tuple[int, int]]:
+        self._refuse("io_getevents")
         wrong = self._disk.result
         found = super().results(least)
         return [(place, result if wrong is None else wrong) for place, result in found]
@@ -165,6 +174,8 @@ class Odd(AioContext):
         (NoAio(errno.ENOSYS), "this kernel refuses io_setup: Function not implemented"),
         (NoAio(errno.EPERM), "this kernel refuses io_setup: Operation not permitted"),
         (NoAio(errno.EAGAIN), "fs.aio-max-nr"),
+        (NoAio(refused="io_getevents"), "this kernel refuses io_getevents: Operation not permitted"),
+        (NoAio(refused="io_destroy"), "this kernel refuses io_destroy: Operation not permitted"),
         (NoAio(result=-errno.EINVAL), "AIO fails on this file system: Invalid argument"),
         (NoAio(result=512), "AIO fails on this file system: 512 bytes of a page"),
         (NoAio(result=-errno.ENOSPC), ""),

@@ -17,6 +17,7 @@ from tiercache.daemon.tiers.nvme.disk.superblock import (
     DamagedSuperblock,
     Superblock,
 )
+from tiercache.errors import DirectoryUnavailable
 
 MIB = 1 << 20
 
@@ -84,6 +85,24 @@ def test_a_new_directory_and_the_same_again(path: Path, quiet: pytest.LogCapture
     assert quiet.records == []
     again.close()
     again.close()
+
+
+def test_a_directory_that_cannot_be_begun_is_tried_again_and_left_as_it_was(
+    path: Path, monkeypatch: pytest.MonkeyPatch, quiet: pytest.LogCaptureFixture
+) -> None:
+    """Its lock is free again, whatever fails, and nothing is put aside at each try."""
+
+    def refuse(fd: int) -> None:
+        raise failure
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for failure in (PermissionError(errno.EPERM, "Operation not permitted"), AssertionError("a defect")):
+        with pytest.raises(DirectoryUnavailable if isinstance(failure, OSError) else AssertionError):
+            opened(path)
+        assert [file.name for file in path.iterdir() if file.name != "superblock.new"] == ["lock"]
+    monkeypatch.undo()
+    (path / "superblock.new").unlink()
+    opened(path).close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "gone"])

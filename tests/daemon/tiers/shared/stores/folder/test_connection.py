@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from folder_rig import NAME, STRANGE, connect, place
+from folder_rig import NAME, STRANGE, connect, drafts, place
 from store_calls import content, put, read, soon, value_of
 
 from tiercache.daemon.tiers.shared.stores.folder.tree import OURS
@@ -75,14 +75,18 @@ def test_something_else_in_the_place_of_a_file_does_no_harm(folder: Path, kind: 
     assert read(line, [NAME, b"good"], 5, 100) == [Fate.MISFIT, content(6, 50)]
     assert read(line, [NAME], 0, 1 << 20) == [Fate.MISFIT], "nor where its size would fit"
     assert line.exists([NAME, b"good"], [], soon()).there == [False, True]
-    wanted = Fate.REFUSED if kind == "folder" else Fate.DONE
-    assert put(line, {NAME: content(7, 50), b"other": content(7, 50)}) == [wanted, Fate.DONE]
+    assert put(line, {NAME: content(7, 50), b"other": content(7, 50)}) == [Fate.DONE, Fate.DONE]
+    assert read(line, [NAME], 5, 100) == [content(7, 50)], "the place is a value's again"
+    if kind == "folder":
+        (aside,) = (folder / OURS / "aside").iterdir()
+        assert aside.is_dir()
+        assert aside.name.startswith(file_name(NAME))
     assert Path("/etc/passwd").read_bytes() != content(7, 50)
     line.delete([NAME], soon())
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_strange_fan_out_folder_costs_its_own_values_only(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_strange_fan_out_folder_is_put_aside_by_the_next_put(folder: Path, tmp_path: Path, kind: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     line = connect(folder)
@@ -97,8 +101,30 @@ def test_a_strange_fan_out_folder_costs_its_own_values_only(folder: Path, tmp_pa
     assert read(line, [NAME, b"good"], 5, 100) == [Fate.MISSING, content(8, 50)]
     assert line.exists([NAME, b"good"], [], soon()).there == [False, True]
     line.delete([NAME], soon())
-    assert put(line, {NAME: content(9, 50), b"other": content(9, 50)}) == [Fate.REFUSED, Fate.DONE]
+    assert put(line, {NAME: content(9, 50), b"other": content(9, 50)}) == [Fate.DONE, Fate.DONE]
+    assert read(line, [NAME], 5, 100) == [content(9, 50)]
     assert [path.read_bytes() for path in elsewhere.iterdir()] == ([content(8, 50)] if kind == "link" else [])
+    (aside,) = (folder / OURS / "aside").iterdir()
+    assert aside.is_symlink() == (kind == "link")
+
+
+def test_a_file_that_cannot_be_replaced_is_refused_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `chattr +i`: the store is not away for one file."""
+    line = connect(folder)
+    put(line, {NAME: content(6, 50)})
+    real = os.rename
+
+    def rename(source: str, target: str, **folders: int) -> None:
+        if target == file_name(NAME):
+            raise PermissionError(errno.EPERM, "Operation not permitted", source)
+        real(source, target, **folders)
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert put(line, {NAME: content(7, 50), b"other": content(7, 50)}) == [Fate.REFUSED, Fate.DONE]
+    assert drafts(folder) == []
+    place(folder).unlink()
+    with pytest.raises(StoreError, match="a file: Operation not permitted"):
+        put(line, {NAME: content(7, 50)})
 
 
 def test_a_link_in_the_place_of_our_own_folder_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tiercache.daemon.tiers.shared.stores.folder.lease import JanitorLease
 from tiercache.daemon.tiers.shared.stores.folder.store import FolderStore
 from tiercache.daemon.tiers.shared.stores.folder.tree import OURS, Tree
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
+from tiercache.daemon.tiers.shared.stores.store import StoreError
 
 HOUR_S = 3600
 
@@ -133,6 +136,15 @@ def test_one_of_two_hosts_has_the_lease_and_keeps_it(folder: Path) -> None:
     assert [holds(folder, one) for one in (first, second, first, second)] == [True, False, True, False]
 
 
+def test_a_file_system_without_hard_links_is_cleaned_up_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "link", refuse)
+    first, second = JanitorLease(), JanitorLease()
+    assert [holds(folder, one) for one in (first, second, first, second)] == [False, False, True, False]
+
+
 def test_an_old_lease_is_taken_over_by_one_and_its_holder_knows(folder: Path) -> None:
     first, second, third = JanitorLease(), JanitorLease(), JanitorLease()
     holds(folder, first)
@@ -164,3 +176,53 @@ def test_a_janitor_that_has_lost_the_lease_stops(folder: Path) -> None:
     other = JanitorLease()
     holds(folder, other)
     assert its.step() == TRY_S
+
+
+# --- what cannot be removed ----------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_removed_stays_and_the_rest_goes_in_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named until it is gone, also by passes that remove nothing; a pass in vain is followed by a pause."""
+    names = [b"%d" % number for number in range(30)]
+    put(store(folder).connect(), {name: content(1, 100_000) for name in names})
+    for number, name in enumerate(names):
+        age(place(folder, name), (30 - number) * HOUR_S)
+    real, stuck = os.unlink, {file_name(names[0]), file_name(names[3])}
+
+    def unlink(name: str, *, dir_fd: int | None = None) -> None:
+        if name in stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+        real(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    its = holder(folder, "?size=2MiB")
+    for _ in range(3):
+        one_pass(its)
+        assert left(folder, names) == [names[0], names[3], *names[-17:]]
+        assert its.stuck.startswith("files of the shared folder cannot be removed, such as ")
+        assert min(place(folder, names[0]), place(folder, names[3])).as_posix() in its.stuck
+    stuck |= {file_name(name) for name in names}
+    put(store(folder).connect(), {b"more%d" % number: content(1, 100_000) for number in range(20)})
+    stuck |= {file_name(b"more%d" % number) for number in range(20)}
+    its.step()
+    while (pause_s := its.step()) == SLICE_PAUSE_S:
+        pass
+    assert pause_s == janitor.PASS_PAUSE_S
+    stuck.clear()
+    one_pass(its)
+    one_pass(its)
+    assert its.stuck == ""
+
+
+def test_a_full_file_system_is_cleaned_up(mount: Callable[[str], Path]) -> None:
+    folder = mount("1m,nr_inodes=40")
+    its = holder(folder, "?ttl=1h")
+    names = [b"%d" % number for number in range(100)]
+    with pytest.raises(StoreError, match="no inodes left"):
+        put(store(folder).connect(), dict.fromkeys(names, b"value!"))
+    for name in left(folder, names):
+        age(place(folder, name), 2 * HOUR_S)
+    one_pass(its)
+    assert left(folder, names) == []
