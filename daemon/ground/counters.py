@@ -29,7 +29,7 @@ class Counters:
     leases_expired: int = 0
     quarantines: int = 0
     regions_drained: int = 0
-    invariant_failures: int = 0
+    broken_chains: int = 0
     payload_bytes_read: int = 0
     payload_bytes_written: int = 0
     requests: int = 0

@@ -135,7 +135,8 @@ class Writes(StoreLeases[WriteLease]):
             if found != NO_ENTRY:
                 if not windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is no chain.
-                    self._space.index.invariant_failures += 0 if table.unlinking else 1
+                    if not table.unlinking:
+                        self._count_broken(lease.owner)
                     break
                 states.append(_HAVE)
                 continue
@@ -147,8 +148,8 @@ class Writes(StoreLeases[WriteLease]):
             if not windowed:
                 if other is None or fresh or other.parent_entry != entry or other.parent_block is not block:
                     # Its parent was dropped while it is being written, or the list is no chain.
-                    orphan = other is not None and self.pending.is_orphan(other)
-                    self._space.index.invariant_failures += 0 if orphan else 1
+                    if other is None or not self.pending.is_orphan(other):
+                        self._count_broken(lease.owner)
                     break
                 entry, block = NO_ENTRY, other
             states.append(_PENDING)
@@ -159,6 +160,11 @@ class Writes(StoreLeases[WriteLease]):
             del states[list(fresh.values())[len(frames)] :]
         states.extend([_NONE] * (number_of_keys - len(states)))
         return frames
+
+    def _count_broken(self, owner: Owner) -> None:
+        """The keys of a client form no chain: nothing contradicts itself, and no other client is affected."""
+        self._space.counters.broken_chains += 1
+        owner.broken_chains += 1
 
     def _count(self, states: Sequence[BlockState], namespace: Namespace) -> None:
         counters = self._space.counters

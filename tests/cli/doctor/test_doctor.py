@@ -17,6 +17,7 @@ import tiercache
 from tiercache.cli.doctor import cuda, daemon, disk, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.http.measured.counters import COUNTERS
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)
@@ -39,6 +40,7 @@ FIRST_CGROUPS = {
     "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1",
     "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
 }
+ODD, FINE = {"name": "odd", "broken_chains": 7}, {"name": "fine", "broken_chains": 0}
 LITTLE_LOCKED = {"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}
 LITTLE_MEMORY = {"proc/meminfo": "MemAvailable: 1024 kB\n"}
 
@@ -137,6 +139,17 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     assert states[f"mode of {tmp_path.name}"] is State.FAILURE
     tmp_path.chmod(0o700)
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
+
+
+def test_a_client_whose_keys_are_not_chains_is_named(tmp_path: Path) -> None:
+    tree = {
+        "daemon": {"pid": 1, "uptime_s": 1},
+        "health": {},
+        "counters": dict.fromkeys(COUNTERS, 0),
+        "sessions": [ODD, FINE],
+    }
+    [found] = [one for one in daemon.examine(tmp_path, tree, "") if one.name == "chains"]
+    assert (found.state, found.figure) == (State.WARNING, "lists of keys that are not chains: odd (7)")
 
 
 # --- its hits ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
             partial(_health, tree),
             partial(_versions, tree),
             partial(_clients, tree),
+            partial(_chains, tree),
             partial(_loop, tree),
             partial(_log, tree),
             partial(_disks, tree),
@@ -108,6 +109,15 @@ def _clients(tree: Tree) -> Iterator[Finding]:
         yield warning(TOPIC, "clients", f"{len(clients)} connected; neither cuda nor mlock: {names}", remedy)
     else:
         yield ok(TOPIC, "clients", f"{len(clients)} connected")
+
+
+def _chains(tree: Tree) -> Iterator[Finding]:
+    """Clients connected now whose keys form no chains."""
+    broken = [one for one in tree.get("sessions", []) if one.get("broken_chains")]
+    if broken:
+        names = ", ".join(f"{one['name']} ({one['broken_chains']})" for one in broken[:4])
+        remedy = "report it to the maker of the client: its keys are repeated, left out or mixed, so it gets misses"
+        yield warning(TOPIC, "chains", f"lists of keys that are not chains: {names}", remedy)
 
 
 def _loop(tree: Tree) -> Iterator[Finding]:
