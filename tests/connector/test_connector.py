@@ -138,6 +138,24 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
     assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
 
 
+def test_questions_are_asked_in_the_background_and_in_order(open_connector: Open) -> None:
+    connector, chain, gate = open_connector(), chain_of("questions", 8), threading.Event()
+    connector.store(chain, range(8))
+    waits = connector.ask_async(lambda: gate.wait(WAIT_S), False)
+    match = connector.ask_async(lambda: connector.match(chain), tiercache.Match())
+    cancelled = connector.ask_async(lambda: connector.match(chain), tiercache.Match())
+    cancelled.cancel()
+    assert not match.done()
+    gate.set()
+    assert (waits.result(), match.result().blocks, cancelled.result().blocks) == (True, 8, 0)
+    read_leases = lambda: connector.client.stats()["leases"]["read"]  # noqa: E731
+    assert read_leases() == 1
+    connector.release_async(match.result())
+    assert connector.ask_async(read_leases, -1).result() == 0
+    connector.close()
+    assert connector.ask_async(lambda: 1, 0).result() == 0
+
+
 def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:
     connector = open_connector()
     chain = chain_of("partly here", 5)

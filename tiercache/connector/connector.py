@@ -40,8 +40,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercache.client.client import Client
 from tiercache.client.session import REQUEST_TIMEOUT_S
@@ -72,8 +73,11 @@ LOAD_TIMEOUT_S = 10.0
 STORE_TIMEOUT_S = 60.0
 MAX_QUEUED_LOADS = 256
 MAX_QUEUED_STORES = 64
+MAX_QUESTIONS = 1024
 RAMP_FLOOR_BYTES = 64 << 20
 """A store of this size proceeds whole even just after the daemon came back."""
+
+T = TypeVar("T")
 
 
 def connect(
@@ -175,6 +179,7 @@ class Connector(SchedulerSide):
         self._load_timeout_s = load_timeout_s
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
+        self._questions = JobQueue("tiercache-lookup", MAX_QUESTIONS)
         self._siblings: list[Connector] = []
         self._is_sibling = is_sibling
         # The client went up and down once for all of them.
@@ -190,6 +195,21 @@ class Connector(SchedulerSide):
         other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s, is_sibling=True)
         self._siblings.append(other)
         return other
+
+    # --- questions in the background ---------------------------------------------------------------
+
+    def ask_async(self, question: Callable[[], T], miss: T) -> Transfer[T]:
+        """Call `question`, which asks this connector (`match`, `prefetch`), in the background; they run in order.
+
+        The result is `miss` if the transfer is cancelled before the question has begun, and when too many wait. A
+        match that comes after its asker has gone is the asker's to release.
+        """
+        transfer = Transfer(question, lambda: miss, miss, Limit())
+        return transfer if self._questions.submit(transfer) else Transfer.finished(miss)
+
+    def release_async(self, match: Match) -> None:
+        """As `release`, in the background after the questions asked before."""
+        self._questions.begin_with(partial(self.release, match))
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -370,6 +390,7 @@ class Connector(SchedulerSide):
         """Finish the transfers that have begun, drop the others, and end the session. Blocks for seconds."""
         for sibling in self._siblings:
             sibling.close()
+        self._questions.close()
         self._loads.close()
         self._stores.close()
         self.direct.close()
