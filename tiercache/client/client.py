@@ -35,6 +35,7 @@ RAMP_S = 1.0
 class Client:
     """A client of one daemon, for as long as the process likes. Thread-safe. Close it when done.
 
+    One that is dropped without `close` is closed in the background when Python collects it.
     After a fork the child's copy is unusable and says so; connect anew there.
     """
 
@@ -63,6 +64,7 @@ class Client:
         self.report: SelfReport = self._keeper.report
         """What the daemon is told of this process."""
         _clients.add(self)
+        weakref.finalize(self, self._keeper.stop).atexit = False  # at exit it is closed, see below
 
     @classmethod
     def connect(
