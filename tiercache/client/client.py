@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 import weakref
@@ -30,6 +31,8 @@ from tiercache.protocol.messages import AnyReply, Done, Flush, Flushed, Ping, Re
 from tiercache.protocol.namespaces import NamespaceSpec
 
 RAMP_S = 1.0
+
+logger = logging.getLogger("tiercache.client")
 
 
 class Client:
@@ -177,11 +180,15 @@ class Client:
     def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
-        Returns how many blocks were dropped.
+        Returns how many blocks were dropped. A shared store that is away is told later, which is logged. Raises
+        RequestRefused (`unconfirmed`) when a disk may bring blocks back.
         """
         session = self.session()
         namespace_ids = [session.namespace_id(spec) for spec in namespaces]
-        return session.call(Flush, Flushed, tier=tier, namespaces=namespace_ids, key=key).blocks
+        flushed = session.call(Flush, Flushed, tier=tier, namespaces=namespace_ids, key=key)
+        if flushed.kept:
+            logger.warning("%d blocks flushed on this host; %s", flushed.blocks, flushed.kept)
+        return flushed.blocks
 
     @property
     def warmth(self) -> float:

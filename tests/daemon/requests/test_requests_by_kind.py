@@ -222,7 +222,7 @@ def test_a_flush_by_key_goes_on_behind_the_answer(client: Client) -> None:
         assert set(client.commit(lease, range(len(states)))) == {VISIBLE}
         parent = part[-16:]
     _, lease, _ = client.match([number], keys)
-    tag, blocks, more = client.ask("flush", "dram", [number], keys[10 * 16 : 11 * 16])
+    tag, blocks, more, _ = client.ask("flush", "dram", [number], keys[10 * 16 : 11 * 16])
     assert (tag, more) == ("flushed", True)
     assert 0 < blocks < 2590
     assert client.length(number, keys) == 10
