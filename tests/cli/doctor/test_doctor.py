@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import tiercache
 from tiercache.cli.doctor import cuda, daemon, disk, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.cli.exit_status import EXIT_UNWELL
 from tiercache.http.measured.counters import COUNTERS
 
 GIB = 1 << 30
@@ -139,6 +142,27 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     assert states[f"mode of {tmp_path.name}"] is State.FAILURE
     tmp_path.chmod(0o700)
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
+
+
+def test_to_another_user_the_rest_is_said_and_the_daemon_is_named(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may enter everywhere, so the system's answer is played."""
+    stat = os.stat
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    status, out, err = run("doctor", "--quick", "--address", tmp_path)
+    assert (status, err) == (EXIT_UNWELL, "")
+    assert "# host" in out
+    assert f"{tmp_path} may not be entered by this user" in out
+    assert "run this as the daemon's user" in out
+    status, _, err = run("ping", "--address", tmp_path)
+    assert (status, "may not be entered: run this as the daemon's user" in err) == (EXIT_UNWELL, True)
 
 
 def test_a_client_whose_keys_are_not_chains_is_named(tmp_path: Path) -> None:
