@@ -40,7 +40,7 @@ def config(
 
 def _show(path: Path | None, as_json: bool) -> int:
     """Print the settings that would apply, and the source of each that is not a default. Raises ConfigError."""
-    config, sources = resolve_config(path)
+    config, sources, _ = resolve_config(path)
     if not as_json:
         print(render_toml(config, sources=sources), end="")
         return EXIT_OK

@@ -79,7 +79,7 @@ def doctor(
     from tiercache.cli.doctor import cuda, daemon, disk, gpudirect, hits, host, store
 
     rival = store.prefill_of(model, prefill)
-    config, _ = resolve_config(path)
+    config = resolve_config(path).config
     run_dir = Path(address) if address else config.run_dir
     tree, specs, problem = _ask(run_dir)
     needs = _needs(config, tree)
