@@ -20,6 +20,7 @@ class Counters:
     dedup_blocks: int = 0
     refused_blocks: int = 0
     refused_by_quota_blocks: int = 0
+    refused_populating_blocks: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
     dropped_blocks: int = 0

@@ -86,10 +86,11 @@ class Writes(StoreLeases[WriteLease]):
         # Pinned before any eviction, so that room for a child is not made of its ancestors.
         if entry != NO_ENTRY:
             self._space.index.pin(entry)
+        refused_by_quota = self._space.counters.refused_by_quota_blocks
         frames = self._reserve_rest(lease, namespace, keys, states, entry, block)
         if entry != NO_ENTRY:
             self._space.index.unpin(entry)
-        self._count(states, namespace)
+        self._count(states, namespace, self._space.counters.refused_by_quota_blocks - refused_by_quota)
         if not frames:
             return Reservation(NO_LEASE, states, [], parent_missing=False)
         self._begin(lease, len(frames))
@@ -166,11 +167,13 @@ class Writes(StoreLeases[WriteLease]):
         self._space.counters.broken_chains += 1
         owner.broken_chains += 1
 
-    def _count(self, states: Sequence[BlockState], namespace: Namespace) -> None:
+    def _count(self, states: Sequence[BlockState], namespace: Namespace, by_quota: int) -> None:
         counters = self._space.counters
         reserved, refused = states.count(_FRAME), states.count(_NONE)
         counters.reserved_blocks += reserved
         counters.refused_blocks += refused
+        if self._space.populating:
+            counters.refused_populating_blocks += refused - by_quota
         namespace.use.refused_blocks += refused
         counters.dedup_blocks += len(states) - reserved - refused
 

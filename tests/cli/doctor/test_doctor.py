@@ -206,6 +206,16 @@ EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
         ([space(1)], {}, "no prompt of a full block has come"),
         ([space(1, stored=5)], {}, "the engine only stores"),
         ([space(1, asked=9)], {"refused_blocks": 7}, "nothing stored; 7 blocks found no room"),
+        (
+            [space(1, asked=9)],
+            {"refused_blocks": 7, "refused_populating_blocks": 7},
+            "nothing stored; the arena is still being populated: 0 B of 1.0 GiB so far -> wait",
+        ),
+        (
+            [space(1, asked=9, hit=3)],
+            {"refused_blocks": 7, "refused_populating_blocks": 7},
+            "ok: stores at the start: 7 blocks refused",
+        ),
         ([space(1, asked=9)], {}, "is it a producer"),
         ([space(1, asked=9, stored=5)], {}, "under other keys"),
         ([space(1, asked=9, hit=3)], {}, "ok: hit rate: 33.3% of 9 blocks"),

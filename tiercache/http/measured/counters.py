@@ -22,6 +22,8 @@ COUNTERS = {
     "refused_blocks": "Blocks that were not stored because no frame of the arena was free for them.",
     "refused_by_quota_blocks": "Blocks that were not stored because the client's quota left no room; part of "
     "refused_blocks.",
+    "refused_populating_blocks": "Blocks that were not stored because the arena was still being populated after the "
+    "daemon's start; part of refused_blocks.",
     "stored_blocks": "Blocks that clients have stored in DRAM.",
     "stored_bytes": "Bytes of the blocks that clients have stored in DRAM.",
     "dropped_blocks": "Blocks whose store was begun and never finished.",
