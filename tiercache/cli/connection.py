@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercache import __version__
 from tiercache.cli.exit_status import NotAnswering
 from tiercache.config.daemon_config import default_address, session_socket_path
-from tiercache.errors import DaemonUnavailable
+from tiercache.errors import DaemonUnavailable, RequestRefused, TierCacheError
 
 if TYPE_CHECKING:
     from tiercache.client.client import Client
@@ -51,8 +52,23 @@ def connected(address: str | None) -> Iterator[Client]:
     except DaemonUnavailable:
         _say_if_it_hangs(where)
         raise
+    except RequestRefused as refusal:
+        if refusal.code != "malformed":
+            raise
+        raise RequestRefused("another release", _other_release(client, where)) from None
     finally:
         client.close()
+
+
+def _other_release(client: Client, where: str) -> str:
+    """What to say of a daemon that does not understand a request of ours: a command sends none that is malformed."""
+    try:
+        its = str(client.stats()["daemon"]["version"])
+    except (TierCacheError, KeyError):
+        its = "unknown"
+    which = f"another build of release {its}" if its == __version__ else f"release {its}, this command of {__version__}"
+    remedy = "restart it to run what is installed here, or use the command that was installed with it"
+    return f"the daemon at {where} does not know this request: it is of {which}; {remedy}"
 
 
 def is_barred(where: str | Path) -> bool:
