@@ -34,6 +34,7 @@ class LiveSettings:
 
     def __init__(self, running: Resolved, again: Callable[[], Resolved], cache: Cache) -> None:
         self.config, self.sources = running.config, dict(running.sources)
+        self._given = running.given
         self._again = again
         self._cache = cache
         self._reloading = asyncio.Lock()
@@ -63,7 +64,7 @@ class LiveSettings:
         for key in changed:
             if note := self._left_out(key):
                 log.warning("%s is changed in part: %s", key, note)
-        if later := [key for key in SETTINGS if self._differs(found.config, key)]:
+        if later := [key for key in SETTINGS if self._differs(found.config, key) and self._is_new(found, key)]:
             log.warning("settings that change with a restart only: %s", ", ".join(later))
         return ""
 
@@ -119,6 +120,11 @@ class LiveSettings:
         """Whether a setting has changed. Texts do not tell: they have no passwords."""
         field = SETTINGS[key].field
         return bool(getattr(self.config, field) != getattr(found, field))
+
+    def _is_new(self, found: Resolved, key: str) -> bool:
+        """Whether somebody has changed a setting; else its value follows from others that were changed."""
+        field = SETTINGS[key].field
+        return bool(self._given.get(field) != found.given.get(field))
 
     @staticmethod
     def _text(config: DaemonConfig, key: str) -> str:

@@ -99,6 +99,7 @@ class Server:
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
         self.cache = Cache(self.clock, limits, self.below.tier, self.events, what_if)
+        self.cache.space.populating = True  # until the last of `_add_region`
         self.cache.work_ns, self.cache.writes.pending.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
         self.below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events, WORK_NS)
@@ -283,7 +284,9 @@ class Server:
         self.regions[region.region_id] = region
         self.below.add_region(region, fd)
         self.gate.announce(region, fd)
-        self.cache.space.allocator.add_region(region.region_id, region.size_bytes)
+        space = self.cache.space
+        space.allocator.add_region(region.region_id, region.size_bytes)
+        space.populating = space.allocator.arena_bytes < self.config.arena_bytes
 
     def _fail(self, problem: str) -> None:
         log.error("%s", problem)

@@ -20,6 +20,7 @@ class Counters:
     dedup_blocks: int = 0
     refused_blocks: int = 0
     refused_by_quota_blocks: int = 0
+    refused_populating_blocks: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
     dropped_blocks: int = 0
@@ -29,7 +30,7 @@ class Counters:
     leases_expired: int = 0
     quarantines: int = 0
     regions_drained: int = 0
-    invariant_failures: int = 0
+    broken_chains: int = 0
     payload_bytes_read: int = 0
     payload_bytes_written: int = 0
     requests: int = 0

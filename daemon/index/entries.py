@@ -75,7 +75,6 @@ class LinkedEntries:
         """How many drops there were: while this number is unchanged, what was attached still is."""
         self.columns = Columns()
         self.tables: dict[int, Table] = {}
-        self.invariant_failures = 0
         self.key: list[bytes] = []
         self.parent = array("i")
         self.children = array("i")

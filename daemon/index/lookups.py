@@ -72,16 +72,12 @@ class Lookups(LinkedEntries):
         offset = last * KEY_BYTES
         for slot in range(count - 1, -1, -1):
             if entry < 0 or key_of[entry] != keys[offset : offset + KEY_BYTES]:
-                self.invariant_failures += 1
                 return self._forward_frames(table, keys, first, count)
             frames[slot] = frame[entry]
             entry = parent[entry]
             offset -= KEY_BYTES
         expected = table.root if first == 0 else table.get(keys[offset : offset + KEY_BYTES])
-        if entry != expected:
-            self.invariant_failures += 1
-            return []
-        return frames
+        return frames if entry == expected else []
 
     def _forward_frames(self, table: Table, keys: bytes, first: int, count: int) -> list[int]:
         frames: list[int] = []

@@ -129,14 +129,16 @@ class HotPaths:
         return rows, [0, *between, 0] if rows else [0]
 
     def snapshot(self, limit: int, index: Index) -> list[dict[str, Any]]:
-        """The hottest nodes of the tree, parents before children; `parent` is an index into this list.
+        """The hottest nodes of the trees, parents before children; `parent` is an index into this list.
 
+        Half of the list is for roots, so that the branches of one prompt do not hide all other prompts.
         `hits` pass through the node, `blocks` lead from the root to it, and `dram_blocks` of those are in DRAM now.
         """
         self._age()
         nodes = _tree(*self._sorted())
         # No node has more hits than its parent, and of equals the shallower one comes first: so parents come first.
-        best = sorted(nodes, key=lambda node: (-node.hits, node.depth))[: min(limit, MAX_SHOWN)]
+        ranked = sorted(nodes, key=lambda node: (-node.hits, node.depth))
+        best = _fair(ranked, min(limit, MAX_SHOWN))
         places = {id(node): place for place, node in enumerate(best)}
         return [_shown(node, places, index) for node in best]
 
@@ -173,6 +175,20 @@ def _tree(rows: list[_Path], shared: list[int]) -> list[_Node]:
             stack.append(_Node(path, len(path.keys) // KEY_BYTES, path.hits))
             nodes.append(stack[-1])
     return nodes
+
+
+def _fair(ranked: list[_Node], limit: int) -> list[_Node]:
+    """At most `limit` of the nodes, hottest first: for half of that the hottest roots, then the hottest of the rest.
+
+    Preconditions: parents come before children.
+    """
+    chosen = {id(node) for node in [node for node in ranked if node.parent is None][: -(-limit // 2)]}
+    for node in ranked:
+        if len(chosen) >= limit:
+            break
+        if node.parent is None or id(node.parent) in chosen:
+            chosen.add(id(node))
+    return [node for node in ranked if id(node) in chosen]
 
 
 def _key(path: _Path, depth: int) -> bytes:

@@ -12,6 +12,7 @@ from tiercache.config.settings import SETTINGS
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.inspection import chain_of, pins_of, places_of
+from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.daemon.requests.context import Method, RequestContext, check_keys, check_windows, encoder, positive
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.store_waits import StoreWaits
@@ -32,13 +33,16 @@ MODELS_AT_ONCE = 256
 """Models listed in one slice: those of tenants are encoded anew, a millisecond for so many."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_FINDINGS = 1000
-_UNCONFIRMED = {
-    "nvme": "a disk that hangs or was taken away has not confirmed it: its blocks may come back after a restart; flush "
-    "again when it is there, or restart the daemon if it is gone for good",
-    "shared": "the shared store is away and has not been told: the flush is kept, across restarts too, and the store "
-    "will be told when it is back; until then this host uses nothing of it, and other hosts may still find the blocks",
-}
-"""What to say of a flush that a tier has not confirmed."""
+_UNCONFIRMED = (
+    "a disk that hangs or was taken away has not confirmed the flush: its blocks may come back after a restart; flush "
+    "again when it is there, or restart the daemon if it is gone for good"
+)
+_KEPT = (
+    "the shared store is away: the flush is kept, across restarts too, and the store will be told when it is back; "
+    "until then this host uses nothing of it, and other hosts may still find the blocks"
+)
+_NAMED = 8
+"""Namespaces that a line of the log names."""
 _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
 """Valid priorities of a hint; 0 says nothing."""
 
@@ -142,17 +146,16 @@ class AdminRequests:
         if self._events is not None and not (request.namespaces or request.key) and request.tier == "all":
             self._events.cleared()
         self._observers.flushed(namespaces, request.key, request.tier)
-        # Not logged as info for a single prefix: probes of the data path flush one every few seconds.
-        level = logging.DEBUG if request.key else logging.INFO
         identity, blocks, more = self._context.identity, 0, False
 
         def done(below_blocks: int, durable: bool) -> None:
-            log.log(level, "session %s flushed %d blocks, %d of them below DRAM", session.name, blocks, below_blocks)
-            reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more)
-            if not durable:
-                assert below is not None
-                text = "flushed, but " + "; ".join(_UNCONFIRMED[tier] for tier in below.unconfirmed)
-                reply = m.Error(request.request_id, self._generation, ErrorCode.INTERNAL.value, text)
+            late = () if below is None or durable else below.unconfirmed
+            _log_flush(session, request, namespaces, blocks, below_blocks, late)
+            kept = _KEPT if "shared" in late else ""
+            reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more, kept)
+            if "nvme" in late:
+                text = f"{_UNCONFIRMED}; {kept}" if kept else _UNCONFIRMED
+                reply = m.Error(request.request_id, self._generation, ErrorCode.UNCONFIRMED.value, text)
             self._context.answer(identity, session, reply)
 
         below = None
@@ -162,7 +165,7 @@ class AdminRequests:
         in_dram = request.tier in ("all", "dram")
         blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
         if below is None:
-            log.log(level, "session %s flushed %d blocks", session.name, blocks)
+            _log_flush(session, request, namespaces, blocks, 0, ())
             return m.Flushed(request.request_id, self._generation, blocks, more)
         below.end()
         return None
@@ -283,6 +286,30 @@ class AdminRequests:
         setting = SETTINGS[request.key]
         value = setting.kind.render(getattr(settings.config, setting.field))
         return m.Changed(request.request_id, self._generation, value, note)
+
+
+def _log_flush(
+    session: Session, request: m.Flush, namespaces: Sequence[Namespace], dram: int, below: int, late: Sequence[str]
+) -> None:
+    """Who has flushed what, for audits. A probe of the data path flushes its own block every few seconds."""
+    is_probe = bool(namespaces) and all(one.spec.engine == PROBE_ENGINE for one in namespaces)
+    where = "every namespace"
+    if request.namespaces:
+        named = ", ".join(f"{one.number} ({one.fingerprint[:8]})" for one in namespaces[:_NAMED])
+        more = f" and {len(namespaces) - _NAMED} more" if len(namespaces) > _NAMED else ""
+        where = f"namespace{'s' if len(namespaces) > 1 else ''} {named}{more}"
+    what = f"block {request.key.hex()} and all that follow it" if request.key else "all blocks"
+    log.log(
+        logging.DEBUG if is_probe else logging.INFO,
+        "flush by %s: %s of %s, tier %s: %d blocks in DRAM, %d on NVMe%s",
+        session.who,
+        what,
+        where,
+        request.tier,
+        dram,
+        below,
+        f"; not confirmed yet by: {', '.join(late)}" if late else "",
+    )
 
 
 def announced_models(session: Session) -> dict[bytes, m.ModelCard]:

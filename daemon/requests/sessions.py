@@ -99,6 +99,11 @@ class Session:
         self.open = True
 
     @property
+    def who(self) -> str:
+        """The client, for the log: what it calls itself, and what is known of it."""
+        return f"{self.name} (tenant {self.tenant})"
+
+    @property
     def party(self) -> str:
         """Who is accountable for it."""
         return self.owner.party
@@ -112,10 +117,16 @@ class Session:
 class LocalSession(Session):
     """A client on this host, with its session socket and the pidfd of its process."""
 
-    def __init__(self, sock: socket.socket, pidfd: int, pid: int, hello: Hello) -> None:
+    def __init__(self, sock: socket.socket, pidfd: int, pid: int, uid: int, hello: Hello) -> None:
         super().__init__(hello, _process_of(pidfd, pid, hello.instance), mapped=hello.map_arena, pid=pid)
         self.sock = sock
         self.pidfd = pidfd
+        self.uid = uid
+
+    @property
+    def who(self) -> str:
+        """See `Session`."""
+        return f"{self.name} (pid {self.pid or 'of another namespace'}, uid {self.uid})"
 
 
 def refusal(hello: Hello) -> Refused | None:
@@ -228,7 +239,7 @@ class SessionGate:
             return
         if len(fds) != 1:
             raise ValueError("hello must carry one descriptor: the sender's own pidfd")
-        session = LocalSession(sock, fds[0], _checked_pid(sock, fds[0]), hello)
+        session = LocalSession(sock, fds[0], *_peer_of(sock, fds[0]), hello)
         if self._is_unfinished(session.party):
             close_fds(fds)
             text = "sessions of this process left unfinished stores, as many as one may leave: restart it"
@@ -378,13 +389,13 @@ def _process_of(pidfd: int, pid: int, instance: bytes) -> str:
     return f"process {pid} (begun at {stat.rpartition(')')[2].split()[19]})"
 
 
-def _checked_pid(sock: socket.socket, fd: int) -> int:
-    """The peer's pid (0 from another pid namespace). Raises ValueError unless `fd` is its pidfd."""
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def _peer_of(sock: socket.socket, fd: int) -> tuple[int, int]:
+    """The peer's pid (0 from another pid namespace) and uid. Raises ValueError unless `fd` is its pidfd."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
         if line.startswith("Pid:"):
             shown = int(line.split()[1])
             if pid > 0 and shown != pid:
                 raise ValueError(f"the pidfd is of process {shown}, the sender is {pid}: connect again after a fork")
-            return int(pid)
+            return int(pid), int(uid)
     raise ValueError("the descriptor that came with hello is no pidfd")

@@ -89,7 +89,6 @@ def _figures(daemon: Daemon) -> dict[str, Any]:
     cache, space, pins = daemon.cache, daemon.cache.space, daemon.cache.reads.pins
     blocks = sum(table.blocks for table in space.index.tables.values())
     counters = {name: getattr(cache.counters, name) for name in _COUNTERS}  # asdict() takes twenty times as long
-    counters["invariant_failures"] = space.index.invariant_failures
     counters["connections_refused"] = daemon.refused_connections()
     return {
         "daemon": _daemon(daemon),
@@ -143,12 +142,10 @@ def health_of(daemon: Daemon) -> dict[str, Any]:
 
     `parts` says in how many ways each part is not well; reasons are for people and may change their wording.
     """
-    parts: dict[str, list[str]] = {"arena": [], "index": [], "nvme": [], "shared": [], "http": []}
+    parts: dict[str, list[str]] = {"arena": [], "nvme": [], "shared": [], "http": []}
     if daemon.maker.shortage and daemon.cache.space.allocator.arena_bytes < daemon.config.arena_bytes:
         parts["arena"].append(daemon.maker.shortage)
     parts["arena"] += daemon.cache.writes.unfinished.reasons()
-    if daemon.cache.space.index.invariant_failures:
-        parts["index"].append("the index has contradicted itself, or a client sent keys that are no chain")
     if daemon.nvme is not None:
         parts["nvme"] += daemon.nvme.reasons()
     if daemon.shared is not None:
@@ -175,6 +172,7 @@ def _sessions(daemon: Daemon) -> list[dict[str, Any]]:
             "connected_s": round(session.age_s, 1),
             "read_leases": len(session.owner.reads),
             "write_leases": len(session.owner.writes),
+            "broken_chains": session.owner.broken_chains,
             "counters": session.counters,
         }
         for session in islice(daemon.gate.sessions.values(), MAX_LISTED_SESSIONS)

@@ -14,6 +14,7 @@ from command_line import Run, assert_refused
 import tiercache
 from tiercache.cli import connection
 from tiercache.cli.exit_status import EXIT_NO_ANSWER, EXIT_UNWELL
+from tiercache.protocol import messages
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,24 @@ class TestStopped:
         status, out, _ = run("ping", "--json", "--address", stopped.address)
         told = json.loads(out)
         assert (status, told["ok"], told["pid"]) == (EXIT_NO_ANSWER, False, stopped.pid)
+
+
+class Later(messages.Request, tag="of a later release"):
+    key: str = ""
+    value: str = ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("Settings", ["config", "--running"]), ("ChangeSetting", ["set", "log_level=debug"])]
+)
+def test_a_daemon_that_does_not_know_a_request_is_of_another_release(
+    daemon: Path, run: Run, monkeypatch: pytest.MonkeyPatch, kind: str, command: list[str]
+) -> None:
+    monkeypatch.setattr(messages, kind, Later)
+    what, own = f"the daemon at {daemon} does not know this request: it is of", tiercache.__version__
+    for its, release in (("0.0.9", f"release {own}, this command of 0.0.9"), (own, f"another build of release {own}")):
+        monkeypatch.setattr(connection, "__version__", its)
+        assert_refused(run(*command, "--address", daemon), f"{what} {release}; restart it", status=EXIT_UNWELL)
 
 
 def test_the_files_of_a_killed_daemon_are_no_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

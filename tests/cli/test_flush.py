@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import COMMAND, Run, assert_refused
 from terminal import Terminal
 
+import tiercache
 from tiercache.cli import flush
 from tiercache.errors import ConfigError
 
@@ -16,7 +19,8 @@ from tiercache.errors import ConfigError
 def test_flush(run: Run, daemon: Path) -> None:
     assert run("flush", "--yes", "--address", daemon)[:2] == (0, "0 blocks flushed\n")
     answer = json.loads(run("flush", "--yes", "--json", "--tier", "dram", "--address", daemon)[1])
-    assert answer == {"flushed_blocks": 0, "tier": "dram", "namespaces": [], "prefix": ""}
+    named = {"tier": "dram", "namespaces": [], "prefix": ""}
+    assert answer == {"flushed_blocks": 0, **named, "shared_store_told": None}
     for option, value, words in (("--namespace", "9f", "no such namespace"), ("--tier", "shared", "no shared tier")):
         assert_refused(run("flush", "--yes", option, value, "--address", daemon), f"{option} = {value}", words)
 
@@ -45,6 +49,28 @@ def test_a_flush_says_whom_it_concerns() -> None:
     assert "block 00112233... and all that follow it" in one
     assert flush.outcome(3, "all", False) == "3 blocks flushed"
     assert flush.outcome(0, "shared", True) == "flushed: no host finds these blocks in the shared store any more"
+
+
+def test_the_log_says_who_flushed_what(run: Run, tmp_path: Path) -> None:
+    pool, spec = tiercache.Pool.from_blocks(np.zeros((4, 4096), np.uint8)), {"layout": "x", "dtype": "uint8"}
+    chain = tiercache.KeyChain(tiercache.root_key("m"), 4, range(16)).packed()
+    with tiercache.launch("16MiB", log=tmp_path / "log") as daemon:
+        for engine in ("e", "tiercache/probe"):
+            namespace = tiercache.NamespaceSpec(engine=engine, block_size=4, block_bytes=4096, **spec)
+            with tiercache.connect(daemon.address, namespace=namespace, pool=pool, required=True, name=engine) as one:
+                one.store(chain, range(4))
+                assert one.flush(tier="dram", key=chain[32:48]) == 2
+        assert run("flush", "--yes", "--address", daemon.address)[0] == 0
+    log = (tmp_path / "log").read_text()
+    me, name = (
+        f"pid {os.getpid()}, uid {os.geteuid()}",
+        tiercache.NamespaceSpec(engine="e", block_size=4, block_bytes=4096, **spec).fingerprint()[:8],
+    )
+    assert [line.partition("flush by ")[2] for line in log.splitlines() if "flush by" in line] == [
+        f"e ({me}): block {chain[32:48].hex()} and all that follow it of namespace 1 ({name}), tier dram: "
+        "2 blocks in DRAM, 0 on NVMe",
+        f"tiercache-cli ({me}): all blocks of every namespace, tier all: 4 blocks in DRAM, 0 on NVMe",
+    ]
 
 
 def test_namespaces_are_found_by_number_or_start_of_fingerprint() -> None:

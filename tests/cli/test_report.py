@@ -17,6 +17,8 @@ from tiercache.cli.report import Section, human, print_sections
         ("bytes", 4096, "4.0 KiB"),
         ("p99_us", 1500.0, "1.5 ms"),
         ("uptime_s", 90, "90.00 s"),
+        ("asked_per_s", 900.04, "900.0/s"),
+        ("write_bytes_per_s", 1 << 20, "1.0 MiB/s"),
         ("blocks", 1234567, "1,234,567"),
         ("share", 0.12345, "0.123"),
         ("pid", 12345, "12345"),

@@ -48,7 +48,7 @@ def test_defaults() -> None:
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     path = write(tmp_path, 'arena = "1GiB"\nmax_sessions = 7\npin_share = 0.25\n')
     env = {"TIERCACHE_ARENA": "2GiB", "TIERCACHE_MAX_SESSIONS": "8", "TIERCACHE_CONFIG": "/nowhere.toml"}
-    config, sources = resolve_config(path, env, {"arena": "3GiB", "policy": None})
+    config, sources, _ = resolve_config(path, env, {"arena": "3GiB", "policy": None})
     assert (config.arena_bytes, config.max_sessions, config.pin_share) == (3 * GIB, 8, 0.25)
     wanted = {"arena": "--arena", "max_sessions": "TIERCACHE_MAX_SESSIONS", "pin_share": str(path), "policy": "default"}
     assert {key: sources[key] for key in wanted} == wanted

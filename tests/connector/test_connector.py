@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import gc
+import operator
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,6 +140,50 @@ def test_siblings_store_and_load_their_own_blocks_and_match_together(open_connec
     first.release(match)
     assert first.client.report.counters()["stored_blocks"] == 10
     assert (first.counters["stored_blocks"], sibling.counters["stored_blocks"]) == (8, 2)
+
+
+def test_what_is_dropped_without_close_is_closed(daemon: tiercache.LaunchedDaemon) -> None:
+    def held() -> tuple[int, ...]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("tiercache"), threading.active_count()
+
+    def use(name: str, *, drop: bool = False) -> None:
+        pool, other = tiercache.Pool.from_blocks(np.zeros((8, 5000), np.uint8)), spec(700, group="dropped")
+        connector = tiercache.connect(daemon.address, namespace=spec(), pool=pool, required=True)
+        sibling, client = connector.sibling(other, small_pool()), tiercache.Client.connect(daemon.address)
+        chain = chain_of(name, 8)
+        stored = connector.store_async(chain, range(8))
+        assert stored.result().stored == sibling.store(chain, [4]).stored * 8
+        assert connector.load_async(connector.match(chain), range(8)).result() == 8
+        assert connector.ask_async(lambda: sibling.match(chain[:16]).blocks, 0).result() == 1
+        if not drop:
+            connector.close()
+            client.close()
+
+    use("closed")
+    before = held()
+    for number in range(3):
+        use(f"dropped {number}", drop=True)
+    gc.collect()
+    wait_until(lambda: all(map(operator.le, held(), before)), "threads, descriptors and mappings are gone")
+
+
+def test_questions_are_asked_in_the_background_and_in_order(open_connector: Open) -> None:
+    connector, chain, gate = open_connector(), chain_of("questions", 8), threading.Event()
+    connector.store(chain, range(8))
+    waits = connector.ask_async(lambda: gate.wait(WAIT_S), False)
+    match = connector.ask_async(lambda: connector.match(chain), tiercache.Match())
+    cancelled = connector.ask_async(lambda: connector.match(chain), tiercache.Match())
+    cancelled.cancel()
+    assert not match.done()
+    gate.set()
+    assert (waits.result(), match.result().blocks, cancelled.result().blocks) == (True, 8, 0)
+    read_leases = lambda: connector.client.stats()["leases"]["read"]  # noqa: E731
+    assert read_leases() == 1
+    connector.release_async(match.result())
+    assert connector.ask_async(read_leases, -1).result() == 0
+    connector.close()
+    assert connector.ask_async(lambda: 1, 0).result() == 0
 
 
 def test_a_hint_is_about_what_is_here(open_connector: Open) -> None:

@@ -824,7 +824,7 @@ class DramMachine(RuleBasedStateMachine):
             return
         assert not load.lost, "a lease that has lost a block is still good"
         assert load.lease.blocks >= load.blocks or load.doubtful
-        broken = self.cache.space.index.invariant_failures
+        broken = self.cache.counters.broken_chains
         for namespace in load.lease.namespaces:
             window = namespace.spec.window_blocks
             blocks = load.lease.blocks
@@ -837,7 +837,7 @@ class DramMachine(RuleBasedStateMachine):
                 assert token[:2] == (namespace.number, load.keys[number]), "bytes of another block"
                 known = load.read.setdefault((namespace.number, number), token)
                 assert known == token, "bytes changed under a lease"
-        assert not load.in_order or self.cache.space.index.invariant_failures == broken, "a chain is said to be broken"
+        assert not load.in_order or self.cache.counters.broken_chains == broken, "a chain is said to be broken"
 
     @rule(which=SOME)
     def release(self, which: int) -> None:

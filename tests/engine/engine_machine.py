@@ -35,6 +35,7 @@ TROUBLE = (
     {"available": False},
     {"capacity": 6},
     {"boast_blocks": 2},
+    {"hold_lookups": True},
 )
 
 
@@ -244,7 +245,8 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.engine.unfinished)
     @rule()
     def reset_pool(self) -> None:
-        self.cache.hold_transfers = False
+        self.cache.hold_transfers = self.cache.hold_lookups = False
+        self.cache.finish_lookups()
         self.cache.finish_all()
         self.engine.reset_pool()
         assert self.engine.stats()["idle_blocks"] == self.engine.stats()["pool_blocks"]
@@ -259,7 +261,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def end(self) -> None:
         """Everything ends, once, and is given back."""
-        self.cache.hold_transfers = False
+        self.cache.hold_transfers = self.cache.hold_lookups = False
+        self.cache.finish_lookups()
         self.cache.finish_all()
         self.run_to_the_end()
         for request_id, (_, params) in self.asked.items():

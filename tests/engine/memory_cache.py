@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,7 @@ class MemoryCache:
     Attributes:
         blocks: what is stored.
         hold_transfers: while true, transfers wait in `pending` for `finish_all`.
+        hold_lookups: while true, answers wait in `lookups` for `finish_lookups`.
         good_blocks: loads report at most this many blocks as good, and spoil the rest.
         boast_blocks: loads report this many more than they were asked for.
         capacity: blocks that fit; more are dropped.
@@ -86,7 +87,8 @@ class MemoryCache:
         self.namespace: NamespaceSpec | None = None
         self.available = True
         self.wants_events = False
-        self.hold_transfers = False
+        self.hold_transfers = self.hold_lookups = False
+        self.lookups: list[MemoryTransfer] = []
         self.refuse = self.refuse_loads = self.refuse_others = self.flush_between = False
         self.good_blocks = self.capacity = NO_LIMIT
         self.boast_blocks = 0
@@ -148,6 +150,24 @@ class MemoryCache:
 
     def announce(self, models: Sequence[ModelCard]) -> None:
         self.announced = list(models)
+
+    def ask_async(self, question: Callable[[], Any], miss: Any) -> MemoryTransfer:
+        """The question is asked at once; with `hold_lookups` its answer is late."""
+        answer = question()
+        transfer = MemoryTransfer(lambda: answer, answer, 0.0, self.clock)
+        self._root.lookups.append(transfer)
+        if not self._root.hold_lookups:
+            self.finish_lookups()
+        return transfer
+
+    def finish_lookups(self) -> None:
+        """The answers to all questions are there."""
+        for transfer in self._root.lookups:
+            transfer.finish()
+        self._root.lookups.clear()
+
+    def release_async(self, match: MemoryMatch) -> None:
+        self.release(match)
 
     def release(self, match: MemoryMatch) -> None:
         self._root.leases.discard(match.number)
@@ -236,6 +256,8 @@ class MemoryCache:
         self.good_blocks = self.capacity = NO_LIMIT
         self.boast_blocks = 0
         self.available = True
+        self.hold_lookups = False
+        self.finish_lookups()
         self.finish_all()
 
     def _check(self) -> None:

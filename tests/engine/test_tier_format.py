@@ -101,6 +101,29 @@ def test_a_cache_that_fails_between_two_pieces_costs_the_rest(
         check_end(engine, cache)
 
 
+@pytest.mark.parametrize("aborted", [True, False])
+@pytest.mark.usefixtures("small_stage")
+def test_a_slow_match_between_two_pieces_holds_up_no_step(llama: Path, aborted: bool) -> None:
+    cache = MemoryCache()
+    with small_engine(llama, cache.connect, tier_dtype="int8") as engine:
+        engine.generate([PROMPT], greedy(1))
+        engine.reset_pool()
+        cache.hold_transfers = True
+        request_id = engine.add_request(PROMPT, greedy(1))
+        engine.step()
+        cache.hold_transfers, cache.hold_lookups = False, True
+        cache.finish_all()
+        for _ in range(3):
+            engine.step()
+        assert (engine.stats()["loading"], len(cache.lookups), len(cache.leases)) == (1, 1, 1)
+        if aborted:
+            engine.abort(request_id)
+        cache.behave()
+        outputs = Watch(engine).run()
+        assert [output.external_hit_tokens for [output] in outputs.values()] == ([] if aborted else [144])
+        check_end(engine, cache)
+
+
 # --- small blocks in the pool too
 
 

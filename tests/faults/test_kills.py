@@ -144,7 +144,7 @@ def check(daemon: Daemon) -> None:
     wait_until(lambda: unowned_bytes() == 0, "every frame in use is a block's")
     stats = daemon.stats()
     assert stats["health"]["state"] == "ok", stats["health"]
-    for name in ("invariant_failures", "requests_failed", "requests_malformed"):
+    for name in ("broken_chains", "requests_failed", "requests_malformed"):
         assert stats["counters"][name] == 0, (name, daemon.log())
     assert "Traceback" not in daemon.log(), daemon.log()
 

@@ -40,7 +40,7 @@ def config(
 
 def _show(path: Path | None, as_json: bool) -> int:
     """Print the settings that would apply, and the source of each that is not a default. Raises ConfigError."""
-    config, sources = resolve_config(path)
+    config, sources, _ = resolve_config(path)
     if not as_json:
         print(render_toml(config, sources=sources), end="")
         return EXIT_OK
@@ -100,7 +100,7 @@ def set_(
 
     The change lasts until the daemon reloads its settings (SIGHUP) or restarts. To keep it, write it to the file too.
     """
-    from tiercache.protocol.messages import Changed, ChangeSetting
+    from tiercache.protocol.messages import Changed, ChangeSetting, ErrorCode
 
     key, equals, value = assignment.partition("=")
     if not equals:
@@ -109,6 +109,8 @@ def set_(
         try:
             answer = client.session().call(ChangeSetting, Changed, key=key.strip(), value=value.strip())
         except RequestRefused as error:
+            if error.code != ErrorCode.BAD_VALUE.value:
+                raise
             raise ConfigError(error.text) from None
     if as_json:
         print_json({"key": key.strip(), "value": answer.value.strip('"'), "note": answer.note})

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercache import __version__
 from tiercache.cli.exit_status import NotAnswering
 from tiercache.config.daemon_config import default_address, session_socket_path
-from tiercache.errors import DaemonUnavailable
+from tiercache.errors import DaemonUnavailable, RequestRefused, TierCacheError
 
 if TYPE_CHECKING:
     from tiercache.client.client import Client
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 CONNECT_DEADLINE_S = 3.0
 REQUEST_S = 2.0
 """Deadline of a request. People are more patient than engines: on a busy machine the daemon may only be slow."""
-_NOT_OURS = "run this as the daemon's user, or have the daemon share its sockets with a group of yours (--group)"
+NOT_OURS = "run this as the daemon's user, or have the daemon share its sockets with a group of yours (--group)"
 _REMEDY = "start a daemon with `tiercache daemon`, or name its run directory with --address"
 
 
@@ -35,27 +36,51 @@ def connected(address: str | None) -> Iterator[Client]:
     where = address or default_address()
     # A client would wait for the socket to appear; a command should not.
     if not is_remote(where):
-        try:
-            os.stat(session_socket_path(where))
-        except PermissionError:
-            raise DaemonUnavailable(f"{where} may not be entered: {_NOT_OURS}") from None
-        except OSError:
-            raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}") from None
+        if is_barred(where):
+            raise DaemonUnavailable(f"{where} may not be entered: {NOT_OURS}")
+        if not session_socket_path(where).exists():
+            raise DaemonUnavailable(f"no daemon at {where}: {_REMEDY}")
     try:
         client = Client.connect(
             where, name="tiercache-cli", map_arena=False, request_timeout_s=REQUEST_S, timeout_s=CONNECT_DEADLINE_S
         )
     except DaemonUnavailable as error:
         _say_if_it_hangs(where)
-        refused = isinstance(error.__cause__, PermissionError)
-        raise DaemonUnavailable(f"{error}: {_NOT_OURS if refused else _REMEDY}") from None
+        raise DaemonUnavailable(f"{error}: {_REMEDY}") from None
     try:
         yield client
     except DaemonUnavailable:
         _say_if_it_hangs(where)
         raise
+    except RequestRefused as refusal:
+        if refusal.code != "malformed":
+            raise
+        raise RequestRefused("another release", _other_release(client, where)) from None
     finally:
         client.close()
+
+
+def _other_release(client: Client, where: str) -> str:
+    """What to say of a daemon that does not understand a request of ours: a command sends none that is malformed."""
+    try:
+        its = str(client.stats()["daemon"]["version"])
+    except (TierCacheError, KeyError):
+        its = "unknown"
+    which = f"another build of release {its}" if its == __version__ else f"release {its}, this command of {__version__}"
+    remedy = "restart it to run what is installed here, or use the command that was installed with it"
+    return f"the daemon at {where} does not know this request: it is of {which}; {remedy}"
+
+
+def is_barred(where: str | Path) -> bool:
+    """Whether this user may not enter a run directory, or not open the socket in it."""
+    path = session_socket_path(where)
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except OSError:
+        return False  # there is none
+    return not os.access(path, os.W_OK, effective_ids=True)
 
 
 def _say_if_it_hangs(where: str) -> None:

@@ -60,16 +60,19 @@ def flush(
         reply = client.call(Flush, timeout_s=FLUSH_DEADLINE_S, tier=tier, namespaces=namespaces, key=key)
     if not isinstance(reply, Flushed):
         raise ProtocolError(f"a flush was answered with {type(reply).__name__}")
-    blocks = reply.blocks
+    blocks, kept = reply.blocks, reply.kept
     if as_json:
-        print_json({"flushed_blocks": blocks, "tier": tier, "namespaces": namespaces, "prefix": key.hex()})
+        named = {"tier": tier, "namespaces": namespaces, "prefix": key.hex()}
+        print_json({"flushed_blocks": blocks, **named, "shared_store_told": not kept if has_shared else None})
     else:
-        print(outcome(blocks, tier, has_shared))
+        print(outcome(blocks, tier, has_shared, kept))
     return EXIT_OK
 
 
-def outcome(blocks: int, tier: str, has_shared: bool) -> str:
+def outcome(blocks: int, tier: str, has_shared: bool, kept: str = "") -> str:
     """What was flushed. How many blocks a shared store had, no host knows."""
+    if kept:
+        return f"{blocks:,} blocks flushed here; {kept}"
     if tier == "shared":
         return "flushed: no host finds these blocks in the shared store any more"
     if tier == "all" and has_shared:

@@ -32,6 +32,9 @@ class Section(NamedTuple):
 
 def human(name: str, value: Any) -> str:
     """One value formatted for people, by the unit in its name."""
+    if name.endswith(_RATE) and isinstance(value, (int, float)):
+        base = name.removesuffix(_RATE)
+        return f"{format_bytes(value) if base.endswith('bytes') else f'{value:,.1f}'}/s"
     unit = name.rpartition("_")[2]
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -59,6 +62,8 @@ def printable(text: str) -> str:
 
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_RATE = "_per_s"
+"""Ending of the names of rates: `s` is no unit of theirs."""
 _IDENTIFIERS = {"id", "pid", "generation"}
 _POINT_IN_TIME = "unix_s"
 """Ending of the names of numbers that count seconds since 1970, in UTC."""

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 import weakref
@@ -31,10 +32,13 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 RAMP_S = 1.0
 
+logger = logging.getLogger("tiercache.client")
+
 
 class Client:
     """A client of one daemon, for as long as the process likes. Thread-safe. Close it when done.
 
+    One that is dropped without `close` is closed in the background when Python collects it.
     After a fork the child's copy is unusable and says so; connect anew there.
     """
 
@@ -63,6 +67,7 @@ class Client:
         self.report: SelfReport = self._keeper.report
         """What the daemon is told of this process."""
         _clients.add(self)
+        weakref.finalize(self, self._keeper.stop).atexit = False  # at exit it is closed, see below
 
     @classmethod
     def connect(
@@ -175,11 +180,15 @@ class Client:
     def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
-        Returns how many blocks were dropped.
+        Returns how many blocks were dropped. A shared store that is away is told later, which is logged. Raises
+        RequestRefused (`unconfirmed`) when a disk may bring blocks back.
         """
         session = self.session()
         namespace_ids = [session.namespace_id(spec) for spec in namespaces]
-        return session.call(Flush, Flushed, tier=tier, namespaces=namespace_ids, key=key).blocks
+        flushed = session.call(Flush, Flushed, tier=tier, namespaces=namespace_ids, key=key)
+        if flushed.kept:
+            logger.warning("%d blocks flushed on this host; %s", flushed.blocks, flushed.kept)
+        return flushed.blocks
 
     @property
     def warmth(self) -> float:

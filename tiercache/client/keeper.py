@@ -125,6 +125,12 @@ class SessionKeeper:
 
     def close(self) -> None:
         """See `Client.close`."""
+        self.stop()
+        if self._thread not in (None, threading.current_thread()) and not self.forked:
+            self._thread.join(CLOSE_S)
+
+    def stop(self) -> None:
+        """As `close`, and never blocks: the background thread ends the session. A destructor may call it."""
         if self._closed or self.forked:
             return
         self._closed = True
@@ -134,8 +140,6 @@ class SessionKeeper:
         self.wake()
         if self._thread is None:
             self._leave()  # it never came up, so nothing was granted
-        elif self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S)
 
     # --- going down and coming up ------------------------------------------------------------------
 

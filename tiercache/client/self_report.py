@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from typing import Protocol
 
 from tiercache.protocol.messages import ModelCard
+
+
+class Counting(Protocol):
+    """Something that uses a client and counts what it does."""
+
+    def reported(self) -> dict[str, int]:
+        """The counters for the daemon's statistics. Called in any thread."""
 
 
 class SelfReport:
@@ -15,16 +23,16 @@ class SelfReport:
 
     def __init__(self) -> None:
         self.models: list[ModelCard] = []
-        self._readers: list[Callable[[], dict[str, int]]] = []
+        self._users: list[weakref.ref[Counting]] = []
 
-    def include(self, read: Callable[[], dict[str, int]]) -> None:
-        """Add up the counters that `read` returns with those of others."""
-        self._readers.append(read)
+    def include(self, user: Counting) -> None:
+        """Add up the counters of `user` with those of others, for as long as it exists: this does not keep it alive."""
+        self._users.append(weakref.ref(user))
 
     def counters(self) -> dict[str, int]:
         """The sum of all counters by name."""
         total: dict[str, int] = {}
-        for read in tuple(self._readers):
-            for name, count in read().items():
+        for user in [user for known in tuple(self._users) if (user := known()) is not None]:
+            for name, count in user.reported().items():
                 total[name] = total.get(name, 0) + count
         return total

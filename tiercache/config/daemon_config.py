@@ -185,10 +185,15 @@ def default_run_dir(env: Mapping[str, str] = os.environ) -> Path:
 
 
 class Resolved(NamedTuple):
-    """A configuration and the source of each key's value (`DEFAULT` if it was not set)."""
+    """A configuration, the source of each key's value (`DEFAULT` if it was not set), and the values that were set.
+
+    A value of `config` may follow from other settings, or from limits of this process; those of `given`, by field, are
+    as they were written.
+    """
 
     config: DaemonConfig
     sources: dict[str, str]
+    given: dict[str, Any]
 
 
 def load_config(
@@ -227,7 +232,7 @@ def resolve_config(
         for key, (value, source) in layer.items():
             values[SETTINGS[key].field] = parse_setting(key, value, source)
             sources[key] = source
-    return Resolved(DaemonConfig(**values), sources)
+    return Resolved(DaemonConfig(**values), sources, values)
 
 
 def parse_setting(key: str, value: Any, source: str) -> Any:

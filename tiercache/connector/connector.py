@@ -39,9 +39,11 @@ What an engine must know:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercache.client.client import Client
 from tiercache.client.session import REQUEST_TIMEOUT_S
@@ -72,8 +74,11 @@ LOAD_TIMEOUT_S = 10.0
 STORE_TIMEOUT_S = 60.0
 MAX_QUEUED_LOADS = 256
 MAX_QUEUED_STORES = 64
+MAX_QUESTIONS = 1024
 RAMP_FLOOR_BYTES = 64 << 20
 """A store of this size proceeds whole even just after the daemon came back."""
+
+T = TypeVar("T")
 
 
 def connect(
@@ -151,6 +156,8 @@ def connect(
 class Connector(SchedulerSide):
     """One engine process's access to the cache. Thread-safe. Made by `connect`; close it when done.
 
+    One that is dropped without `close` is closed in the background when Python collects it, after its transfers.
+
     Attributes:
         namespace: the form of this engine's blocks.
         pool: where they are, or None.
@@ -166,19 +173,25 @@ class Connector(SchedulerSide):
         load_timeout_s: float = LOAD_TIMEOUT_S,
         gds: str | Backend = "off",
         gds_store: bool = False,
-        is_sibling: bool = False,
+        sibling_of: Connector | None = None,
     ) -> None:
-        """Arguments as for `connect`; with `is_sibling` it uses the client of another connector, and leaves it open."""
+        """Arguments as for `connect`; with `sibling_of` it uses the client of that connector, and leaves it open."""
         # First, as it may fail: the direct path starts a thread.
         self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         super().__init__(client, namespace, pool, DirectPath(client, namespace, pool, gds, gds_store))
         self._load_timeout_s = load_timeout_s
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
+        self._questions = JobQueue("tiercache-lookup", MAX_QUESTIONS)
         self._siblings: list[Connector] = []
-        self._is_sibling = is_sibling
-        # The client went up and down once for all of them.
-        client.report.include(self._outcomes.counts if is_sibling else lambda: self.counters)
+        self._sibling_of = sibling_of  # kept, since it closes the client
+        client.report.include(self)
+        queues = self._questions, self._loads, self._stores
+        weakref.finalize(self, _stop, queues, self.direct).atexit = False
+
+    def reported(self) -> dict[str, int]:
+        """The counters for the daemon's statistics: the client went up and down once for all siblings."""
+        return self._outcomes.counts() if self._sibling_of else self.counters
 
     def sibling(self, namespace: NamespaceSpec, pool: Pool) -> Connector:
         """A connector for other blocks of the same engine, e.g. of another group of layers, over the same client.
@@ -187,9 +200,24 @@ class Connector(SchedulerSide):
         """
         _check_fit(namespace, pool)
         self._client.expect(namespace)
-        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s, is_sibling=True)
+        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s, sibling_of=self)
         self._siblings.append(other)
         return other
+
+    # --- questions in the background ---------------------------------------------------------------
+
+    def ask_async(self, question: Callable[[], T], miss: T) -> Transfer[T]:
+        """Call `question`, which asks this connector (`match`, `prefetch`), in the background; they run in order.
+
+        The result is `miss` if the transfer is cancelled before the question has begun, and when too many wait. A
+        match that comes after its asker has gone is the asker's to release.
+        """
+        transfer = Transfer(question, lambda: miss, miss, Limit())
+        return transfer if self._questions.submit(transfer) else Transfer.finished(miss)
+
+    def release_async(self, match: Match) -> None:
+        """As `release`, in the background after the questions asked before."""
+        self._questions.begin_with(partial(self.release, match))
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -370,10 +398,11 @@ class Connector(SchedulerSide):
         """Finish the transfers that have begun, drop the others, and end the session. Blocks for seconds."""
         for sibling in self._siblings:
             sibling.close()
+        self._questions.close()
         self._loads.close()
         self._stores.close()
         self.direct.close()
-        if not self._is_sibling:
+        if self._sibling_of is None:
             self._client.close()
 
     def __enter__(self) -> Connector:
@@ -395,6 +424,13 @@ class Connector(SchedulerSide):
     def _mark(self) -> Any:
         """See `Copier.mark`. A forked child has no device to ask, and its copies never begin."""
         return None if self._client.forked else self._own_mover().copier.mark()
+
+
+def _stop(queues: Iterable[JobQueue], direct: DirectPath) -> None:
+    """End what a dropped connector has begun; its client ends by itself. Never blocks."""
+    for queue in queues:
+        queue.stop()
+    direct.close()
 
 
 def _check_fit(namespace: NamespaceSpec, pool: Pool) -> None:

@@ -239,14 +239,18 @@ class JobQueue:
 
     def close(self) -> None:
         """Cancel the transfers that wait, and finish the rest: tasks, and what has begun. Blocks for at most 5 s."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """As `close`, and never blocks: the thread ends by itself. A destructor may call it."""
         self.begin()
         with self._lock:
             self._closed = True
             for job in tuple(self._jobs):  # its thread takes from it meanwhile
                 job.cancel()
         self._wakeups.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
 
     def forget_in_child(self) -> None:
         """After a fork, in the child, where its thread does not exist: all jobs are over."""

@@ -56,7 +56,9 @@ class GroupLike(Protocol):
 
     `keys` is a chain from its root, 16 bytes a key; blocks `first..` of it are those of `block_ids`. A load's result is
     the number of leading `block_ids` proven good; a store's result has `stored`, `present`, `dropped` and
-    `parent_missing` blocks. Matched or promoted blocks must be in all `namespaces`.
+    `parent_missing` blocks. Matched or promoted blocks must be in all `namespaces`. `match`, `release` and `prefetch`
+    wait for the daemon, so an engine's step has them called in the background: `ask_async` calls a question there and
+    has its result, or `miss` if it was cancelled before that.
     """
 
     @property
@@ -66,6 +68,8 @@ class GroupLike(Protocol):
     def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> MatchLike: ...
     def release(self, match: Any) -> None: ...
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int: ...
+    def ask_async(self, question: Callable[[], T], miss: T) -> TransferLike: ...
+    def release_async(self, match: Any) -> None: ...
     def announce(self, models: Sequence[ModelCard]) -> None: ...
     def load_async(
         self, match: Any, block_ids: Sequence[int], *, first: int = 0, timeout_s: float | None = None
@@ -94,6 +98,7 @@ class OffloadCounters:
 
     loaded: int = 0
     load_misses: int = 0
+    lookups_given_up_count: int = 0
     loads_given_up_count: int = 0
     stored: int = 0
     present: int = 0
@@ -109,9 +114,12 @@ class GroupsLike(Protocol):
     @property
     def wants_events(self) -> bool: ...
     def match(self, keys: bytes) -> MatchLike: ...
+    def match_each(self, match: Any, keys: bytes) -> EachMatch | None: ...
     def release(self, match: Any) -> None: ...
     def prefetch(self, keys: bytes) -> int: ...
-    def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> TransferLike: ...
+    def ask_async(self, question: Callable[[], T], miss: T) -> TransferLike: ...
+    def release_async(self, match: EachMatch) -> None: ...
+    def load_async(self, match: EachMatch, parts: Sequence[Part], *, timeout_s: float) -> TransferLike: ...
     def store_async(
         self,
         group: int,
@@ -122,6 +130,15 @@ class GroupsLike(Protocol):
         events: EventRun | None = None,
         hint: Hint | None = None,
     ) -> TransferLike: ...
+
+
+class EachMatch(NamedTuple):
+    """A match of several groups, under a lease of each: `matches`, from which a load takes those that it uses."""
+
+    blocks: int
+    below_blocks: int
+    shared_blocks: int
+    matches: list[MatchLike | None]
 
 
 class Part(NamedTuple):
@@ -151,6 +168,16 @@ class GuardedCache:
     def wants_events(self) -> bool:
         """Whether stores should bring the tokens of their blocks, for KV events."""
         return self._cache is not None and self._cache.wants_events
+
+    def ask_async(self, question: Callable[[], T], miss: T) -> TransferLike:
+        """Call a question in the background; there must be a cache."""
+        assert self._cache is not None
+        return self._cache.ask_async(question, miss)
+
+    def release_async(self, match: EachMatch) -> None:
+        """End what no load has taken of a match, in the background."""
+        if self._cache is not None:
+            self._cache.release_async(match)
 
     def ask(self, question: Callable[[GroupsLike], T]) -> T | None:
         """The result of `question(cache)`, or None if the cache fails or is missing."""

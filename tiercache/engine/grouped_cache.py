@@ -1,7 +1,8 @@
 """A separate cache for each group of layers, used together.
 
-    match   one request: the longest cut for which all namespaces have the blocks needed, under one lease
-    load    each group by its own match, made under that lease
+    match   one request: the longest cut for which all namespaces have the blocks needed, under one lease;
+            then one for each group, made under that lease
+    load    each group by its own match
     store   each group for itself: lost blocks make a match shorter, never wrong
 
 With one group it is that group's cache.
@@ -9,16 +10,18 @@ With one group it is that group's cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from tiercache.engine.cache import GroupLike, MatchLike, Part, TransferLike
+from tiercache.engine.cache import EachMatch, GroupLike, MatchLike, Part, TransferLike
 from tiercache.errors import TierCacheError
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import KEY_BYTES, EventRun, ModelCard
 from tiercache.protocol.namespaces import NamespaceSpec
+
+T = TypeVar("T")
 
 
 class GroupLoad:
@@ -78,8 +81,39 @@ class GroupedCache:
         """The prefix that all groups have. Blocks for one exchange with the daemon."""
         return self._caches[0].match(keys, namespaces=self._namespaces if len(self._caches) > 1 else None)
 
-    def release(self, match: Any) -> None:
+    def match_each(self, match: MatchLike, keys: bytes) -> EachMatch | None:
+        """Each group's own match of `keys`, in place of the `match` of all groups, which ends here.
+
+        None if a group has lost a block meanwhile. Blocks for one exchange with the daemon for each of several groups.
+        """
+        if len(self._caches) == 1:
+            return EachMatch(match.blocks, match.below_blocks, match.shared_blocks, [match])
+        own: list[MatchLike] = []
+        whole = False
+        try:
+            for cache in self._caches:
+                own.append(found := cache.match(keys))
+                if found.blocks * KEY_BYTES != len(keys):
+                    return None
+            whole = True
+        finally:
+            self.release(match)
+            for cache, found in zip(self._caches, [] if whole else own, strict=False):
+                cache.release(found)
+        return EachMatch(match.blocks, match.below_blocks, match.shared_blocks, [*own])
+
+    def release(self, match: MatchLike) -> None:
+        """End a match of all groups. Blocks for one exchange with the daemon."""
         self._caches[0].release(match)
+
+    def release_async(self, match: EachMatch) -> None:
+        """End the matches that no load has taken, in the background."""
+        for cache, own in zip(self._caches, match.matches, strict=True):
+            if own is not None:
+                cache.release_async(own)
+
+    def ask_async(self, question: Callable[[], T], miss: T) -> TransferLike:
+        return self._caches[0].ask_async(question, miss)
 
     def prefetch(self, keys: bytes) -> int:
         """Promote what `match` would find. Blocks for one exchange with the daemon."""
@@ -88,38 +122,21 @@ class GroupedCache:
     def announce(self, models: Sequence[ModelCard]) -> None:
         self._caches[0].announce(models)
 
-    def load_async(self, match: Any, keys: bytes, parts: Sequence[Part], *, timeout_s: float) -> GroupLoad:
-        """Load a part of each group from a match with these `keys`; a part without blocks is skipped.
-
-        With several groups it blocks for one exchange with the daemon for each. Ends the match.
-        """
-        if len(self._caches) == 1:
-            [(first, block_ids)] = parts
-            return GroupLoad([self._caches[0].load_async(match, block_ids, first=first, timeout_s=timeout_s)])
+    def load_async(self, match: EachMatch, parts: Sequence[Part], *, timeout_s: float) -> GroupLoad:
+        """Load a part of each group, and take its match; a part without blocks is skipped. Never blocks."""
         transfers: list[TransferLike | None] = [None] * len(parts)
-        error = None
         for group, (first, block_ids) in enumerate(parts):
+            if not block_ids:
+                continue
             try:
-                if block_ids:
-                    transfers[group] = self._load(self._caches[group], keys, first, block_ids, timeout_s)
-            except TierCacheError as failed:
-                error = failed  # copies that have begun continue, and the transfer waits for them
-                break
-        self.release(match)
-        return GroupLoad(transfers, error)
-
-    def _load(
-        self, cache: GroupLike, keys: bytes, first: int, block_ids: list[int], timeout_s: float
-    ) -> TransferLike | None:
-        match = cache.match(keys)
-        try:
-            if match.blocks * KEY_BYTES == len(keys):
-                return cache.load_async(match, block_ids, first=first, timeout_s=timeout_s)
-        except TierCacheError:
-            cache.release(match)
-            raise
-        cache.release(match)  # flushed since the match
-        return None
+                own = match.matches[group]
+                transfers[group] = self._caches[group].load_async(own, block_ids, first=first, timeout_s=timeout_s)
+                match.matches[group] = None
+            except TierCacheError as error:
+                if not any(transfers):
+                    raise
+                return GroupLoad(transfers, error)  # copies that have begun continue, and the transfer waits for them
+        return GroupLoad(transfers)
 
     def store_async(
         self,

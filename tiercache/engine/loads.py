@@ -1,4 +1,7 @@
-"""Loads of one engine: matches, how much of each is worth loading, and loads in progress.
+"""Loads of one engine: lookups, how much of what they find is worth loading, and loads in progress.
+
+Lookups ask the daemon in the background, so that a step never waits for it: a sequence that waits for room is looked up
+as soon as there is some, and admitted by a later step, when the answer is there or late.
 
 A load holds its own reference on every block that it copies into until its last copy has ended, even if the sequence
 ends or is preempted meanwhile. A load that failed, was late or fell short is a miss: its tokens are computed.
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cache import GuardedCache, MatchLike, Part, TransferLike
@@ -17,17 +21,22 @@ from tiercache.engine.cost import CostModel, LoadChoice, Reach
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
 
+LOOKUP_TIMEOUT_S = 1.0
+"""How long a sequence waits for a lookup, behind those before it, until it does without the cache."""
 _MAX_CUTS = 3
 """Most cuts to query for a sequence with a window; each takes two exchanges with the daemon."""
+_MAX_PREFETCHES = 2
+"""Prefetches under way: a lookup may have to wait for so many."""
 
 
 class CacheHit(NamedTuple):
     """The blocks in the cache that a sequence needs, up to block `end` of its chain.
 
-    The match covers the blocks before `end`; with sinks only the needed ones, all but `skipped`.
+    The match covers the blocks before `end`; with sinks only the needed ones, all but `skipped`. Of several groups it
+    is an `EachMatch` in the end.
     """
 
-    match: MatchLike
+    match: Any
     end: int
     skipped: int = 0
 
@@ -79,6 +88,11 @@ class _Load:
     wanted: bool = True
 
 
+class _Lookup(NamedTuple):
+    transfer: TransferLike  # of a list of hits
+    until_s: float
+
+
 class Loads:
     """See the module's docstring."""
 
@@ -91,27 +105,71 @@ class Loads:
         self._settings = settings
         self._clock = clock
         self._loads: list[_Load] = []
+        self._lookups: dict[Sequence, _Lookup] = {}  # of sequences that wait
+        self._dropped: list[TransferLike] = []  # lookups of which no sequence wants the hits
+        self._prefetches: list[TransferLike] = []
 
     # --- finding
 
-    def match(self, sequence: Sequence) -> CacheHit | None:
-        """The cache's hit for a sequence, or None. Blocks for one exchange with the daemon, a few with a window."""
-        if not self._may_have(sequence):
-            return None
-        if sequence.has_sinks:
-            return self._match_sinks(sequence)
-        if sequence.windowed:
-            return self._match_windows(sequence)
-        match = self._match(sequence.chain.packed(sequence.max_hit_blocks))
-        return None if match is None else CacheHit(match, match.blocks)
+    def looked_up(self, sequence: Sequence) -> bool:
+        """Whether it is known what the cache has for a sequence that waits; begins to look it up. Never blocks.
 
-    def _match_windows(self, sequence: Sequence) -> CacheHit | None:
-        """The last usable cut for which the cache has all needed blocks.
+        False for `LOOKUP_TIMEOUT_S` at most: then the sequence does without the cache.
+        """
+        lookup = self._lookups.get(sequence)
+        if lookup is None:
+            if not self._may_have(sequence):
+                return True
+            transfer = self._cache.ask_async(lambda: self._find(sequence), list[CacheHit]())
+            lookup = self._lookups[sequence] = _Lookup(transfer, self._clock.now_s() + LOOKUP_TIMEOUT_S)
+        if lookup.transfer.done():
+            return True
+        if self._clock.now_s() < lookup.until_s:
+            return False
+        self._cache.counters.lookups_given_up_count += 1
+        self.drop_lookup(sequence)
+        return True
+
+    def drop_lookup(self, sequence: Sequence) -> None:
+        """Do without what was, or will be, found for a sequence."""
+        lookup = self._lookups.pop(sequence, None)
+        if lookup is not None:
+            lookup.transfer.cancel()
+            self._dropped.append(lookup.transfer)
+
+    def _may_have(self, sequence: Sequence) -> bool:
+        alone = not self._settings.enable_prefix_caching and not sequence.preemptions
+        return self._cache.available and len(sequence.chain) > 0 and not alone and not sequence.skip_external
+
+    def _find(self, sequence: Sequence) -> list[CacheHit]:
+        """The cache's hits for a sequence, the farthest first, each with its own match. In the background.
+
+        Several for a sequence with windows, which needs other blocks where a load ends before the blocks below DRAM,
+        or before those of a shared store.
+        """
+        chain = sequence.chain
+        if sequence.has_sinks:
+            hits = [self._match_sinks(sequence)]
+        elif sequence.windowed:
+            hits = [self._match_windows(sequence, sequence.max_hit_blocks)]
+            if hits[0] is not None:
+                end, match = hits[0].end, hits[0].match
+                nearer = {
+                    sequence.usable_hit_blocks(end - blocks) for blocks in (match.shared_blocks, match.below_blocks)
+                }
+                hits += [self._match_windows(sequence, cut) for cut in sorted(nearer - {0, end}, reverse=True)]
+        else:
+            match = self._match(chain.packed(sequence.max_hit_blocks))
+            hits = [None if match is None else CacheHit(match, match.blocks)]
+        return [each for hit in hits if hit is not None and (each := self._match_each(sequence, hit)) is not None]
+
+    def _match_windows(self, sequence: Sequence, most: int) -> CacheHit | None:
+        """The last usable cut, up to block `most`, for which the cache has all needed blocks.
 
         The cache answers with the last cut for which each group has what it needs. If a sequence may not continue from
         there, windows need other blocks at the edge before it, and the cache is asked again.
         """
-        cut = sequence.usable_hit_blocks(sequence.max_hit_blocks)
+        cut = sequence.usable_hit_blocks(most)
         for _ in range(_MAX_CUTS):
             match = self._match(sequence.chain.packed(cut)) if cut else None
             if match is None:
@@ -145,55 +203,65 @@ class Loads:
             cut = sequence.usable_hit_blocks(before.blocks)
         return None
 
+    def _match_each(self, sequence: Sequence, hit: CacheHit) -> CacheHit | None:
+        keys = sequence.chain.packed(hit.end)
+        each = self._cache.ask(lambda cache: cache.match_each(hit.match, keys))
+        return None if each is None else hit._replace(match=each)
+
     def _match(self, keys: bytes) -> MatchLike | None:
-        return self._cache.ask(lambda cache: cache.match(keys))
+        match = self._cache.ask(lambda cache: cache.match(keys))
+        return match if match is not None and match.blocks else None
 
     def _release(self, match: MatchLike) -> None:
         self._cache.ask(lambda cache: cache.release(match))
 
-    def _may_have(self, sequence: Sequence) -> bool:
-        alone = not self._settings.enable_prefix_caching and not sequence.preemptions
-        return self._cache.available and len(sequence.chain) > 0 and not alone
+    def prefetch(self, sequence: Sequence) -> bool:
+        """Promote the cache's blocks of a sequence to DRAM, in the background; False while others are looked up."""
+        self._prefetches = [transfer for transfer in self._prefetches if not transfer.done()]
+        if len(self._prefetches) >= _MAX_PREFETCHES or self._pending_lookups:
+            return False
+        if self._may_have(sequence):
+            keys = self._keys_to_prefetch(sequence)
+            ask = partial(self._cache.ask, lambda cache: cache.prefetch(keys))
+            self._prefetches.append(self._cache.ask_async(ask, None))
+        return True
 
-    def give_up(self, hit: CacheHit | None) -> None:
-        """End the lease of a hit that is not loaded."""
-        if hit is not None:
-            self._release(hit.match)
-
-    def prefetch(self, sequence: Sequence) -> None:
-        """Promote the cache's blocks of a sequence to DRAM. Blocks for one exchange with the daemon."""
-        if not self._may_have(sequence):
-            return
+    def _keys_to_prefetch(self, sequence: Sequence) -> bytes:
         chain, cut = sequence.chain, sequence.max_hit_blocks
         if not sequence.windowed:
-            keys = chain.packed(cut)
-        elif not sequence.has_sinks:
-            keys = chain.packed(sequence.usable_hit_blocks(cut))
-        else:
-            keys = b"".join(map(chain.key, sequence.tables[0].window.needed(sequence.usable_hit_blocks(cut))))
-        self._cache.ask(lambda cache: cache.prefetch(keys))
+            return chain.packed(cut)
+        if not sequence.has_sinks:
+            return chain.packed(sequence.usable_hit_blocks(cut))
+        return b"".join(map(chain.key, sequence.tables[0].window.needed(sequence.usable_hit_blocks(cut))))
 
-    def choose(self, sequence: Sequence, hit: CacheHit, kept: int) -> tuple[CacheHit | None, LoadChoice]:
-        """The part of a hit to load, and the hit for it, if a sequence can begin at block `kept` without a load."""
-        dram_end, local_end = hit.end - hit.match.below_blocks, hit.end - hit.match.shared_blocks
-        # With sinks the match covers what is needed before its end, and does not serve another cut.
-        ends = {hit.end} if sequence.has_sinks else {dram_end, local_end, hit.end}
-        queue_s = sum(load.order.choice.load_s for load in self._loads)
-        reaches = [self._reach(sequence, sequence.usable_hit_blocks(end), dram_end, local_end) for end in ends]
-        choice = self._cost.choose(kept, reaches, queue_s)
-        if not (sequence.windowed and choice.blocks and choice.end < hit.end):
-            return hit, choice
-        # Windows need other blocks before the shorter cut, which are not under the lease.
-        self._release(hit.match)
-        match = self._match(sequence.chain.packed(choice.end))
-        if (
-            match is None
-            or match.blocks < choice.end
-            or match.shared_blocks
-            or (match.below_blocks and not choice.nvme_blocks)
-        ):
-            choice = LoadChoice(kept)
-        return None if match is None else CacheHit(match, match.blocks), choice
+    def choose(self, sequence: Sequence, kept: int) -> tuple[CacheHit | None, LoadChoice]:
+        """The part to load of what was looked up for a sequence, which can begin at block `kept` without a load, and
+        the hit for it. Gives up the other hits."""
+        hits = self._take_hits(sequence)
+        hit_of: dict[int, CacheHit] = {}
+        reaches: list[Reach] = []
+        for hit in hits:
+            dram_end, local_end = hit.end - hit.match.below_blocks, hit.end - hit.match.shared_blocks
+            # A match of windows, or of sinks, covers what is needed before its end, and does not serve another cut.
+            ends = {hit.end} if sequence.windowed else {dram_end, local_end, hit.end}
+            for end in map(sequence.usable_hit_blocks, ends):
+                hit_of[end] = hit
+                reaches.append(self._reach(sequence, end, dram_end, local_end))
+        choice = self._cost.choose(kept, reaches, sum(load.order.choice.load_s for load in self._loads))
+        chosen = hit_of[choice.end] if choice.blocks else None
+        for hit in hits:
+            if hit is not chosen:
+                self._cache.release_async(hit.match)
+        return chosen, choice
+
+    def _take_hits(self, sequence: Sequence) -> list[CacheHit]:
+        """What was looked up for a sequence; nothing if it waits for no answer, because the pool has it all."""
+        lookup = self._lookups.get(sequence)
+        if lookup is None or not lookup.transfer.done():
+            self.drop_lookup(sequence)
+            return []
+        hits: list[CacheHit] = self._lookups.pop(sequence).transfer.result(0)
+        return hits
 
     def named_end(self, hit: CacheHit) -> int:
         """The end of the blocks of a hit that need no store.
@@ -230,10 +298,9 @@ class Loads:
             for table, positions in zip(sequence.tables, each, strict=True)
         ]
         patience_s = min(self._cost.patience_s(choice), self._settings.load_timeout_s)
-        keys = sequence.chain.packed(choice.end)
-        transfer = self._cache.ask(lambda cache: cache.load_async(hit.match, keys, parts, timeout_s=patience_s))
+        transfer = self._cache.ask(lambda cache: cache.load_async(hit.match, parts, timeout_s=patience_s))
+        self._cache.release_async(hit.match)  # of the groups of which nothing is loaded
         if transfer is None:
-            self._release(hit.match)
             return False
         block_ids = [block_id for part in parts for block_id in part.block_ids]
         self._blocks.hold(block_ids)
@@ -250,6 +317,7 @@ class Loads:
 
     def poll(self) -> list[LoadResult]:
         """Handle loads that have ended or are too late. Never blocks."""
+        self._release_dropped()
         results: list[LoadResult] = []
         now_s = self._clock.now_s()
         for load in list(self._loads):
@@ -265,6 +333,13 @@ class Loads:
                 self._cost.note_given_up(load.order.choice, now_s - load.started_s)
                 results.append(LoadResult.nothing(load.order, ended=False))
         return results
+
+    def _release_dropped(self) -> None:
+        """Release what was found for sequences that do without it."""
+        for transfer in [one for one in self._dropped if one.done()]:
+            self._dropped.remove(transfer)
+            for hit in transfer.result(0):
+                self._cache.release_async(hit.match)
 
     def _finish(self, load: _Load) -> list[int]:
         choice, transfer, counts = (
@@ -282,7 +357,12 @@ class Loads:
 
     @property
     def transfers(self) -> list[TransferLike]:
-        return [load.transfer for load in self._loads]
+        """All that may bring something for the next step."""
+        return [*(load.transfer for load in self._loads), *self._dropped, *self._pending_lookups]
+
+    @property
+    def _pending_lookups(self) -> list[TransferLike]:
+        return [one.transfer for one in self._lookups.values() if not one.transfer.done()]
 
     def holds(self) -> Counter[int]:
         """References held by loads, per block."""

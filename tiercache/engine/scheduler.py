@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tiercache.engine.block_table import BlockTable
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.clock import Clock
-from tiercache.engine.cost import LoadChoice
 from tiercache.engine.loads import LoadOrder, LoadResult
 from tiercache.engine.offload import Offload
 from tiercache.engine.placement import Placement
@@ -25,7 +24,7 @@ from tiercache.engine.step_plan import BlockCopy, Chunk, StepPlan, next_chunks, 
 # How far down the queue one step looks for sequences to admit, and for prefixes to promote from NVMe.
 _MAX_LOOKS = 64
 _MAX_PREFETCHED = 16
-# Exchanges with the daemon that one step may spend on promoting prefixes.
+# Prefixes that one step may ask the daemon to promote.
 _PREFETCHES_PER_STEP = 2
 # How long decoding waits for blocks that transfers hold, before it takes those of another sequence.
 _ROOM_TIMEOUT_S = 0.25
@@ -199,6 +198,8 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Move sequences from `waiting` to `running` or `loading` while there is room."""
+        promised = 0  # blocks for sequences that are being looked up
+        first_keys: set[bytes] = set()  # of what is being looked up for them
         room = self._settings.max_num_seqs - sum(1 + one.forks_due for one in (*self.running, *self.loading))
         for sequence in self.waiting[:_MAX_LOOKS]:
             ahead = sum(
@@ -207,11 +208,20 @@ class Scheduler:
             if 1 + sequence.forks_due > room or ahead >= budget:
                 return
             found = self._placement.find(sequence)
-            if found < sequence.max_hit_blocks and self._is_coming(sequence.chain.key(found), found):
+            whole = found == sequence.max_hit_blocks
+            key = b"" if whole else sequence.chain.key(found)
+            if not whole and (key in first_keys or self._is_coming(key, found)):
                 continue
-            if not self._place(sequence, found, plan):
+            kept = sequence.usable_hit_blocks(found)
+            # Check first whether there is room at all: a lookup takes a lease.
+            if not self._has_room(sequence, kept, promised):
                 return
             room -= 1 + sequence.forks_due
+            if whole or self._offload.loads.looked_up(sequence):
+                self._place(sequence, found, kept, plan)
+            else:
+                first_keys.add(key)
+                promised += self._placement.new_blocks(sequence, kept)
 
     def _is_coming(self, key: bytes, index: int) -> bool:
         """Whether another sequence is loading or computing block `index` of the same chain."""
@@ -221,32 +231,22 @@ class Scheduler:
             if one.computed < len(one.chain) * self._settings.block_size
         )
 
-    def _place(self, sequence: Sequence, found: int, plan: StepPlan) -> bool:
-        """Give a sequence its blocks: `found` in the pool, to be loaded, or blank. False: no room now."""
-        kept = sequence.usable_hit_blocks(found)
-        # Check first whether there is room at all: a match is a request to the cache, and takes a lease.
-        if not self._has_room(sequence, kept):
-            return False
-        hit, choice = None, LoadChoice(kept)
-        if found < sequence.max_hit_blocks and not sequence.skip_external:
-            hit = self._offload.loads.match(sequence)
-        if hit is not None:
-            hit, choice = self._offload.loads.choose(sequence, hit, kept)
+    def _place(self, sequence: Sequence, found: int, kept: int, plan: StepPlan) -> None:
+        """Give a sequence its blocks: `found` in the pool, to be loaded, or blank."""
+        hit, choice = self._offload.loads.choose(sequence, kept)
         missing = self._offload.loads.missing(sequence, choice.end)
         self.waiting.remove(sequence)
         self._placement.take_blocks(sequence, choice.end)
         sequence.registered_blocks = min(found, choice.end)
-        if hit is not None and choice.blocks:
+        if hit is None:
+            self._enter(sequence, kept, kept)
+        else:
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
             plan.loads.append(LoadOrder(sequence, hit, choice, missing))
-        else:
-            self._offload.loads.give_up(hit)
-            self._enter(sequence, kept, kept)
-        return True
 
-    def _has_room(self, sequence: Sequence, kept: int) -> bool:
-        needed = self._placement.new_blocks(sequence, kept)
+    def _has_room(self, sequence: Sequence, kept: int, promised: int) -> bool:
+        needed = promised + self._placement.new_blocks(sequence, kept)
         # One block for the growth of each table of each running sequence, else admission would only cause preemption.
         needed += len(self.running) * len(sequence.tables)
         if needed <= self._blocks.clean_count:
@@ -297,14 +297,14 @@ class Scheduler:
         asked = 0
         for sequence in self.waiting[:_MAX_PREFETCHED]:
             if not sequence.prefetched and asked < _PREFETCHES_PER_STEP:
-                sequence.prefetched = True
-                self._offload.loads.prefetch(sequence)
+                sequence.prefetched = self._offload.loads.prefetch(sequence)
                 asked += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Remove an ended sequence from its queue and give its blocks back."""
         queues = {SequenceState.WAITING: self.waiting, SequenceState.LOADING: self.loading}
         queues.get(sequence.state, self.running).remove(sequence)
+        self._offload.loads.drop_lookup(sequence)
         sequence.state = SequenceState.FINISHED
         self._blocks.forget(sequence.chain, sequence.first_private_block)
         self._blocks.release(sequence.take_blocks())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 _STAGE_BYTES = 64 << 20
 _LEAST_STAGE_BLOCKS = 16
+T = TypeVar("T")
 
 
 class StagedMatch(NamedTuple):
@@ -171,7 +172,8 @@ class StagedLoad(_Staged):
         self, cache: StagedCache, match: StagedMatch, block_ids: Sequence[int], first: int, timeout_s: float | None
     ) -> None:
         super().__init__(cache, block_ids, first)
-        self._match: MatchLike | None = match.inner
+        self._match: MatchLike | None = match.inner  # a load ends its match: each further piece needs a new one
+        self._asked: TransferLike | None = None
         self._keys = match.keys
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._good = 0
@@ -183,23 +185,46 @@ class StagedLoad(_Staged):
             self._raise_error()
         return self._good
 
+    def done(self) -> bool:
+        if self._asked is not None:
+            if not self._asked.done():
+                return False
+            self._match, self._asked = self._asked.result(0), None
+            self._ended |= self._match is None
+            if self._cancelled:
+                self._give_up_match()
+        return super().done()
+
     def cancel(self) -> None:
         super().cancel()
         self._give_up_match()
 
+    def _begin(self) -> bool:
+        if self._match is None:
+            self._asked = self._cache.inner.ask_async(self._match_again, None)
+            return True
+        return super()._begin()
+
+    def _match_again(self) -> MatchLike | None:
+        """In the background."""
+        try:
+            return self._cache.inner.match(self._keys)
+        except TierCacheError as error:
+            self._error = error
+            return None
+
     def _start(self, block_ids: list[int]) -> bool:
         inner, first = self._cache.inner, self._first + self._moved
         match, self._match = self._match, None
-        if match is None:  # a load ends its match
-            match = inner.match(self._keys)
+        assert match is not None, "a piece begins with a match"
         left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
         if match.blocks < first + len(block_ids) or (left_s is not None and left_s <= 0):
-            inner.release(match)
+            inner.release_async(match)
             return False
         try:
             self._piece = inner.load_async(match, self._places, first=first, timeout_s=left_s)
         except TierCacheError:
-            inner.release(match)
+            inner.release_async(match)
             raise
         return True
 
@@ -211,7 +236,7 @@ class StagedLoad(_Staged):
 
     def _give_up_match(self) -> None:
         if self._match is not None:
-            self._cache.inner.release(self._match)
+            self._cache.inner.release_async(self._match)
             self._match = None
 
 
@@ -259,6 +284,12 @@ class StagedCache:
 
     def prefetch(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> int:
         return self.inner.prefetch(keys, namespaces=namespaces)
+
+    def ask_async(self, question: Callable[[], T], miss: T) -> TransferLike:
+        return self.inner.ask_async(question, miss)
+
+    def release_async(self, match: StagedMatch) -> None:
+        self.inner.release_async(match.inner)
 
     def announce(self, models: Sequence[ModelCard]) -> None:
         self.inner.announce(models)

@@ -34,6 +34,7 @@ class Owner:
     """
 
     __slots__ = (
+        "broken_chains",
         "instance",
         "internal",
         "mapped",
@@ -48,6 +49,8 @@ class Owner:
         self.internal = internal  # the daemon itself, promoting blocks: these are no stores
         self.mapped = mapped
         self.party = party or f"instance {instance.hex()}"
+        self.broken_chains = 0
+        """Lists of keys that this session sent as chains and that are not chains."""
         self.reads: dict[int, ReadLease] = {}
         self.writes: dict[int, StoreLease] = {}  # into DRAM, and into the tier below
         self.quarantined: dict[int, StoreLease] = {}  # over, with places quarantined until its process exits

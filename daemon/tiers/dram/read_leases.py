@@ -60,7 +60,12 @@ class ReadLeases:
         count = min(count, self._held_end(lease, namespace, first) - first)
         if count <= 0 or namespace not in lease.namespaces:
             return []
-        return self._space.index.run_frames(namespace.table, lease.keys, first, count)
+        frames = self._space.index.run_frames(namespace.table, lease.keys, first, count)
+        if len(frames) < count and self.is_whole(lease):  # all blocks are here, but not one after the other
+            self._space.counters.broken_chains += 1
+            for holder in lease.holders:
+                holder.broken_chains += 1
+        return frames
 
     def _held_end(self, lease: ReadLease, namespace: Namespace, first: int) -> int:
         """Up to where a lease holds the blocks of a namespace from `first` on; 0 where it does not hold `first`."""

@@ -57,7 +57,7 @@ class Reads(ReadLeases):
         """
         asked = len(keys) // KEY_BYTES
         self._space.tails.lapse()
-        (blocks, local, shared), ends = yield from self.runs.use(namespaces, keys, asked, ttl_s > 0)
+        (blocks, local, shared), ends = yield from self.runs.use(owner, namespaces, keys, asked, ttl_s > 0)
         below = local + shared
         self._count(namespaces, asked, blocks, below, shared)
         run = keys[: (blocks + below) * KEY_BYTES]

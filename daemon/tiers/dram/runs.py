@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import PINS, AnswerNow, Steps, noted
 from tiercache.daemon.index.policy import NO_ENTRY, USED
+from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.match_ends import Cuts
 from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
 from tiercache.daemon.tiers.lower_tier import TierBelow
@@ -54,7 +55,7 @@ class Runs:
         return [0 if one.table.windowed else length(one, keys, limit) for one in namespaces]
 
     def use(
-        self, namespaces: Sequence[Namespace], keys: bytes, limit: int, pin: bool
+        self, owner: Owner, namespaces: Sequence[Namespace], keys: bytes, limit: int, pin: bool
     ) -> Steps[tuple[RunBlocks, list[int]]]:
         """The longest run, and the entries that hold its part in DRAM, if they are to be pinned (see `_hold`). The
         policies are told that it is used.
@@ -70,7 +71,7 @@ class Runs:
             ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks, use, pin))
             if ends is not None:
                 return RunBlocks(blocks, here - blocks, total - here), ends
-            limit = self._shortened(blocks, wide or searched_in_slices or extended_in_slices or held_in_slices)
+            limit = self._shortened(owner, blocks, wide or searched_in_slices or extended_in_slices or held_in_slices)
         self._user(namespaces, keys, 0, 0)([], True)
         return RunBlocks(0, 0, 0), []
 
@@ -108,16 +109,18 @@ class Runs:
             ends, held_in_slices = yield from noted(self._hold(namespaces, keys, blocks))
             if ends is not None:
                 return blocks, ends
-            limit = self._shortened(blocks, searched_in_slices or held_in_slices)
+            limit = self._shortened(None, blocks, searched_in_slices or held_in_slices)
         return 0, []
 
-    def _shortened(self, blocks: int, sliced: bool) -> int:
+    def _shortened(self, owner: Owner | None, blocks: int, sliced: bool) -> int:
         """How far to search next, after a run of so many blocks turned out not to be here."""
         if sliced:
             return blocks
         # Another namespace cut the search short at a key that this one lacks, although it has a later one: the list is
         # no chain.
-        self._space.index.invariant_failures += 1
+        self._space.counters.broken_chains += 1
+        if owner is not None:
+            owner.broken_chains += 1
         return 0
 
     # --- pins on entries ---------------------------------------------------------------------------

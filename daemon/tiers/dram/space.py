@@ -113,6 +113,8 @@ class Space:
         self.shares = Shares(self.allocator, self.quotas)
         self.on_taken_back: Callable[[int], None] = lambda region_id: None
         """Called with a region that is emptied no matter what keeps it."""
+        self.populating = False
+        """Whether regions of the arena are still to come."""
         self._headroom_bytes = headroom_bytes
         policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
         self._emptying: tuple[int, int] | None = None  # region id, next frame to look at

@@ -86,10 +86,11 @@ class Writes(StoreLeases[WriteLease]):
         # Pinned before any eviction, so that room for a child is not made of its ancestors.
         if entry != NO_ENTRY:
             self._space.index.pin(entry)
+        refused_by_quota = self._space.counters.refused_by_quota_blocks
         frames = self._reserve_rest(lease, namespace, keys, states, entry, block)
         if entry != NO_ENTRY:
             self._space.index.unpin(entry)
-        self._count(states, namespace)
+        self._count(states, namespace, self._space.counters.refused_by_quota_blocks - refused_by_quota)
         if not frames:
             return Reservation(NO_LEASE, states, [], parent_missing=False)
         self._begin(lease, len(frames))
@@ -135,7 +136,8 @@ class Writes(StoreLeases[WriteLease]):
             if found != NO_ENTRY:
                 if not windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is no chain.
-                    self._space.index.invariant_failures += 0 if table.unlinking else 1
+                    if not table.unlinking:
+                        self._count_broken(lease.owner)
                     break
                 states.append(_HAVE)
                 continue
@@ -147,8 +149,8 @@ class Writes(StoreLeases[WriteLease]):
             if not windowed:
                 if other is None or fresh or other.parent_entry != entry or other.parent_block is not block:
                     # Its parent was dropped while it is being written, or the list is no chain.
-                    orphan = other is not None and self.pending.is_orphan(other)
-                    self._space.index.invariant_failures += 0 if orphan else 1
+                    if other is None or not self.pending.is_orphan(other):
+                        self._count_broken(lease.owner)
                     break
                 entry, block = NO_ENTRY, other
             states.append(_PENDING)
@@ -160,11 +162,18 @@ class Writes(StoreLeases[WriteLease]):
         states.extend([_NONE] * (number_of_keys - len(states)))
         return frames
 
-    def _count(self, states: Sequence[BlockState], namespace: Namespace) -> None:
+    def _count_broken(self, owner: Owner) -> None:
+        """The keys of a client form no chain: nothing contradicts itself, and no other client is affected."""
+        self._space.counters.broken_chains += 1
+        owner.broken_chains += 1
+
+    def _count(self, states: Sequence[BlockState], namespace: Namespace, by_quota: int) -> None:
         counters = self._space.counters
         reserved, refused = states.count(_FRAME), states.count(_NONE)
         counters.reserved_blocks += reserved
         counters.refused_blocks += refused
+        if self._space.populating:
+            counters.refused_populating_blocks += refused - by_quota
         namespace.use.refused_blocks += refused
         counters.dedup_blocks += len(states) - reserved - refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -18,7 +19,9 @@ import tiercache
 from tiercache.cli.doctor import cuda, daemon, disk, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.cli.exit_status import EXIT_UNWELL
 from tiercache.copies.arena import Beside
+from tiercache.http.measured.counters import COUNTERS
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)
@@ -41,6 +44,7 @@ FIRST_CGROUPS = {
     "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1",
     "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
 }
+ODD, FINE = {"name": "odd", "broken_chains": 7}, {"name": "fine", "broken_chains": 0}
 LITTLE_LOCKED = {"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}
 LITTLE_MEMORY = {"proc/meminfo": "MemAvailable: 1024 kB\n"}
 
@@ -158,6 +162,38 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
 
 
+def test_to_another_user_the_rest_is_said_and_the_daemon_is_named(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may enter everywhere, so the system's answer is played."""
+    stat = os.stat
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    status, out, err = run("doctor", "--quick", "--address", tmp_path)
+    assert (status, err) == (EXIT_UNWELL, "")
+    assert "# host" in out
+    assert f"{tmp_path} may not be entered by this user" in out
+    assert "run this as the daemon's user" in out
+    status, _, err = run("ping", "--address", tmp_path)
+    assert (status, "may not be entered: run this as the daemon's user" in err) == (EXIT_UNWELL, True)
+
+
+def test_a_client_whose_keys_are_not_chains_is_named(tmp_path: Path) -> None:
+    tree = {
+        "daemon": {"pid": 1, "uptime_s": 1},
+        "health": {},
+        "counters": dict.fromkeys(COUNTERS, 0),
+        "sessions": [ODD, FINE],
+    }
+    [found] = [one for one in daemon.examine(tmp_path, tree, "") if one.name == "chains"]
+    assert (found.state, found.figure) == (State.WARNING, "lists of keys that are not chains: odd (7)")
+
+
 # --- its hits ----------------------------------------------------------------------------------------
 
 
@@ -188,6 +224,16 @@ EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
         ([space(1)], {}, "no prompt of a full block has come"),
         ([space(1, stored=5)], {}, "the engine only stores"),
         ([space(1, asked=9)], {"refused_blocks": 7}, "nothing stored; 7 blocks found no room"),
+        (
+            [space(1, asked=9)],
+            {"refused_blocks": 7, "refused_populating_blocks": 7},
+            "nothing stored; the arena is still being populated: 0 B of 1.0 GiB so far -> wait",
+        ),
+        (
+            [space(1, asked=9, hit=3)],
+            {"refused_blocks": 7, "refused_populating_blocks": 7},
+            "ok: stores at the start: 7 blocks refused",
+        ),
         ([space(1, asked=9)], {}, "is it a producer"),
         ([space(1, asked=9, stored=5)], {}, "under other keys"),
         ([space(1, asked=9, hit=3)], {}, "ok: hit rate: 33.3% of 9 blocks"),

@@ -85,19 +85,33 @@ def test_a_time_or_an_id_at_the_front_of_one_prompt(lint: Lint, kind: str, line:
         f"{RULES}\nRequest ID: 8f3a99c1d2e4b5a6. What is new?",
         f"Your knowledge ends in 2024-06. The rules of 1 May 2021 apply; call 1795452517, open 9:00-17:00.\n{RULES}",
         f"You run bfloat16 models and message user4711 about thread-safe code, see trace collector v2.\n{RULES}",
-        "Today is 2026-11-23 16:48:37.",
         f"{RULES}\n{RULES}\nSent at 2026-11-23 16:48:37 with id 0b8f6e9e-2f5c-4a37-9a6e-5b1d7f0c9d11.\n{RULES}",
         request(("system", RULES), ("user", "It is 2026-11-23 16:48 here."), ("assistant", RULES), ("user", "Thanks")),
         request(("system", RULES), ("user", f"Today is 2026-11-23 16:48:37. {prose('question', 20)}")),
         {"prompt": [1, 2, 1795452517] * 100},
-        {"messages": []} | {"tools": [{"function": {"name": "f"}}]},
-        "",
         "[not JSON\n" + RULES,
     ],
     ids=lambda one: str(one)[:20],
 )
 def test_ordinary_prompts_are_clean(lint: Lint, clean: str | Request) -> None:
     assert lint(clean) == []
+
+
+def test_prompts_too_short_to_be_judged_are_not_called_clean(tmp_path: Path, run: Run) -> None:
+    texts = {
+        "a": "You help. It is 12:31:05. Answer in short.",
+        "b": "You help. It is 12:32:17. Answer in short.",
+        "c": "",
+    }
+    texts["d"] = json.dumps({"messages": [], "tools": [{"function": {"name": "f"}}]})
+    for name, text in (texts | {"long": RULES}).items():
+        (tmp_path / name).write_text(text)
+    status, out, err = run("lint", *(tmp_path / name for name in texts))
+    assert (status, out) == (0, "no prompt could be judged\n")
+    assert "4 of 4 prompts have fewer than 128 characters: too short to be judged" in err
+    status, out, err = run("lint", tmp_path / "a", tmp_path / "long")
+    assert (status, out) == (0, "1 prompt: nothing found that costs a tenth of one\n")
+    assert "1 of 2 prompts" in err
 
 
 def test_system_messages_that_differ_by_a_time_are_one_finding(lint: Lint) -> None:

@@ -39,7 +39,7 @@ def test_each_end_is_said_and_leaves_no_descriptor(watched: HttpProcess, monkeyp
     watched._command = child("exit 3")
     assert watched._live() == ("ended with status 3", False)
     watched._command = ["/nonexistent/python"]
-    assert watched._live() == ("could not be started (No such file or directory)", False)
+    assert watched._live() == ("could not be started (pipe, fork, setsid or exec: No such file or directory)", False)
     assert watched.problem
     monkeypatch.setattr(http_process, "STEADY_S", 0.0)
     watched._command = child("sleep 0.1; exit 4")

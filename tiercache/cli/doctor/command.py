@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiercache.cli.connection import connected
+from tiercache.cli.connection import connected, is_barred
 from tiercache.cli.declare import Address, ConfigFile, Json, command
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, as_tree
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
@@ -79,7 +79,7 @@ def doctor(
     from tiercache.cli.doctor import cuda, daemon, disk, gpudirect, hits, host, store
 
     rival = store.prefill_of(model, prefill)
-    config, _ = resolve_config(path)
+    config = resolve_config(path).config
     run_dir = Path(address) if address else config.run_dir
     tree, specs, problem = _ask(run_dir)
     needs = _needs(config, tree)
@@ -106,8 +106,8 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
     from tiercache.protocol.messages import MAX_NAMESPACES_PER_REQUEST, SpecList, Specs
     from tiercache.protocol.namespaces import NamespaceSpec
 
-    if not session_socket_path(run_dir).exists():
-        return {}, {}, ""
+    if is_barred(run_dir) or not session_socket_path(run_dir).exists():
+        return {}, {}, ""  # `daemon.examine` says which
     try:
         with quiet_client(), connected(str(run_dir)) as client:
             tree = client.stats()

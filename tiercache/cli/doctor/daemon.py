@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache import __version__
+from tiercache.cli.connection import NOT_OURS, is_barred
 from tiercache.cli.doctor.findings import Finding, collect, failure, ok, skipped, warning
 from tiercache.cli.readings import Tree, at
 from tiercache.ground.units import format_duration
@@ -31,6 +32,7 @@ def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
             partial(_health, tree),
             partial(_versions, tree),
             partial(_clients, tree),
+            partial(_chains, tree),
             partial(_loop, tree),
             partial(_log, tree),
             partial(_disks, tree),
@@ -40,7 +42,9 @@ def examine(run_dir: Path, tree: Tree, problem: str) -> list[Finding]:
 
 
 def _running(run_dir: Path, tree: Tree, problem: str) -> Iterator[Finding]:
-    if tree:
+    if is_barred(run_dir):
+        yield failure(TOPIC, "running", f"{run_dir} may not be entered by this user", NOT_OURS)
+    elif tree:
         daemon = tree["daemon"]
         figure = f"pid {daemon['pid']} at {run_dir}, up for {format_duration(daemon['uptime_s'])}"
         yield ok(TOPIC, "running", figure)
@@ -57,7 +61,7 @@ def _permissions(run_dir: Path) -> Iterator[Finding]:
     for path, most in wanted.items():
         try:
             found = path.stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             continue
         mode = stat.S_IMODE(found.st_mode)
         looked.append(f"{path.name} {mode:04o}")
@@ -73,7 +77,7 @@ def _permissions(run_dir: Path) -> Iterator[Finding]:
     if looked:
         yield ok(TOPIC, "modes", ", ".join(looked))
     else:
-        yield skipped(TOPIC, "modes", f"{run_dir} is not there yet")
+        yield skipped(TOPIC, "modes", f"nothing can be seen of {run_dir}")
 
 
 def _health(tree: Tree) -> Iterator[Finding]:
@@ -111,6 +115,15 @@ def _clients(tree: Tree) -> Iterator[Finding]:
         yield warning(TOPIC, "clients", f"{len(clients)} connected; neither cuda nor mlock: {names}", remedy)
     else:
         yield ok(TOPIC, "clients", f"{len(clients)} connected")
+
+
+def _chains(tree: Tree) -> Iterator[Finding]:
+    """Clients connected now whose keys form no chains."""
+    broken = [one for one in tree.get("sessions", []) if one.get("broken_chains")]
+    if broken:
+        names = ", ".join(f"{one['name']} ({one['broken_chains']})" for one in broken[:4])
+        remedy = "report it to the maker of the client: its keys are repeated, left out or mixed, so it gets misses"
+        yield warning(TOPIC, "chains", f"lists of keys that are not chains: {names}", remedy)
 
 
 def _loop(tree: Tree) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiercache.cli.doctor.findings import Finding, ok, skipped, warning
 from tiercache.cli.readings import Tree, at
-from tiercache.ground.units import format_duration
+from tiercache.ground.units import format_bytes, format_duration
 from tiercache.protocol.namespaces import NamespaceSpec
 
 TOPIC = "hits"
@@ -56,8 +56,11 @@ def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Fin
     asked = [one for one in spaces if at(one, "asked_blocks")]
     holding = [one for one in spaces if at(one, "blocks") or at(one, "below_blocks") or at(one, "stored_blocks")]
     if not holding:
-        refused = int(at(tree, "counters.refused_blocks"))
-        if refused:
+        refused, early = int(at(tree, "counters.refused_blocks")), int(at(tree, "counters.refused_populating_blocks"))
+        if refused and refused == early:
+            remedy = "wait: there was no memory for them yet"
+            yield warning(TOPIC, "stores", f"nothing stored; {_populated(tree)}", remedy)
+        elif refused:
             remedy = "make the arena larger (--arena), or end pins (`tiercache ls --pins`)"
             yield warning(TOPIC, "stores", f"nothing stored; {refused:,} blocks found no room", remedy)
         else:
@@ -78,6 +81,14 @@ def _why(tree: Tree, spaces: list[dict[str, Any]], specs: Specs) -> Iterator[Fin
             "`tiercache affinity` shows what of a prompt is stored"
         )
         yield warning(TOPIC, "keys", "blocks are stored where they are asked for, under other keys", remedy)
+
+
+def _populated(tree: Tree) -> str:
+    """How much of its memory the arena has."""
+    size, populated = at(tree, "arena.bytes"), at(tree, "arena.populated_bytes")
+    if populated < size:
+        return f"the arena is still being populated: {format_bytes(populated)} of {format_bytes(size)} so far"
+    return "the arena was still being populated"
 
 
 def _nearest(one: dict[str, Any], others: list[dict[str, Any]], specs: Specs) -> dict[str, Any]:
@@ -125,7 +136,10 @@ def _losses(tree: Tree) -> Iterator[Finding]:
         figure = f"blocks refused: {int(by_quota):,} in DRAM, {int(by_quota_below):,} on NVMe"
         full = ", ".join(f"{one['name']} ({one['tier']})" for one in tree.get("quotas", []) if one["refused_blocks"])
         yield warning(TOPIC, "quotas", figure, f"raise --quota or --nvme-quota if these need more: {full}")
-    refused = at(tree, "counters.refused_blocks") - by_quota
+    early = at(tree, "counters.refused_populating_blocks")
+    if early:
+        yield ok(TOPIC, "stores at the start", f"{int(early):,} blocks refused; {_populated(tree)}")
+    refused = at(tree, "counters.refused_blocks") - by_quota - early
     if refused > 0:
         remedy = "all frames are pinned, leased or in quarantine: use a larger --arena, or see --quarantine-per-client"
         yield warning(TOPIC, "refused stores", f"{int(refused):,} blocks found no room", remedy)

@@ -11,7 +11,7 @@ import typer
 from tiercache.cli.declare import Json, command
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.cli.lint.compare import lint as find_all
-from tiercache.cli.lint.findings import Ruler
+from tiercache.cli.lint.findings import SHORT_CHARS, Ruler
 from tiercache.cli.lint.prompts import (
     MAX_ALL_CHARS,
     MAX_CHARS,
@@ -62,6 +62,12 @@ def lint(
     if files.count(STDIN) > 1:
         raise ConfigError("- can be given once")
     prompts, notes = _bounded([prompt for path in files for prompt in _read(path)])
+    short = sum(len(prompt.text) < SHORT_CHARS for prompt in prompts)
+    if short:
+        notes.append(
+            f"{short:,} of {len(prompts):,} prompts have fewer than {SHORT_CHARS} characters: too short to be judged, "
+            "since a cache reuses whole blocks of tokens; give the prompts as the engine gets them"
+        )
     ruler = Ruler(_tokeniser(model) if model is not None else None, block_size)
     found = find_all(prompts)
     if len(found) > MAX_FINDINGS:
@@ -72,9 +78,9 @@ def lint(
     if as_json:
         print_json({"prompts": len(prompts), "findings": [ruler.tree(one) for one in found], "notes": notes})
     elif not found:
-        print(
-            f"{len(prompts):,} {'prompt' if len(prompts) == 1 else 'prompts'}: nothing found that costs a tenth of one"
-        )
+        judged = len(prompts) - short
+        named = f"{judged:,} {'prompt' if judged == 1 else 'prompts'}"
+        print(f"{named}: nothing found that costs a tenth of one" if judged else "no prompt could be judged")
     else:
         for one in found:
             print(ruler.line(one))

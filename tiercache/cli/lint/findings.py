@@ -13,6 +13,8 @@ LEAST_SHARE = 0.1
 """Of a prompt: what costs less is not told."""
 LEAST_CHARS = 64
 """About a block of 16 tokens: less could not be reused anyway."""
+SHORT_CHARS = 2 * LEAST_CHARS
+"""A prompt that is shorter cannot be judged: hardly anything in it can cost as much as is told."""
 _MOST_SHOWN = 48
 
 

@@ -22,6 +22,8 @@ COUNTERS = {
     "refused_blocks": "Blocks that were not stored because no frame of the arena was free for them.",
     "refused_by_quota_blocks": "Blocks that were not stored because the client's quota left no room; part of "
     "refused_blocks.",
+    "refused_populating_blocks": "Blocks that were not stored because the arena was still being populated after the "
+    "daemon's start; part of refused_blocks.",
     "stored_blocks": "Blocks that clients have stored in DRAM.",
     "stored_bytes": "Bytes of the blocks that clients have stored in DRAM.",
     "dropped_blocks": "Blocks whose store was begun and never finished.",
@@ -32,8 +34,8 @@ COUNTERS = {
     "quarantines": "Stores whose client went away before it said that its copies had ended; their frames wait for "
     "its process to exit.",
     "regions_drained": "Regions of the arena that were emptied to hold blocks of another size.",
-    "invariant_failures": "Contradictions in the daemon's index, or keys from a client that form no chain; 0 in a "
-    "healthy system.",
+    "broken_chains": "Lists of keys from clients that are not chains: a client repeats, leaves out or mixes keys. The "
+    "sessions in `tiercache stats --json` say which client; 0 with correct clients.",
     "payload_bytes_read": "Bytes of blocks sent in messages to clients that do not share the arena's memory.",
     "payload_bytes_written": "Bytes of blocks received in messages from clients that do not share the arena's memory.",
     "requests": "Requests that the daemon received.",

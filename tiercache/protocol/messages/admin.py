@@ -76,10 +76,14 @@ class Specs(Request, tag="specs"):
 
 
 class Flushed(Reply, tag="flushed"):
-    """Blocks dropped so far; `more`: others are out of sight already and still being freed."""
+    """Blocks dropped so far; `more`: others are out of sight already and still being freed.
+
+    `kept`: why the shared store has not been told yet, in words; the daemon keeps the flush and tells it later.
+    """
 
     blocks: int
     more: bool = False
+    kept: str = ""
 
 
 class StatsReply(Reply, tag="stats_reply"):

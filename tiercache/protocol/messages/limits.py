@@ -57,6 +57,7 @@ class ErrorCode(str, Enum):
     FORBIDDEN = "forbidden"
     VERSION = "version"
     FULL = "full"
+    UNCONFIRMED = "unconfirmed"
     INTERNAL = "internal"
 
 

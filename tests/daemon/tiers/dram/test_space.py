@@ -42,3 +42,20 @@ def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: p
     assert states == [BlockState.FRAME]
     assert evicted == BLOCKS
     finish(h)
+
+
+def test_what_is_refused_while_memory_is_still_coming_is_counted_apart() -> None:
+    h = CacheRig(quota={"t": FRAME_BYTES})
+    h.cache.space.populating = True
+    counters = h.cache.counters
+
+    def refused(tenant: str, number: int) -> int:
+        h.cache.reserve(h.owner, h.space(tenant=tenant), b"", chain_of(number, 12), 10)
+        return counters.refused_blocks
+
+    assert refused("t", 1) == 11
+    by_quota, early = counters.refused_by_quota_blocks, counters.refused_populating_blocks
+    assert (by_quota + early, by_quota > 0, early > 0) == (11, True, True)
+    h.cache.space.populating = False
+    assert refused("", 2) > 11
+    assert counters.refused_populating_blocks == early

@@ -6,6 +6,7 @@ import html
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from valkey_rig import Certificates
 from waiting import wait_until
 
 KEY, SECRET = "testkey", "testsecret"
@@ -73,6 +75,11 @@ class RcloneServer:
         self.process.wait()
 
 
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that does not trust us, or has gone."""
+
+
 class FakeServer:
     """Objects in memory, behind the parts of S3 that obstore uses.
 
@@ -85,7 +92,8 @@ class FakeServer:
         cut: answers that their client did not read to the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: Certificates | None = None, host: str = "127.0.0.1") -> None:
+        """With `certificates` it speaks TLS."""
         self.objects: dict[str, bytes] = {}
         self.asked: list[tuple[str, str, str]] = []
         self.hook: Callable[[str, str], tuple[int, bytes] | None] = lambda method, key: None
@@ -120,14 +128,21 @@ class FakeServer:
                     deleted += f"<Deleted><Key>{key}</Key></Deleted>"
                 fake._answer(self, 200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._host = host
+        self._server = _QuietServer((host, 0), Handler)
+        self._scheme = "http" if certificates is None else "https"
+        if certificates is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificates.cert, certificates.key)
+            listener = self._server.socket
+            self._server.socket = context.wrap_socket(listener, server_side=True, do_handshake_on_connect=False)
         self._server.daemon_threads = True
         self._server.block_on_close = False
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def url(self, query: str = "") -> str:
-        return f"s3://{BUCKET}/prefix?endpoint=http://127.0.0.1:{self._server.server_port}{query}"
+        return f"s3://{BUCKET}/prefix?endpoint={self._scheme}://{self._host}:{self._server.server_port}{query}"
 
     def end(self) -> None:
         self.gate.set()

@@ -17,7 +17,6 @@ from s3_rig import KEY, SECRET, FakeServer
 from valkey_rig import ValkeyServer
 from waiting import wait_until
 
-import tiercache
 from tiercache.cli.main import main
 from tiercache.http.measured.family import PREFIX
 from tiercache.http.measured.shared import SHARED
@@ -191,16 +190,20 @@ def test_a_store_that_goes_and_comes_back(make: Callable[..., Host], how: str) -
 
 
 @pytest.mark.stress
-def test_a_flush_of_a_store_that_is_away_outlives_kill_9(make: Callable[..., Host], tmp_path: Path) -> None:
+def test_a_flush_of_a_store_that_is_away_outlives_kill_9(
+    make: Callable[..., Host], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is told by the next life of the daemon, which uses nothing of the store before."""
     state = {"shared_state": str(tmp_path / "state")}
     with ValkeyServer() as valkey, brief():
         a, b = make(valkey.url, name="a", **state), make(valkey.url)
         a.share("one")
         valkey.change_password("another")
-        with pytest.raises(tiercache.RequestRefused, match="the flush is kept, across restarts too"):
-            a.connector.flush()
-        assert metrics(a)["shared_flushes_waiting",] == 1
+        assert a.connector.flush() == BLOCKS
+        assert f"{BLOCKS} blocks flushed on this host; the shared store is away: the flush is kept" in caplog.text
+        assert main(["flush", "--yes", "--tier", "shared", "--address", a.address]) == 0
+        assert "the flush is kept, across restarts too" in capsys.readouterr().out
+        assert metrics(a)["shared_flushes_waiting",] == 2
         a.daemon.kill()
         valkey.change_password("")
         b.finds("one")  # the store was not told

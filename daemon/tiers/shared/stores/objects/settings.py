@@ -34,6 +34,7 @@ class ObjectSettings:
         prefix: of all keys, without slashes at its ends.
         config: for obstore's store of this scheme.
         allow_http: the endpoint is without TLS.
+        ca: file of a CA to trust besides the system's, in PEM; empty for none.
         pack_blocks: blocks in one object.
         connections: how many transfers run side by side.
     """
@@ -43,6 +44,7 @@ class ObjectSettings:
     prefix: str = ""
     config: Mapping[str, str] = field(default_factory=dict)
     allow_http: bool = False
+    ca: str = ""
     pack_blocks: int = PACK_BLOCKS
     connections: int = CONNECTIONS
 
@@ -67,6 +69,7 @@ def parse_object_url(url: str) -> ObjectSettings:
         raise ConfigError(f"{shown}: its prefix may have letters, digits, . _ = + - and single slashes: {example}")
     known: dict[str, Callable[[str], Any]] = {
         "endpoint": _endpoint,
+        "ca": _file,
         "pack": whole_number(1, 256),
         "connections": whole_number(1, 64),
     }
@@ -76,12 +79,16 @@ def parse_object_url(url: str) -> ObjectSettings:
         known |= {"account": _like(_ACCOUNT, "myaccount")}
     found = read_query(shown, query, known)
     config = _config(scheme, found)
+    allow_http = found.get("endpoint", "").startswith("http://")
+    if allow_http and "ca" in found:
+        raise ConfigError(f"{shown}: ca= is for TLS: write endpoint=https://")
     return ObjectSettings(
         scheme=scheme,
         bucket=netloc,
         prefix=prefix,
         config=config,
-        allow_http=found.get("endpoint", "").startswith("http://"),
+        allow_http=allow_http,
+        ca=found.get("ca", ""),
         pack_blocks=found.get("pack", PACK_BLOCKS),
         connections=found.get("connections", CONNECTIONS),
     )
@@ -101,6 +108,12 @@ def _endpoint(text: str) -> str:
     if not _ENDPOINT.fullmatch(text):
         raise ValueError("is no address of a server: write for example http://10.0.0.5:9000")
     return text.rstrip("/")
+
+
+def _file(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("is no absolute path: write for example /etc/ssl/our-ca.pem")
+    return text
 
 
 def _addressing(text: str) -> str:

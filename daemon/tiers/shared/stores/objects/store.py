@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection, Shared
@@ -44,6 +45,7 @@ def _bucket(settings: ObjectSettings) -> Bucket:
     except ImportError as error:
         text = f"needs the package obstore (Python 3.11 or later): {install_extra('objects')}"
         raise ConfigError(f"{settings.address}: {text}") from error
+    authority = {"root_certificate": _read(settings)} if settings.ca else {}
     kinds: dict[str, Any] = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
     try:
         bucket: Bucket = kinds[settings.scheme](
@@ -54,6 +56,7 @@ def _bucket(settings: ObjectSettings) -> Bucket:
                 "connect_timeout": timedelta(seconds=CONNECT_S),
                 "timeout": timedelta(seconds=REQUEST_S),
                 **({"allow_http": True} if settings.allow_http else {}),
+                **authority,
             },
             # The tier tries again where that pays. One retry is for a connection that the server has closed meanwhile.
             retry_config={
@@ -70,3 +73,16 @@ def _bucket(settings: ObjectSettings) -> Bucket:
         why = str(error).partition("\n")[0][:200]
         raise ConfigError(f"{settings.address}: {why}: {CREDENTIALS[settings.scheme]}") from error
     return bucket
+
+
+def _read(settings: ObjectSettings) -> str:
+    """The certificates of the CA. Raises ConfigError."""
+    try:
+        text = Path(settings.ca).read_text(errors="replace")
+        problem = "" if "-----BEGIN CERTIFICATE-----" in text else "has no certificate in PEM"
+    except OSError as error:
+        text, problem = "", str(error.strerror)
+    if problem:
+        remedy = "name a file of the CA that signed the server's certificate"
+        raise ConfigError(f"{settings.address}: ca = {settings.ca}: {problem}: {remedy}")
+    return text

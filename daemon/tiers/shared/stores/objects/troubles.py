@@ -1,7 +1,8 @@
 """What obstore raises, as a store's problem in words.
 
-obstore has one exception for most failures: the rest is in its text. Answers of servers are quoted by their code alone,
-since their text may name keys.
+obstore has one exception for most failures: the rest is in its text, the cause at the end of what it calls its debug
+source. Answers of servers are quoted by their code alone, since their text may name keys. No text has a duration or a
+name of an object in it: a reason that lasts stays the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,22 @@ _BUSY = frozenset({429, 500, 502, 503, 504})
 _TIME_OUT = re.compile(r"operation timed out|TimedOut|deadline has elapsed")
 _ATTEMPT = re.compile(r"^Generic \w+ error: (?:Error performing \w+ \S+ in \S+, after .*? - )?")
 """What obstore writes before the cause: the URL of one object, and how long it took."""
-_DEEPEST = re.compile(r"InvalidCertificate\(\s*(\w+)|(?:message|error): \"([^\"\n]{1,200})\"")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_QUOTED = re.compile(r'(?:message|error): "((?:[^"\\]|\\.)*)"')
+_PRESENTED = re.compile(r"presented: \[([^\]]*)\]")
+_NAME = re.compile(r'[A-Za-z0-9*][A-Za-z0-9*.:-]*(?=\\?"\))|(?<=\()[0-9a-f.:]+(?=\))')
+_NOT_TLS = re.compile(r"InvalidMessage\(|InvalidContentType|CorruptMessage")
+_TRUST = "name its CA in the URL (?ca=/etc/ssl/our-ca.pem), or in SSL_CERT_FILE"
+_CERTIFICATES = {
+    "UnknownIssuer": ("its certificate is of a CA that this host does not trust", _TRUST),
+    "CaUsedAsEndEntity": ("its certificate is that of a CA", "give the server a certificate that a CA has signed"),
+    "Expired": ("its certificate has expired", "renew it, or set the clock of this host"),
+    "ExpiredContext": ("its certificate has expired", "renew it, or set the clock of this host"),
+    "NotValidYet": ("its certificate is not valid yet", "set the clock of this host"),
+    "NotValidYetContext": ("its certificate is not valid yet", "set the clock of this host"),
+}
+"""What is wrong with a server's certificate, by rustls's word, and what to do."""
+_NAMES = frozenset({"NotValidForName", "NotValidForNameContext"})
 _TOO_LONG = frozenset({"EntityTooLarge", "RequestBodyTooLarge"})
 
 
@@ -55,8 +71,25 @@ def object_store_error(settings: ObjectSettings, error: Exception) -> StoreError
     """A failed request as one line."""
     status, code = status_of(error), code_of(error)
     said = " ".join(filter(None, [f"HTTP {status}" if status else "", code]))
+    if not status and (found := _broken_tls(error)) is not None:
+        return StoreError(StoreProblem.UNREACHABLE, f"{settings.address}: {found[0]}: {found[1]}")
     problem, remedy = _judge(settings, error, status, code)
     return StoreError(problem, f"{settings.address}: {said or _cause(error)}: {remedy}")
+
+
+def _broken_tls(error: Exception) -> tuple[str, str] | None:
+    """What is wrong with the server's certificate, or with its TLS, and what to do."""
+    text = str(error)
+    found = _CERTIFICATE.search(text)
+    if found is not None and found[1] in _NAMES:
+        presented = _PRESENTED.search(text)
+        its = ", ".join(_NAME.findall(presented[1])) if presented is not None else ""
+        return f"its certificate is for {its or 'another name'}", "write that name into the URL's endpoint"
+    if found is not None:
+        return _CERTIFICATES.get(found[1], (f"its certificate is not good ({found[1]})", _TRUST))
+    if _NOT_TLS.search(text):
+        return "the server does not speak TLS there", "write http:// in the URL's endpoint, or the port of https"
+    return None
 
 
 def _judge(settings: ObjectSettings, error: Exception, status: int, code: str) -> tuple[StoreProblem, str]:
@@ -85,11 +118,10 @@ def _judge(settings: ObjectSettings, error: Exception, status: int, code: str) -
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong, as far down as obstore says, else its first line: without URLs of objects and durations, so that
-    one cause is one text for as long as it lasts.
+    """The innermost text of an error that no server has answered with, such as `Connection refused`.
+
+    It has no URL of an object and no duration, so that one cause is one text for as long as it lasts.
     """
-    first, _, source = str(error).partition("\n")
-    if found := _DEEPEST.findall(source):
-        bad_certificate, message = found[-1]
-        return message or f"invalid peer certificate: {bad_certificate}"
-    return _ATTEMPT.sub("", first)[:200] or type(error).__name__
+    first, _, _ = str(error).partition("\n")
+    quoted = _QUOTED.findall(str(error))
+    return str(quoted[-1] if quoted else _ATTEMPT.sub("", first))[:200] or type(error).__name__

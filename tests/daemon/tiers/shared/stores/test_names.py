@@ -61,6 +61,8 @@ def test_names_of_files_are_safe_and_differ() -> None:
         ("s3://bucket?pack=0", "from 1 to 256"),
         ("s3://bucket?region=eu/1", "is not understood"),
         ("s3://bucket?addressing=wild", "path or virtual"),
+        ("s3://bucket?ca=our.pem", "is no absolute path"),
+        ("s3://bucket?endpoint=http://host&ca=/our.pem", "ca= is for TLS"),
         ("gs://bucket?region=eu", "'region' is no setting"),
         ("s3://key:hush@bucket/prefix", "AWS_ACCESS_KEY_ID"),
         ("gs://key:hush@bucket/prefix", "GOOGLE_APPLICATION_CREDENTIALS"),
@@ -73,6 +75,14 @@ def test_a_wrong_url_is_refused_in_one_line_without_its_secret(url: str, words: 
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "hush" not in str(caught.value)
+
+
+def test_the_urls_of_the_documents_are_understood() -> None:
+    documents = "".join((ROOT / "daemon" / name).read_text() for name in ("OPERATING.md", "deploy/README.md"))
+    found = set(re.findall(r"`((?:file|s3|gs|az)://[^`]{2,})`", documents))
+    assert len(found) >= 3
+    for url in found:
+        (parse_folder_url if url.startswith("file") else parse_object_url)(url)
 
 
 def test_a_url_of_a_folder_says_all_there_is() -> None:

@@ -8,16 +8,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from s3_rig import KEY, SECRET, FakeServer
+from s3_rig import KEY, SECRET, FakeServer, free_port
 from store_calls import content, put, read, soon
+from valkey_rig import Certificates
 from waiting import wait_until
 
 from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
+from tiercache.errors import ConfigError
 
 pytest.importorskip("obstore", reason="needs Python 3.11 or later")
 
@@ -106,6 +109,31 @@ def test_what_the_server_says_is_told_in_one_line(
         assert error.problem is problem
         assert words in error.text
         assert error.text.startswith("s3://bucket/prefix: ")
+
+
+def test_why_no_server_answers_is_told(tmp_path: Path, fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    certificates = Certificates(tmp_path)
+    other, trusted, ca = FakeServer(certificates, "127.0.0.2"), FakeServer(certificates), f"&ca={certificates.ca}"
+    plain = re.sub("http:", "https:", fake.url())
+    cases = (
+        (f"s3://bucket?endpoint=http://127.0.0.1:{free_port()}", "Connection refused: see that the server runs"),
+        ("s3://bucket?endpoint=http://nowhere.invalid:9", "failed to lookup address information"),
+        (trusted.url(), "its certificate is of a CA that this host does not trust: name its CA in the URL (?ca="),
+        (other.url(ca), "its certificate is for localhost, 127.0.0.1: write that name into"),
+        (plain, "the server does not speak TLS there: write http://"),
+    )
+    for url, words in cases:
+        line = connect(url)
+        error = failing(partial(read, line, [b"a"]))
+        assert error.problem is StoreProblem.UNREACHABLE
+        assert words in error.text, error.text
+        assert failing(partial(read, line, [b"a"])).text == error.text, "no duration and no key"
+    assert put(connect(trusted.url(ca)), {b"a": b"value!"}) == [Fate.DONE]
+    for server in (other, trusted):
+        server.end()
+    for bad in ("/nowhere", str(certificates.key)):
+        with pytest.raises(ConfigError, match=f"ca = {bad}: .*: name a file of the CA that signed"):
+            ObjectsStore(f"s3://bucket?ca={bad}")
 
 
 def test_a_value_that_is_too_long_for_the_server_is_refused_alone(

@@ -16,7 +16,7 @@ SOURCES = {
     "failed to lookup address information: Name or service not known": """ConnectError( "dns error",
         Custom { kind: Uncategorized,
             error: "failed to lookup address information: Name or service not known", }, )""",
-    "invalid peer certificate: UnknownIssuer": """Custom { kind: Other,
+    "its certificate is of a CA that this host does not trust": """Custom { kind: Other,
         error: Custom { kind: InvalidData, error: InvalidCertificate(
             UnknownIssuer, ), }, }""",
     "HTTP error: error sending request": "",
@@ -32,4 +32,5 @@ def test_one_cause_is_one_text_whatever_was_asked_and_however_long_it_took(cause
         error = object_store_error(settings, Exception(f"{first}\n\nDebug source:\n{SOURCES[cause]}"))
         assert error.problem is StoreProblem.UNREACHABLE
         texts.add(error.text)
-    assert texts == {f"s3://kvb/p: {cause}: see that the server runs, and the URL's endpoint"}
+    [text] = texts
+    assert text.startswith(f"s3://kvb/p: {cause}: ")
