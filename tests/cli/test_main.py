@@ -30,7 +30,7 @@ from tiercache.config.daemon_config import load_config
         (["completion", "tcsh"], ["tcsh: there is completion for bash, zsh, fish"]),
         (["top"], ["top needs a terminal: use `tiercache stats --watch`"]),
         (["top", "--sort", "size"], ["--sort size: must be one of: asked, hits, blocks, idle"]),
-        (["keygen", "/dev/null/keys"], ["/dev/null", "Not a directory"]),
+        (["keygen", "/dev/null/keys"], ["/dev/null/keys cannot be made", "/dev/null is no directory"]),
     ],
     ids=" ".join,
 )
