@@ -12,7 +12,8 @@ small share of all that was written: see `HeadCopies`. A chain that goes on with
 
 Blocks of windows have no chain to be found by. They go where another namespace of the model has blocks of the same
 keys, or where the block before them is, as their writer names it: so a request's windows live together, with its chain
-if it has one. A window may still lie in several directories, after one of them was away.
+if it has one. A window may still lie in several directories: after one of them was away, and where a branch that went
+to another directory is shorter than the window, since windows are not copied with a head.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ COPIED_SHARE = 8
 
 
 class HeadCopies:
-    """Heads of chains that were written to a further directory, and what that may cost."""
+    """Heads of chains that were written to a further directory, and what that may cost. Bytes are those of frames."""
 
     def __init__(self) -> None:
         self.blocks = 0
@@ -54,9 +55,10 @@ class HeadCopies:
         self.written_bytes = 0
         """All bytes written, copies included."""
 
-    def allows(self, size_bytes: int) -> bool:
-        """Whether there may be so many bytes of copies more."""
-        return (self.bytes + size_bytes) * COPIED_SHARE <= self.written_bytes
+    @property
+    def allowed_bytes(self) -> int:
+        """How many bytes of copies there may be now."""
+        return max(0, self.written_bytes // COPIED_SHARE - self.bytes)
 
     def copied(self, blocks: int, size_bytes: int) -> None:
         """So many blocks are being copied, which are so many bytes together."""
@@ -87,8 +89,10 @@ class ShelfPlacement:
         roomy = [shelf for shelf in working if shelf.has_room(namespace)]
 
         def score(shelf: Shelf) -> float:
-            share = (xxh3_64_intdigest(key, shelf.directory_seed) + 0.5) / 2**64
-            return -max(1, shelf.directory.max_segments) / math.log(share)
+            share = (
+                (xxh3_64_intdigest(key, shelf.directory_seed) >> 12) + 0.5
+            ) / 2**52  # between 0 and 1, never either
+            return -max(1, shelf.directory.max_segments * shelf.directory.segment_bytes) / math.log(share)
 
         return max(roomy or working, key=score)
 
@@ -107,7 +111,8 @@ class ShelfPlacement:
         home = self.home(namespace, key) if branches else holders[0]
         if home in holders or not home.may_write:
             return None
-        return Branch(home, min(branches * HEAD_PER_BRANCH, MAX_HEAD))
+        allowed = self.copies.allowed_bytes // namespace.size_class.frame_bytes
+        return Branch(home, min(branches * HEAD_PER_BRANCH, MAX_HEAD, allowed))
 
     def window(self, namespace: Namespace, key: bytes, before: bytes, going: Callable[[bytes], Shelf | None]) -> Shelf:
         """Where a new block of a window goes; `before` is the key of the one before it, or empty.
@@ -115,11 +120,12 @@ class ShelfPlacement:
         `going`: where a block of that key, of this namespace or one near it, is being written.
         """
         numbers = near(namespace)
-        for its in filter(None, (key, before)):
-            holders = [one for one in self.shelves if one.has_any(numbers, its)]
-            shelf = going(its) or (self.home(namespace, key, holders) if holders else None)
-            if shelf is not None and shelf.works:
-                return shelf
+        shelf = going(key) or next((one for one in self.shelves if one.has_any(numbers, key)), None)
+        if before and (shelf is None or not shelf.works):
+            holders = [one for one in self.shelves if one.has_any(numbers, before)]
+            shelf = going(before) or (self.home(namespace, key, holders) if holders else None)
+        if shelf is not None and shelf.works:
+            return shelf
         # Rows still being loaded may tell: waiting for them is better than starting anew elsewhere.
         loading = next((one for one in self.shelves if one.loading and one.works), None)
         return loading or self.home(namespace, before or key)

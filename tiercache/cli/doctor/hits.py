@@ -161,8 +161,8 @@ def _directories(tree: Tree) -> Iterator[Finding]:
     """A directory that evicts beside one with room."""
     rows = tree.get("tiers", {}).get("nvme", {}).get("directories", [])
     evicting = [one for one in rows if one["evicted_blocks"] >= ENOUGH_BLOCKS]
-    empty = [one for one in rows if one["used_bytes"] < one["capacity_bytes"] * HARDLY_USED]
-    if evicting and empty:
+    empty = [one for one in rows if one["used_bytes"] < one.get("capacity_bytes", 0) * HARDLY_USED]
+    if evicting and empty and not tree.get("quotas"):  # quotas evict where there is room
         most, least = max(evicting, key=lambda one: int(one["evicted_blocks"])), empty[0]
         figure = f"{most['path']} evicted {most['evicted_blocks']:,} blocks, {least['path']} is nearly empty"
         remedy = (

@@ -46,7 +46,7 @@ _VISIBLE, _DROPPED = CommitState.VISIBLE, CommitState.DROPPED
 class Grant(StoreLease):
     """Slots granted to one writer: block `i` of the run is `keys[i]`, at `slots[i]` while that is the writer's."""
 
-    __slots__ = ("epoch", "first", "keys", "namespace", "parent", "pin", "shelf", "slots")
+    __slots__ = ("copies", "epoch", "first", "keys", "namespace", "parent", "pin", "shelf", "slots")
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Grant(StoreLease):
         self.pin = pin  # the parent's entry: keeps room for the run from being made of its ancestors
         self.keys = keys
         self.slots = slots
+        self.copies = 0  # blocks at its beginning that another directory has
         self.first = first  # position in the request, from which on events are named
 
     @property
@@ -127,10 +128,9 @@ class Grants(StoreLeases[Grant]):
         if not slots:
             shelf.index.unpin(entry)
             return Granted(present, soon=soon)
-        copies = min(copies, len(slots))
-        self._placement.copies.copied(copies, copies * namespace.spec.frame_bytes)
         mine = rest[: len(slots)]
         grant = Grant(self, owner, self._clock_s(), ttl_s, shelf, namespace, before, entry, mine, slots, present)
+        grant.copies = copies
         grant.named = named
         self._begin(grant, len(slots))
         shelf.slots.tails.went_on(owner.instance, entry)
@@ -152,12 +152,12 @@ class Grants(StoreLeases[Grant]):
         holders = [shelf for shelf in shelves if present[shelf] == longest]
         following = keys[longest * KEY_BYTES : (longest + 1) * KEY_BYTES]
         if not following:
-            return holders[0], 0
+            return next((shelf for shelf in holders if self._takes(shelf, namespace)), holders[0]), 0
         before = keys[(longest - 1) * KEY_BYTES : longest * KEY_BYTES] if longest else parent
         branch = placement.branch(namespace, following, before, holders) if before else None
         if branch is not None and branch.shelf in present:
             copies = longest - present[branch.shelf]
-            if copies <= branch.most_copied and placement.copies.allows(copies * spec.frame_bytes):
+            if copies <= branch.most_copied:
                 return branch.shelf, copies
         return placement.home(namespace, following, holders), 0
 
@@ -225,10 +225,12 @@ class Grants(StoreLeases[Grant]):
                 shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place), stored=True)
                 self.stored_blocks += 1
                 self.stored_bytes += length
-                self._placement.copies.written_bytes += length
+                self._placement.copies.written_bytes += grant.frame_bytes
             else:
                 left.append(slot)  # it was also written from DRAM
             parent, visible = key, visible + 1
+        copied = min(grant.copies, visible - len(left))
+        self._placement.copies.copied(copied, copied * grant.frame_bytes)
         if visible and (end := table.get(parent)) != NO_ENTRY and not shelf.index.children[end]:
             shelf.slots.tails.stored(grant.owner.instance, end)
         namespace.use.pending_below_blocks -= visible - len(left)

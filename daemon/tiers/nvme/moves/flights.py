@@ -311,9 +311,8 @@ class Flights(ABC):
         entries = shelf.add_run(namespace, keys, first.parent, run, said)
         are_below(self._space.index, namespace.table.get_many(keys))
         self.written_blocks += len(run)
-        stored_bytes = sum([op.stored_length for op in run])
-        self.written_bytes += stored_bytes
-        self._copies.written_bytes += stored_bytes
+        self.written_bytes += sum([op.stored_length for op in run])
+        self._copies.written_bytes += len(run) * self._bytes_of(namespace)
         number = namespace.number
         names = [(number, key) for key in keys]
         self._let_go(shelf, namespace, names)

@@ -184,15 +184,17 @@ class WriteBehind(Flights):
         done, limit = 0, CpuLimit(self.pump_ns)
         self._writable.clear()
         self._fairness.look_again()
-        for (lanes_shelf, _), lane in self._lanes.items():
+        for (lanes_shelf, _), lane in list(self._lanes.items()):
             while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
                 shelf, more = self._begin(lane[0], islice(lane, 1, AT_ONCE - done), lanes_shelf)
                 done += 1 + more
-                if shelf is not None:
+                if shelf is lanes_shelf:
                     break
                 for _ in range(1 + more):
                     gone = lane.popleft()
                     del self._in_lane[gone.namespace.number, gone.key]
+                if shelf is not None:
+                    self._wait(shelf, gone)  # it goes elsewhere now, and must not keep these waiting
                 if limit.over:
                     done = AT_ONCE
         # Blocks that cannot start on any shelf stay in the queue: moving them to a lane first would cost as much again.
@@ -243,8 +245,9 @@ class WriteBehind(Flights):
         if entry == NO_ENTRY or not index.attached(entry):
             return _PASSED  # evicted from DRAM before its turn
         parent = index.key[index.parent[entry]]
-        if name not in self._in_lane and (namespace.number, parent) in self._in_lane:
-            return _Begun(self._in_lane[namespace.number, parent], 0)  # a lane keeps the order
+        waits_for = self._in_lane.get((namespace.number, parent))
+        if waits_for is not None and self._in_lane.get(name) is not waits_for:
+            return _Begun(waits_for, 0)  # a lane keeps the order
         shelf, head = self._shelf_of(wanted, entry, parent)
         if shelf is None:
             self.skipped_without_parent += 1
@@ -366,16 +369,26 @@ class WriteBehind(Flights):
                 break
             missing.append(above)
             above = index.parent[above]
+        if missing and self._closes_circle(namespace, entry, missing):
+            return None
         count, size = len(missing), namespace.size_class.frame_bytes
         if missing and (
             count > most
-            or not self._copies.allows(count * size)
             or not self.budget.admits(count * size, asked_again=True)
             or self._fairness.spare(shelf, namespace) <= count
             or shelf.slot_bytes(namespace) > shelf.directory.segment_bytes
         ):
             return None
         return missing[::-1]
+
+    def _closes_circle(self, namespace: Namespace, entry: int, head: list[int]) -> bool:
+        """Whether a write under way waits for one of the blocks to come, and one of those would wait for it.
+
+        Keys that clients make up may be no chains. `head`: the first block last.
+        """
+        key = self._space.index.key
+        first = self._above(namespace.number, key[self._space.index.parent[head[-1]]])
+        return first == key[entry] or any(first == key[one] for one in head)
 
     def _copy(self, shelf: Shelf, namespace: Namespace, head: list[int]) -> bool:
         """Begin to write blocks of a head to a further shelf; True when all of them are under way."""

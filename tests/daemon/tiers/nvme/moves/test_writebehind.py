@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from chains import chain_of, key_of
-from played import played
+from memory_disks import MemoryDisk
+from played import Clock, on_clock, played
 from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
-from tiercache.daemon.tiers.nvme.moves import writebehind
+from tiercache.daemon.tiers.nvme.moves import flights, writebehind
 from tiercache.daemon.tiers.nvme.shelf import Shelf
 
 SEGMENT_BYTES = 16 << 20
@@ -152,3 +153,78 @@ async def test_what_the_budget_skips_orphans_nothing(tmp_path: Path) -> None:
     assert again.shelves[0].stats()["orphan_rows"] == 0
     assert await again.load(again.namespace(), chain) == 20
     await again.close()
+
+
+# --- branches to another directory -------------------------------------------------------------------
+
+
+async def two_directories(clock: Clock) -> tuple[TierRig, Namespace, list[MemoryDisk]]:
+    """Two, of which neither copies too much for the test."""
+    disks = [MemoryDisk(number, clock, segments=200, segment_bytes=1 << 20) for number in range(2)]
+    rig = await TierRig(Path("/nowhere"), disks=disks).open()
+    rig.tier._placement.copies.written_bytes = 1 << 30  # rule: of a daemon that has written for long
+    return rig, rig.namespace(4096), disks
+
+
+def name_for(rig: TierRig, space: Namespace, name: str, home: Shelf, blocks: int = 1, after: bytes = b"") -> bytes:
+    """A chain or branch that goes to this directory."""
+    chains = (chain_of(f"{name} {number}", blocks, after=after) for number in range(99))
+    place = rig.tier._placement.home
+    return next(chain for chain in chains if place(space, key_of(chain, len(after) // 16)) is home)
+
+
+@on_clock
+async def test_a_head_is_not_copied_below_a_write_that_waits_for_what_follows_it(clock: Clock) -> None:
+    """Keys that a client makes up: each of four blocks would wait for the next one, for ever."""
+    rig, space, disks = await two_directories(clock)
+    a, b = rig.shelves
+    top, slow = name_for(rig, space, "top", a), name_for(rig, space, "slow", b)
+    head, other = name_for(rig, space, "head", b), chain_of("other", 1)
+    rig.store(space, top)
+    await rig.settled()
+    rig.store(space, top + slow)
+    await rig.work(5)  # below the first one, on a disk that is slow
+    rig.cache.flush_dram([space.number], top)
+    rig.tier.flush([space], top, lambda blocks, durable: None)
+    await rig.work(3)
+    grants = rig.tier.grants
+    assert grants is not None
+    while (got := grants.reserve(rig.owner, space, b"", slow + head + other, 10)).soon:
+        await rig.work(2)
+        disks[1].step()
+    assert len(grants.commit(rig.owner, got.lease_id, [0] * len(got.extents))) == 3
+    rig.store(space, slow + head + top)
+    rig.store(space, slow + head + top + chain_of("more", 1))
+    await rig.work(5)
+    await rig.settled()
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_block_that_turns_out_to_go_elsewhere_keeps_nothing_waiting(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, space, disks = await two_directories(clock)
+    a, b = rig.shelves
+    copies = rig.tier._placement.copies  # rule: what may be copied, from one moment to the next
+    copies.written_bytes, head = 0, name_for(rig, space, "head", b, blocks=70)
+    for chain in (head, *(chain_of(f"branch {number}", 1, after=head) for number in range(40))):
+        rig.store(space, chain)
+        await rig.settled()
+    assert b.branches(space, head[-16:]) == 40
+    copies.written_bytes = 1 << 30
+    rig.store(space, name_for(rig, space, "late", a, after=head))
+    rig.tier._writes.pump()  # its head is longer than what is begun at once: it waits for the other directory
+    copies.written_bytes = 0  # other heads take the allowance
+    b.catalog.error = "the disk is full"
+    monkeypatch.setattr(flights, "MAX_IN_FLIGHT", 1)
+    those_behind = [name_for(rig, space, f"behind {number}", a) for number in range(3)]
+    for chain in those_behind:
+        rig.store(space, chain)
+    for _ in range(30):
+        await rig.work()
+        disks[0].step()
+    assert all(a.has(space, chain) for chain in those_behind)
+    rig.check()
+    await rig.close()
