@@ -92,6 +92,7 @@ class Flushes:
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
         self._former: dict[bytes, list[_Kept]] = {}  # for replaced directories, open nowhere now
+        self._of_this_life: list[_Kept] = []  # for directories that were open nowhere yet
         self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
     def begin(
@@ -136,6 +137,7 @@ class Flushes:
 
         flush = FlushUnderWay(done, forget, end)
         keep_for_closed()
+        _add(self._of_this_life, (wanted, key, FlushUnderWay()))
         for kept in self._former.values():
             _add(kept, (wanted, key, FlushUnderWay()))
             flush.waiting += 1
@@ -162,6 +164,7 @@ class Flushes:
     def opened(self, path: Path, shelf: Shelf) -> None:
         """A directory has opened: it is told of earlier flushes in slices. Only then are its rows loaded."""
         here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
+        is_known = here in self._former or here in self._last.values()
         for other in [one for one, its in self._last.items() if its == here and one != path]:
             del self._last[other]  # mount points were swapped: what was kept there was about this directory
             moved = self._kept.get(other, [])
@@ -174,6 +177,8 @@ class Flushes:
                 flush.noted(False)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in kept]
             self._former[last] = list(kept)
+            if not is_known:  # while another disk was in its place, nothing was kept for it
+                kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._of_this_life]
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))

@@ -64,6 +64,18 @@ def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_
     assert opened(flushes, B, "2").flushed == [(name, b"") for name in every] + [("n", b"k")]
 
 
+def test_a_disk_that_was_never_seen_is_told_what_was_flushed_while_another_was_in_its_place() -> None:
+    every: Any = ["n", "m"]
+    flushes = Flushes(lambda: every, lambda: 0.0)
+    stranger = opened(flushes, A, "stranger")
+    told: Any = [stranger]
+    flushes.begin(["n"], b"k", lambda blocks, durable: None, told, list, named=True).end()
+    gone(flushes, stranger)
+    flushes.begin(["m"], b"", lambda blocks, durable: None, [], lambda: [(A, True)], named=True).end()
+    assert opened(flushes, A, "from an earlier life").flushed == [("n", b"k"), ("m", b"")]
+    assert opened(flushes, B, "elsewhere, and never away").flushed == []
+
+
 def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
     every: Any = ["n", "m", "o"]
