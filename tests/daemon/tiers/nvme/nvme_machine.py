@@ -167,7 +167,7 @@ class NvmeMachine(RuleBasedStateMachine):
             self.patch.setattr(module, name, 1)
         for module, name in ((promotion, "GROW_NS"), (flights, "SETTLE_NS")):
             self.patch.setattr(module, name, 0 if small_slices else FOR_EVER_NS)
-        self.patch.setattr(placement, "COPIED_SHARE", 0)  # any head may be copied
+        self.patch.setattr(placement, "COPIED_SHARE", 1)  # nearly any head may be copied
         self.roomy = roomy
         segments = 64 if roomy else 2
         self.disks = [MemoryDisk(number, self.clock, segments, SEGMENT_BYTES) for number in range(directories)]
