@@ -284,9 +284,15 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- operators -------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop all pages of this form, those of other engines too. Raises DaemonUnavailable, RequestRefused."""
+        """Drop all pages of this form, those of other engines too. Raises TierCacheError, after all were tried."""
+        failed = list[TierCacheError]()
         for pool in self.pools.values():
-            pool.connector.flush()
+            try:
+                pool.connector.flush()
+            except TierCacheError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def get_stats(self) -> Any:
         """Pages and speeds of transfers since the last call, for SGLang's metrics. Our counts go there too."""

@@ -30,6 +30,8 @@ from tiercache.protocol.curve import find_remote, is_remote, public_part
 from tiercache.protocol.messages import AnyReply, Done, Flush, Flushed, Ping, Request, Stats, StatsReply
 from tiercache.protocol.namespaces import NamespaceSpec
 
+FLUSH_TIMEOUT_S = 60.0
+"""The daemon waits up to 10 s for disks, and 5 s for a shared store, before it answers a flush."""
 RAMP_S = 1.0
 
 logger = logging.getLogger("tiercache.client")
@@ -181,11 +183,12 @@ class Client:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
         Returns how many blocks were dropped. A shared store that is away is told later, which is logged. Raises
-        RequestRefused (`unconfirmed`) when a disk may bring blocks back.
+        RequestRefused (`unconfirmed`) when a disk may bring blocks back. Blocks for some seconds where a store or a
+        disk does not answer, for `FLUSH_TIMEOUT_S` at most.
         """
         session = self.session()
         namespace_ids = [session.namespace_id(spec) for spec in namespaces]
-        flushed = session.call(Flush, Flushed, tier=tier, namespaces=namespace_ids, key=key)
+        flushed = session.call(Flush, Flushed, FLUSH_TIMEOUT_S, tier=tier, namespaces=namespace_ids, key=key)
         if flushed.kept:
             logger.warning("%d blocks flushed on this host; %s", flushed.blocks, flushed.kept)
         return flushed.blocks

@@ -18,6 +18,7 @@ from valkey_rig import ValkeyServer
 from waiting import wait_until
 
 from tiercache.cli.main import main
+from tiercache.client.client import Client
 from tiercache.http.measured.family import PREFIX
 from tiercache.http.measured.shared import SHARED
 from tiercache.http.metrics import metrics_text
@@ -203,6 +204,9 @@ def test_a_flush_of_a_store_that_is_away_outlives_kill_9(
         assert f"{BLOCKS} blocks flushed on this host; the shared store is away: the flush is kept" in caplog.text
         assert main(["flush", "--yes", "--tier", "shared", "--address", a.address]) == 0
         assert "the flush is kept, across restarts too" in capsys.readouterr().out
+        with Client.connect(a.address, request_timeout_s=0.5) as hasty:
+            hasty.flush(tier="shared")  # which takes longer than other requests may
+            assert (hasty.alive, hasty.times_down) == (True, 0)
         assert metrics(a)["shared_flushes_waiting",] == 2
         a.daemon.kill()
         valkey.change_password("")
