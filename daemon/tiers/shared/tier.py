@@ -172,7 +172,8 @@ class SharedTier:
             self._worked(type(job))
 
     def _flush_ended(self, job: FlushJob) -> None:
-        if job.problem is None:
+        self._names_changed(job.replaced)  # of more than was flushed, where a note stands for several
+        if job.problem is None or job.was_cut_short:
             self._worked(FlushJob)
         elif isinstance(job.problem, NotReplicated):
             log.warning("a flush of the shared store is tried again: %s", job.problem.text)
@@ -180,7 +181,7 @@ class SharedTier:
             self._failed(job.problem, FlushJob)
 
     def _names_changed(self, notes: Sequence[bytes]) -> None:
-        """Another host has flushed, or the store has lost notes."""
+        """A flush has reached the store, from any host, or the store has lost notes."""
         if not notes:
             return
         about = {self.epochs.naming.fingerprint_of(note) for note in notes}

@@ -19,6 +19,8 @@ MOST_SKIPPED_BYTES = 1 << 20
 MOST_VALUE_BYTES = 512 << 20
 """The longest value that Valkey and Redis take."""
 _SHORT_REPLY_BYTES = 5
+TOUCHED_S = 3600.0
+"""The lifetime of a note between two commands that are sent as one."""
 MAX_LAG_S = 10
 """A replica that has said nothing for longer is not waited for: it may only read, and never say what it has."""
 
@@ -290,17 +292,55 @@ class GetNote(ShortCommand):
         self._place = place
 
     def read(self, first: bytes, line: ValkeyLine) -> None:
-        length = bulk_length(first, line)
-        self.notes[self._place] = None
-        if length > MAX_NOTE_BYTES + MOST_SKIPPED_BYTES:
-            raise line.breach(f"it sends {length} bytes for a note of at most {MAX_NOTE_BYTES}")
-        if length > MAX_NOTE_BYTES:
-            self.too_long = True
-            line.skip_value(length)
-        elif length >= 0:
-            value = bytearray(length)
-            line.read_value((memoryview(value),))
-            self.notes[self._place] = bytes(value)
+        self.too_long = bulk_length(first, line) > MAX_NOTE_BYTES
+        self.notes[self._place] = _read_note(first, line)
+
+
+class TouchNote(ShortCommand):
+    """A change of a note that leaves it as it is, for a WAIT: it gets a lifetime, which `KeepNote` takes away."""
+
+    __slots__ = ()
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(name, written(b"GETEX", name, b"PX", _life_ms(TOUCHED_S)), MAX_NOTE_BYTES)
+
+    def read(self, first: bytes, line: ValkeyLine) -> None:
+        _read_note(first, line)
+
+    def passes_over(self) -> bool:
+        return True
+
+
+class KeepNote(ReplicatedCommand):
+    """GETEX of a note, behind `TouchNote`. `note` stays None where the server refuses to tell."""
+
+    __slots__ = ("note",)
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(name, written(b"GETEX", name, b"PERSIST"))
+        self.note: bytes | None = None
+
+    def read_own(self, first: bytes, line: ValkeyLine) -> None:
+        self.note = _read_note(first, line)
+
+    def passes_over(self) -> bool:
+        super().passes_over()
+        return True
+
+
+def _read_note(first: bytes, line: ValkeyLine) -> bytes | None:
+    """A note; None if there is none, or one that is too long. Raises StoreError."""
+    length = bulk_length(first, line)
+    if length > MAX_NOTE_BYTES + MOST_SKIPPED_BYTES:
+        raise line.breach(f"it sends {length} bytes for a note of at most {MAX_NOTE_BYTES}")
+    if length > MAX_NOTE_BYTES:
+        line.skip_value(length)
+        return None
+    if length < 0:
+        return None
+    value = bytearray(length)
+    line.read_value((memoryview(value),))
+    return bytes(value)
 
 
 class MakeNote(ShortCommand):

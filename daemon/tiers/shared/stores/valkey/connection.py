@@ -27,11 +27,13 @@ from tiercache.daemon.tiers.shared.stores.valkey.commands import (
     ExistsRun,
     GetNote,
     GetValue,
+    KeepNote,
     MakeNote,
     PutValue,
     ReplaceNote,
     ReplicatedCommand,
     Simple,
+    TouchNote,
     Unlink,
     ValkeyCommand,
 )
@@ -121,13 +123,13 @@ class ValkeyConnection(ABC):
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
         with self._call(deadline_s):
-            self._run_replicated([Unlink(name) for name in names])
+            self._run_replicated(*[Unlink(name) for name in names])
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
         assert len(value) <= MAX_NOTE_BYTES, "a longer note would be taken as missing"
         with self._call(deadline_s):
             if not only_if_missing:
-                self._run_replicated([ReplaceNote(name, value)])
+                self._run_replicated(ReplaceNote(name, value))
                 return value
             for _ in range(NOTE_TRIES):
                 found: list[bytes | None] = [None]
@@ -142,14 +144,20 @@ class ValkeyConnection(ABC):
         text = "a note of ours is there and too long to be ours, or others delete it all the time"
         raise StoreError(StoreProblem.PROTOCOL, f"{self._settings.address}: {text}: delete it, or use another database")
 
-    def _run_replicated(self, commands: Sequence[ReplicatedCommand]) -> None:
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        keeping = KeepNote(name)
+        with self._call(deadline_s):
+            self._run_replicated(TouchNote(name), keeping)
+        return keeping.note
+
+    def _run_replicated(self, *commands: ValkeyCommand) -> None:
         """Run them, and wait until the replicas that keep up have what they did. Raises StoreError if one has not.
 
         A replica that becomes the primary without that would bring back what was flushed.
         """
         self._run([], commands, WRITING)
         for command in commands:
-            if command.acked < command.replicas:
+            if isinstance(command, ReplicatedCommand) and command.acked < command.replicas:
                 late = f"{command.replicas - command.acked} of {command.replicas} replicas"
                 text = f"{self._settings.address}: {late} have not taken a flush in {command.wait_s:.1f} s"
                 if command.wait_s < REPLICA_S:  # the deadline is near: that says nothing about them

@@ -229,6 +229,25 @@ def test_a_flush_waits_for_the_replicas_that_keep_up(replicas: list[bytes], awai
     assert seen == [INFO, *[words for change in changes for words in (change, *waits)]], "they are counted once"
 
 
+def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() -> None:
+    """WAIT is about what this line has written; to set the note again might undo another host's flush."""
+    seen: list[list[bytes]] = []
+
+    def script(peer: Peer) -> None:
+        answers = {b"INFO": replication(ONLINE), WAIT: b":0\r\n" if peer.number else b":1\r\n", b"GETEX": bulk(b"v")}
+        while words := peer.command():
+            seen.append(words)
+            peer.send(answers[words[0]])
+
+    with FakeServer(script) as server:
+        connection, late = connect(server.url), connect(server.url)
+        assert connection.replicated_note(b"n", soon()) == b"v"
+        assert seen == [INFO, [b"GETEX", b"n", b"PX", b"3600000"], [b"GETEX", b"n", b"PERSIST"], [WAIT, b"1", b"1000"]]
+        assert isinstance(failing(lambda: late.replicated_note(b"n", soon())), NotReplicated)
+        for one in (connection, late):
+            one.close()
+
+
 @pytest.mark.parametrize(
     "error",
     [
