@@ -200,7 +200,7 @@ class SharedTier:
         self._may_be_back(was)  # one that is full, or takes no writes, answers
 
     def _kept_word(self, kept: bool) -> None:
-        """Blocks that the store claimed have arrived, or all of a prompt turned out not to be there."""
+        """Blocks have arrived, or nothing of a prompt of which the store said that it has some."""
         if kept:
             self._worked(Claim)
         elif not self._closing:
@@ -262,6 +262,7 @@ class SharedTier:
         if job.found and still and not self.away:
             starts = {place: ask.start for place, ask in enumerate(job.asks) if isinstance(ask, ChainAsk)}
             self.presence.claimed(job.namespaces, job.keys, Claim(job.end, starts, job.stored), job.bad)
+            self.presence.said(job.said)
         self._lookups.ended(job.namespaces, job.keys)
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
