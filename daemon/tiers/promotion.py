@@ -51,9 +51,9 @@ class _Job:
         "after",
         "arrived",
         "asking",
+        "broken",
         "fetching",
         "lease",
-        "missing",
         "namespace",
         "next",
         "numbers",
@@ -75,7 +75,7 @@ class _Job:
         self.after = after
         self.next = 0
         self.fetching = 0
-        self.arrived = self.missing = 0  # blocks that it has fetched, and that the source turned out not to have
+        self.arrived = self.broken = 0  # blocks that it has fetched, and that the source said it has and has not
         self.writing: list[int] = []  # its write leases, ended ones included
         self.asking = True
         self.over = False
@@ -364,8 +364,7 @@ class Promotion:
         source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
         source.tally.other_version += outcome is FetchOutcome.OTHER_VERSION
         source.tally.failed += outcome is FetchOutcome.FAILED
-        job.missing += outcome is FetchOutcome.MISSING
-        source.failed(fetch)
+        job.broken += source.failed(fetch)
 
     def _settle(self, job: _Job) -> None:
         """End a job without fetches in progress, unless others are promoting what it waits for."""
@@ -384,7 +383,7 @@ class Promotion:
         if job.over:
             return
         lease, job.over = job.lease, True
-        if job.missing and not job.arrived:
+        if job.broken and not job.arrived:
             job.source.kept_word(False)
         self._waiting.pop(job, None)
         self._landed = True

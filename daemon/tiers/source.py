@@ -100,7 +100,7 @@ class Source(Protocol):
         it."""
 
     def kept_word(self, kept: bool) -> None:
-        """Blocks have arrived that it was said to have; if not `kept`, none of those that a lease wanted was there."""
+        """Blocks have arrived; if not `kept`, none that a lease wanted, and it had said that it has some of them."""
 
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[Any]:
         """Find blocks of a chain `keys` and keep each in place until `let_go`; those before the first not here."""
@@ -111,8 +111,11 @@ class Source(Protocol):
     def let_go(self, fetches: Sequence[Any]) -> None:
         """These fetches have ended, and so have their holds."""
 
-    def failed(self, fetch: Fetch) -> None:
-        """A fetch ended otherwise than OK: drop the block, or forget it for a while, as the outcome demands."""
+    def failed(self, fetch: Fetch) -> bool:
+        """A fetch ended otherwise than OK: drop the block, or forget it for a while, as the outcome demands.
+
+        Returns whether the source had said that the block is there, and it is not.
+        """
 
     def cancel(self) -> None:
         """End as CANCELLED what has not begun."""

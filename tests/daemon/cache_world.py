@@ -177,8 +177,8 @@ class Shelf(NoTierBelow):
     def let_go(self, fetches: Sequence[Fetch]) -> None:
         return
 
-    def failed(self, fetch: Fetch) -> None:
-        return
+    def failed(self, fetch: Fetch) -> bool:
+        return False
 
     def cancel(self) -> None:
         return

@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.shared.epochs import new_note
 from tiercache.daemon.tiers.shared.flushes import FlushJob
 from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob
 from tiercache.daemon.tiers.shared.naming import BlockIdentity, Naming
@@ -173,6 +174,10 @@ class PaperConnection:
             self._store.notes[name] = value
         return self._store.notes[name]
 
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        """See `Connection`."""
+        return self.exists((), (name,), deadline_s).notes[0]
+
     def close(self) -> None:
         """See `Connection`."""
 
@@ -236,7 +241,7 @@ class PaperShared(SharedTier):
         names = self._flushed_notes([one for one in namespaces if not one.spec.dram_only], key, named)
 
         def end() -> None:
-            job = FlushJob(names, lambda job: None)
+            job = FlushJob({name: new_note() for name in names}, set(), lambda job: None)
             job.run(self.connection)
             self.epochs.learn(job.learned)
             self.presence.forget()

@@ -28,7 +28,7 @@ class Epochs:
         """How often a note turned out to have been replaced."""
         self.flushes = 0
         """How often this host has begun or ended a flush."""
-        self.pending: frozenset[bytes] = frozenset()
+        self.pending: set[bytes] = set()
         """Notes of flushes that DRAM is forgetting, or the store has yet to be told of: no block below has a name."""
         self._notes: dict[bytes, bytes] = {}
 
@@ -52,10 +52,15 @@ class Epochs:
         return changed
 
     def await_replacement(self, names: Iterable[bytes]) -> None:
-        """These notes, and no others, are to be replaced: see `pending`."""
-        self.pending = frozenset(names)
-        for name in self.pending:
+        """These notes are to be replaced: see `pending`."""
+        names = list(names)
+        self.pending.update(names)
+        for name in names:
             self._notes.pop(name, None)
+
+    def replaced(self, names: Iterable[bytes]) -> None:
+        """These notes are no longer to be replaced."""
+        self.pending.difference_update(names)
 
 
 class EpochReader:

@@ -190,7 +190,8 @@ class SharedSource:
     `submit(fetches)` makes a job of them and gives it to a line; `away()`: whether the store is; `soon()` asks for a
     slice of work before the next tick; `told(kept)`: see `Source.kept_word`.
 
-    It is trusted while it delivers what it claims. One that claims what it has not would have all of DRAM evicted.
+    It is trusted once something has arrived, and while it delivers what it said it has: one that says so of what it
+    has not would have all of DRAM evicted. What was only inferred may be missing: a client can make up keys.
     """
 
     retired = False
@@ -264,11 +265,19 @@ class SharedSource:
             if fetch.outcome is FetchOutcome.OK:
                 self._presence.note(fetch.namespace, fetch.key, fetch.held.generation)
 
-    def failed(self, fetch: Fetch) -> None:
-        """See `Source`."""
-        if fetch.outcome is not FetchOutcome.CANCELLED:
-            bad = fetch.outcome in (FetchOutcome.CORRUPT, FetchOutcome.OTHER_VERSION)
-            self._presence.could_not_fetch(fetch.namespace, fetch.key, fetch.held.generation, bad)
+    def failed(self, fetch: Fetch) -> bool:
+        """See `Source`. A value that is another one is no lie that counts: the next store replaces it."""
+        outcome, held = fetch.outcome, fetch.held
+        if outcome is FetchOutcome.CANCELLED:
+            return False
+        broken = outcome in (FetchOutcome.MISSING, FetchOutcome.CORRUPT) and self._presence.breaks_word(
+            fetch.namespace, fetch.key, held.name_key, held.generation
+        )
+        if broken:
+            self.trusted = False
+        bad = outcome in (FetchOutcome.CORRUPT, FetchOutcome.OTHER_VERSION)
+        self._presence.could_not_fetch(fetch.namespace, fetch.key, held.generation, bad)
+        return broken and outcome is FetchOutcome.MISSING
 
     def cancel(self) -> None:
         """See `Source`. Its jobs have deadlines: they end by themselves."""

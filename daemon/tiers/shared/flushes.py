@@ -18,10 +18,11 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from tiercache.daemon.tiers.shared.epochs import Epochs, deadline, new_note
 from tiercache.daemon.tiers.shared.lines import SharedJob
-from tiercache.daemon.tiers.shared.stores.store import Connection, StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, StoreError, StoreProblem
 from tiercache.ground.file_systems import make_directory
 
 log = logging.getLogger("tiercache.daemon")
@@ -33,40 +34,89 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 JITTER = 0.5
 """The random part of each pause."""
 MANY_NOTES = 1024
-"""With more notes that wait, those of many buckets of one namespace become the namespace's own."""
+"""With more notes that wait, those of many buckets of one namespace become the namespace's own; then again whenever
+their number has doubled."""
 MAX_BUCKETS = 8
 """Buckets of one namespace whose notes may wait then. So what one tenant flushes costs its own namespaces at most."""
+VERY_MANY_NOTES = 8 * MANY_NOTES
+"""With more, only one."""
 MAX_KEPT = 65_536
-"""Notes that wait; with more, the whole deployment is flushed instead. One life of a daemon knows too few namespaces
-for that; many lives of one that never reaches its store may come to it."""
+"""Notes that wait; with more, of which putting them together leaves more than half, the whole deployment is flushed
+instead. One life of a daemon knows too few namespaces for that; many lives of one that never reaches its store may come
+to it."""
 
 
 class FlushJob(SharedJob):
-    """Replaces notes."""
+    """Replaces notes, each by its value in `notes`. `tried`: those whose value an earlier job may have set.
 
-    def __init__(self, names: Iterable[bytes], ended: Callable[[FlushJob], None]) -> None:
+    A value is set once. If each try set another one, each would flush all hosts; if a later try set the same one over
+    that of another host, it would bring back what that host has flushed.
+    """
+
+    def __init__(self, notes: dict[bytes, bytes], tried: set[bytes], ended: Callable[[FlushJob], None]) -> None:
         super().__init__()
-        self.names = list(names)
+        self.notes = notes
+        self.tried = tried
         self.learned: dict[bytes, bytes] = {}
         self.deleted: list[bytes] = []
         """Notes for whose successors the store has no room: the host that next needs one makes it."""
         self._ended = ended
 
+    @property
+    def replaced(self) -> list[bytes]:
+        """The notes that the store has replaced."""
+        return [*self.learned, *self.deleted]
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether it replaced some of the notes, and then had no time left."""
+        problem = self.problem
+        return problem is not None and problem.problem is StoreProblem.TIMEOUT and bool(self.learned or self.deleted)
+
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
-        until_s = deadline(TOLD_S)
-        for name in self.names:
+        until_s, late = deadline(TOLD_S), None
+        for name in self.notes:
             try:
-                self.learned[name] = connection.set_note(name, new_note(), until_s)
+                self._replace(connection, name, until_s)
+            except NotReplicated as error:
+                late = error  # the others need not wait for it
             except StoreError as error:
-                if error.problem is not StoreProblem.FULL:
-                    raise
-                connection.delete([name], until_s)
-                self.deleted.append(name)
+                if late is not None and error.problem is StoreProblem.TIMEOUT:
+                    break
+                raise
+        if late is not None:
+            raise late
+
+    def _replace(self, connection: Connection, name: bytes, until_s: float) -> None:
+        if name in self.tried:
+            if connection.replicated_note(name, until_s) == self.notes[name]:
+                self.learned[name] = self.notes[name]
+                return
+            self.notes[name] = new_note()
+        self.tried.add(name)
+        try:
+            self.learned[name] = connection.set_note(name, self.notes[name], until_s)
+        except StoreError as error:
+            if error.problem is not StoreProblem.FULL:
+                raise
+            connection.delete([name], until_s)
+            self.deleted.append(name)
 
     def ended(self) -> None:
         """See `SharedJob`."""
         self._ended(self)
+
+
+class _Wanted(NamedTuple):
+    """What is to become of a note, and by which flush that was last wanted.
+
+    `tried`: the store may have it already.
+    """
+
+    number: int
+    value: bytes
+    tried: bool = False
 
 
 class SharedFlushes:
@@ -92,7 +142,9 @@ class SharedFlushes:
         """Jobs that were given to the store."""
         self._again: asyncio.TimerHandle | None = None
         self._closed = False
-        self._notes: dict[bytes, int] = {}  # to be replaced, and by which flush they were last wanted
+        self._notes: dict[bytes, _Wanted] = {}  # to be replaced
+        self._put_together_at = 0
+        """How many of these were left when they were last put together."""
         self._flushes = 0
         self._under_way: dict[int, frozenset[bytes]] = {}  # notes of the flushes that have not reached all of DRAM
         self._job: FlushJob | None = None
@@ -135,39 +187,53 @@ class SharedFlushes:
         self._epochs.flushes += 1
         number, loop = self._flushes, asyncio.get_running_loop()
         self._under_way[number] = frozenset(names)
-        self._notes.update(dict.fromkeys(self._under_way[number], number))
-        if len(self._notes) > MANY_NOTES:
+        self._want(self._under_way[number], number)
+        if len(self._notes) > min(MAX_KEPT, max(MANY_NOTES, 2 * self._put_together_at)):
             self._put_together(number)
-        self._wait_for_notes()
         self._waiting.append((number, done))
         loop.call_later(TOLD_S, self._time_is_up, number)
         self._tell()
         return number
 
+    def _want(self, names: Iterable[bytes], number: int) -> None:
+        """Replace these notes, for this flush."""
+        self._epochs.await_replacement(names)
+        for name in names:
+            self._notes[name] = _Wanted(number, new_note())
+
     def _put_together(self, number: int) -> None:
         """Replace many notes by fewer that say at least as much; `number`: the flush that wants those."""
-        naming, buckets = self._epochs.naming, dict[bytes, list[bytes]]()
+        naming, buckets, before = self._epochs.naming, dict[bytes, list[bytes]](), len(self._notes)
         for name in self._notes:
             above = naming.note_above(name)
             if above != naming.deployment_note:
                 buckets.setdefault(above, []).append(name)
-        for above, names in buckets.items():
-            if len(names) > MAX_BUCKETS or above in self._notes:
-                for name in names:
-                    del self._notes[name]
-                self._notes[above] = number
-        if len(self._notes) > MAX_KEPT:
-            self._notes = {naming.deployment_note: number}
+        most = MAX_BUCKETS if before <= VERY_MANY_NOTES else 1
+        kept = {above: names for above, names in buckets.items() if len(names) > most or above in self._notes}
+        self._want(list(kept), number)
+        fewer = [name for names in kept.values() for name in names]
+        for name in fewer:
+            del self._notes[name]
+        if before > MAX_KEPT and len(self._notes) > MAX_KEPT // 2:
+            fewer += [name for name in self._notes if name != naming.deployment_note]
+            self._notes.clear()
+            self._want([naming.deployment_note], number)
+        self._let_go(fewer)
+        self._put_together_at = len(self._notes)
+
+    def _let_go(self, names: Iterable[bytes]) -> None:
+        """Blocks below these notes have names again, if nothing else wants the notes replaced."""
+        wanted = self._notes, *self._under_way.values()
+        self._epochs.replaced([name for name in names if not any(name in its for its in wanted)])
+        if not self._notes:
+            self._put_together_at = 0
 
     def end(self, number: int) -> frozenset[bytes]:
         """DRAM has forgotten all that this flush concerns; returns its notes."""
         names = self._under_way.pop(number)
         self._epochs.flushes += 1  # jobs that were begun meanwhile hold what was flushed
-        self._wait_for_notes()
+        self._let_go(names)
         return names
-
-    def _wait_for_notes(self) -> None:
-        self._epochs.await_replacement(frozenset(self._notes).union(*self._under_way.values()))
 
     def _tell(self) -> None:
         if self._again is not None:
@@ -175,7 +241,9 @@ class SharedFlushes:
             self._again = None
         if self._job is None and self._notes and not self._away():
             self.tries += 1
-            self._job, self._job_flushes = FlushJob(self._notes, self._ended), self._flushes
+            notes = {name: wanted.value for name, wanted in self._notes.items()}
+            tried = {name for name, wanted in self._notes.items() if wanted.tried}
+            self._job, self._job_flushes = FlushJob(notes, tried, self._ended), self._flushes
             self._submit(self._job)
 
     def store_is_back(self) -> None:
@@ -185,14 +253,20 @@ class SharedFlushes:
 
     def _ended(self, job: FlushJob) -> None:
         self._job, flushes = None, self._job_flushes
-        never = flushes + 1
-        told = [name for name in (*job.learned, *job.deleted) if self._notes.get(name, never) < never]
+        # Those that are left out were wanted again meanwhile.
+        present = {name: its for name in job.notes if (its := self._notes.get(name)) and its.number <= flushes}
+        told = [name for name in job.replaced if name in present]
+        for name in job.tried & present.keys():
+            self._notes[name] = _Wanted(present[name].number, job.notes[name], tried=True)
         for name in told:
-            del self._notes[name]  # the others were wanted again meanwhile
-        if told:
-            self._wait_for_notes()
-            self._epochs.learn({name: job.learned[name] for name in told if name in job.learned})
+            del self._notes[name]
+        self._let_go(told)
+        self._epochs.learn({name: job.learned[name] for name in told if name in job.learned})
         self._job_ended(job)
+        if job.was_cut_short:
+            self._pause_s = FIRST_PAUSE_S
+            self._tell()
+            return
         if job.problem is not None:
             self._save()
             if not self._closed and self._again is None:

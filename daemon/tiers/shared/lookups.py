@@ -54,6 +54,8 @@ class LookupJob(SharedJob):
         self.asks = asks
         self.end = 0
         self.stored: dict[int, set[int]] = {}
+        self.said: list[tuple[Namespace, bytes]] = []
+        """Keys that name the values which the store said it has; the rest of what is claimed is inferred."""
         self.learned: dict[bytes, bytes] = {}
         self.found = False
         """Whether `end` and `stored` were found, under `epochs`."""
@@ -86,6 +88,7 @@ class LookupJob(SharedJob):
     def _search(self, connection: Connection, reader: EpochReader, until_s: float) -> bool:
         """One search under the epochs that are known; False when these turned out to be others."""
         rounds = longest_run(self.asks, self._good_chains_end(), self._pack)
+        self.said = []
         try:
             probes = next(rounds)
             while True:
@@ -94,6 +97,11 @@ class LookupJob(SharedJob):
                 if not reader.check(notes):
                     return False
                 good = [is_there and not self._is_bad(probe) for probe, is_there in zip(probes, there, strict=True)]
+                self.said += [
+                    (self.namespaces[probe[0]], self._name_key(probe))
+                    for probe, is_good in zip(probes, good, strict=True)
+                    if is_good
+                ]
                 probes = rounds.send(good)
         except StopIteration as end:
             self.end, self.stored = end.value
@@ -114,11 +122,14 @@ class LookupJob(SharedJob):
     def _key(self, number: int) -> bytes:
         return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
-    def _name_of(self, probe: Probe, reader: EpochReader) -> bytes:
+    def _name_key(self, probe: Probe) -> bytes:
+        """The key of the last block in a value."""
         place, number = probe
-        last = number if isinstance(self.asks[place], WindowAsk) else (number + 1) * self._pack - 1
-        scope = self._scopes[place]
-        return self._naming.block(scope, reader.of(scope), self._key(last))
+        return self._key(number if isinstance(self.asks[place], WindowAsk) else (number + 1) * self._pack - 1)
+
+    def _name_of(self, probe: Probe, reader: EpochReader) -> bytes:
+        scope = self._scopes[probe[0]]
+        return self._naming.block(scope, reader.of(scope), self._name_key(probe))
 
     def ended(self) -> None:
         """See `SharedJob`."""

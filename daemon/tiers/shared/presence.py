@@ -31,6 +31,8 @@ MAX_IN_WINDOWS = 262_144
 MAX_BLOCKS = 131_072
 MAX_UNFETCHABLE = 4096
 MAX_BAD = 16_384
+MAX_SAID = 65_536
+"""Values that the store said it has, in look-ups of the last `CLAIM_S`."""
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
@@ -50,7 +52,8 @@ class _Believed(NamedTuple):
 
 
 class Presence:
-    """Claims by prompt, blocks known to be in the store, and blocks that could not be fetched or are to be replaced.
+    """Claims by prompt, values that the store said it has, blocks known to be there, and blocks that could not be
+    fetched or are to be replaced.
 
     Each namespace has a *generation*, which begins anew when its names have changed: what was found under an earlier
     one is not true any more.
@@ -66,6 +69,7 @@ class Presence:
         self._blocks: dict[tuple[int, bytes], tuple[float, int]] = {}
         self._unfetchable: dict[tuple[int, bytes], tuple[float, int]] = {}
         self._bad: dict[tuple[int, bytes], tuple[float, int]] = {}
+        self._said: dict[tuple[int, bytes], tuple[float, int]] = {}
 
     def generation(self, namespace: Namespace) -> int:
         """The present one of a namespace."""
@@ -157,6 +161,22 @@ class Presence:
             if self._unfetchable[oldest][0] > now_s:
                 return
             del self._unfetchable[oldest]
+
+    def said(self, values: Iterable[tuple[Namespace, bytes]]) -> None:
+        """A look-up under the names of now was told that these values are there; each by the key that names it."""
+        for namespace, key in values:
+            self._put(self._said, MAX_SAID, namespace, key, CLAIM_S)
+
+    def breaks_word(self, namespace: Namespace, key: bytes, name_key: bytes, generation: int) -> bool:
+        """Whether the store said a short time ago that it has the value with this block, which it does not deliver.
+
+        Once for each value: then the block counts as one that cannot be fetched. `generation` as in `note`.
+        """
+        if generation != self.generation(namespace):
+            return False
+        said = self._holds(self._said, namespace, name_key)
+        self._said.pop((namespace.number, name_key), None)
+        return said and not self._holds(self._unfetchable, namespace, key)
 
     def drop_claims(self) -> None:
         """The store went away, or came back: look again before anything is promised."""

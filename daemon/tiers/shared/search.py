@@ -1,7 +1,8 @@
 """The search for the longest stored run of a prompt: which blocks to probe, without a store.
 
     hosts' tiers  |=========>                         |          the local run ends at `start`
-    probes                   .   .   .   .   x   .               32 at once; the first missing one bounds the next round
+    probes                  ..   .   .   .   x   .               the first block, and 32 more at once; the first missing
+                                                                 one bounds the next round
                                      |.......|                   between the last present and the first missing one
     sample                 . . . . . |                           some of what is claimed, with the last round
 
@@ -75,6 +76,8 @@ def _chain_end(
     fan = max(2, min(PROBES, MAX_PROBES // (2 * len(chains))))
     while low < high:
         numbers, sample = _spread(low, high, fan), list[int]()
+        if low == first < numbers[0]:  # of what is fetched first, the store should have said that it is there
+            numbers = [low, *_spread(low + 1, high, fan)]
         if high - low <= fan:  # the last round looks for holes too: no round trip more
             sample = _spread(first, low, min(SAMPLED, fan))
         missing = yield from _first_missing([*sample, *numbers], needed)

@@ -172,7 +172,8 @@ class SharedTier:
             self._worked(type(job))
 
     def _flush_ended(self, job: FlushJob) -> None:
-        if job.problem is None:
+        self._names_changed(job.replaced)  # of more than was flushed, where a note stands for several
+        if job.problem is None or job.was_cut_short:
             self._worked(FlushJob)
         elif isinstance(job.problem, NotReplicated):
             log.warning("a flush of the shared store is tried again: %s", job.problem.text)
@@ -180,7 +181,7 @@ class SharedTier:
             self._failed(job.problem, FlushJob)
 
     def _names_changed(self, notes: Sequence[bytes]) -> None:
-        """Another host has flushed, or the store has lost notes."""
+        """A flush has reached the store, from any host, or the store has lost notes."""
         if not notes:
             return
         about = {self.epochs.naming.fingerprint_of(note) for note in notes}
@@ -199,7 +200,7 @@ class SharedTier:
         self._may_be_back(was)  # one that is full, or takes no writes, answers
 
     def _kept_word(self, kept: bool) -> None:
-        """Blocks that the store claimed have arrived, or all of a prompt turned out not to be there."""
+        """Blocks have arrived, or nothing of a prompt of which the store said that it has some."""
         if kept:
             self._worked(Claim)
         elif not self._closing:
@@ -261,6 +262,7 @@ class SharedTier:
         if job.found and still and not self.away:
             starts = {place: ask.start for place, ask in enumerate(job.asks) if isinstance(ask, ChainAsk)}
             self.presence.claimed(job.namespaces, job.keys, Claim(job.end, starts, job.stored), job.bad)
+            self.presence.said(job.said)
         self._lookups.ended(job.namespaces, job.keys)
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:

@@ -52,7 +52,7 @@ class NearTier(NoTierBelow):
         for fetch in fetches:
             self.fetches.remove(fetch)
 
-    def failed(self, fetch: Fetch) -> None:
+    def failed(self, fetch: Fetch) -> bool:
         raise AssertionError("it delivers all of them")
 
     def cancel(self) -> None:

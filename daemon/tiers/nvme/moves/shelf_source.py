@@ -155,7 +155,7 @@ class ShelfSource:
             if fetch.outcome is FetchOutcome.OK:
                 self._unreadable.was_read(fetch.namespace, fetch.key)
 
-    def failed(self, fetch: Fetch) -> None:
+    def failed(self, fetch: Fetch) -> bool:
         """See `Source`. A bad block is dropped, with all that follows it; an unreadable one gets a second chance."""
         shelf, outcome = self._shelf, fetch.outcome
         if outcome is FetchOutcome.CORRUPT:
@@ -164,6 +164,7 @@ class ShelfSource:
             outcome is FetchOutcome.FAILED and self._unreadable.again(fetch.namespace, fetch.key)
         ):
             shelf.drop(fetch.namespace, fetch.key)
+        return False
 
     def cancel(self) -> None:
         """See `Source`."""

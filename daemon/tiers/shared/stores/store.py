@@ -140,7 +140,13 @@ class Connection(Protocol):
         """Delete values and notes; those that are not there are none the worse."""
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
-        """Replace a note. With `only_if_missing`, an existing note stays. Returns the note as it then is."""
+        """Replace a note. With `only_if_missing`, an existing note stays. Returns the note as it then is.
+
+        Raises NotReplicated where it has replaced the note, and what may take the store's place has not.
+        """
+
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        """The note as it is, once what may take the store's place has it too; `NotReplicated` as with `set_note`."""
 
     def close(self) -> None:
         """Close the line; may be called from another thread to end a call under way."""

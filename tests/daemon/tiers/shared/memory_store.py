@@ -157,5 +157,8 @@ class MemoryConnection:
         self._store.after("set_note")
         return note
 
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        return self.exists((), (name,), deadline_s).notes[0]
+
     def close(self) -> None:
         self._closed = True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,17 +14,21 @@ import pytest
 from chains import chain_of
 from fleet import Hosts
 from host_rig import HostRig
+from host_rig import host as open_host
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from machines import in_first_ring, in_stress
+from memory_store import MemoryStore
 from played import played
 
 from tiercache.daemon.tiers.shared import flushes, presence, writes
+from tiercache.daemon.tiers.shared.breaker import FAILURES
 from tiercache.daemon.tiers.shared.epochs import Epochs
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import LineUse
 from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
-from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import NotReplicated, StoreError, StoreProblem
+from tiercache.protocol.messages import KEY_BYTES
 
 NAME, LENGTH = "x", 2
 SPACES = list[tuple[int, ...]]([(), (), (0,), (0, 1)])
@@ -216,11 +221,168 @@ async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_pa
     assert state.read_text().split() == [b"one".hex(), b"two".hex()]
 
 
+class Flusher:
+    """The flushes of one host over a store, whose jobs run when the test says so."""
+
+    def __init__(self, store: MemoryStore, state: Path) -> None:
+        self.epochs = Epochs(Naming("d", b""))
+        self.jobs = list[FlushJob]()
+        self.answers = list[bool]()
+        # A pause of 0 seconds: the next job comes at once.
+        self.flushes = SharedFlushes(
+            self.epochs, state, self.jobs.append, lambda job: None, lambda: False, lambda low, high: 0.0
+        )
+        self._store = store
+
+    def flush(self, *names: bytes) -> None:
+        self.flushes.end(self.flushes.begin(names, self.answers.append))
+
+    async def try_it(self) -> FlushJob:
+        """Run the next job, and let the loop begin another one, if that is due."""
+        job = self.jobs.pop(0)
+        try:
+            job.run(self._store.connect())
+        except StoreError as error:
+            job.problem = error
+        job.ended()
+        while self.flushes._saving is not None or (self.flushes.waiting and not self.jobs):
+            await asyncio.sleep(0)
+        return job
+
+
+def not_replicated(*numbers: int) -> Callable[[str], None]:
+    """As `MemoryStore.after`: these calls of `set_note` reach no replica."""
+    counts = itertools.count()
+
+    def after(call: str) -> None:
+        if call == "set_note" and next(counts) in numbers:
+            raise NotReplicated(StoreProblem.BUSY, "1 of 1 replicas")
+
+    return after
+
+
+@played
+async def test_a_flush_that_is_tried_again_flushes_the_fleet_once(tmp_path: Path) -> None:
+    store = MemoryStore()
+    one = Flusher(store, tmp_path / "state")
+    store.after = not_replicated(0)
+    one.flush(b"n")
+    assert isinstance((await one.try_it()).problem, NotReplicated)
+    value = store.notes[b"n"]
+    assert (await one.try_it()).problem is None
+    assert (store.notes[b"n"], store.calls.count("set_note")) == (value, 1)
+    assert (one.answers, one.flushes.waiting, one.epochs.pending) == ([True], False, set())
+    one.flush(b"n")
+    await one.try_it()
+    assert store.notes[b"n"] != value, "another flush"
+
+
+@played
+async def test_a_flush_that_is_tried_again_does_not_undo_that_of_another_host(tmp_path: Path) -> None:
+    store = MemoryStore()
+    one, other = Flusher(store, tmp_path / "one"), Flusher(store, tmp_path / "other")
+    store.after = not_replicated(0)
+    one.flush(b"n")
+    await one.try_it()
+    first = store.notes[b"n"]
+    other.flush(b"n")
+    await other.try_it()
+    await one.try_it()
+    assert store.notes[b"n"] != first, "what was stored under it was flushed"
+    assert one.answers == other.answers == [True]
+
+
+@played
+async def test_a_note_that_a_replica_lacks_does_not_keep_the_others(tmp_path: Path) -> None:
+    store = MemoryStore()
+    one = Flusher(store, tmp_path / "state")
+    store.after = not_replicated(0)
+    one.flush(b"a", b"b", b"c")
+    job = await one.try_it()
+    assert isinstance(job.problem, NotReplicated)
+    assert len(job.replaced) == 2
+    assert len(one.flushes) == 1
+    store.work()
+    await one.try_it()
+    assert one.answers == [True]
+
+
+@played
+async def test_flushes_that_take_several_jobs_are_no_failures(tmp_path: Path) -> None:
+    """Each has time for one note."""
+    store, chain, counts = MemoryStore(), chain_of("x", 2), itertools.count()
+    one = open_host(store, tmp_path, "a")
+    for rank in range(2 * FAILURES):
+        one.store(one.namespace(tp_rank=rank), chain)
+    await one.sent()
+
+    def before(call: str) -> None:
+        if call == "set_note" and next(counts) % 2:
+            raise StoreError(StoreProblem.TIMEOUT, "no time left")
+
+    store.before = before
+    assert await one.flush(chain[:KEY_BYTES])
+    assert (one.shared.breaker.opened, one.shared.flushes.tries) == (0, 2 * FAILURES)
+    await one.close()
+
+
+@played
+async def test_what_a_flush_took_with_it_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the flush of a bucket waited, another flush made it one of its namespace."""
+    one = open_host(MemoryStore(), tmp_path, "a")
+    space, second, chain = one.namespace(), one.namespace(tp_rank=1), chain_of("x", 2)
+    naming = one.shared.epochs.naming
+    root = naming.bucket(chain[:KEY_BYTES])
+    other = next(keys for n in range(99) if naming.bucket((keys := chain_of(f"other {n}", 2))[:KEY_BYTES]) != root)
+    one.store(space, chain)
+    one.store(second, other)
+    await one.sent()
+    monkeypatch.setattr(one.shared.flushes, "_away", lambda: True)
+    waiting = asyncio.ensure_future(one.flush(chain[:KEY_BYTES]))
+    await one.until(lambda: one.shared.flushes.waiting)
+    one.store(space, other)
+    await one.until(lambda: one.shared.presence.has(space, other[:KEY_BYTES]))
+    monkeypatch.setattr(flushes, "MANY_NOTES", 0)
+    monkeypatch.setattr(flushes, "MAX_BUCKETS", 0)
+    numbers = len(one.shared.flushes)
+    one.shared.begin_flush([second], other[:KEY_BYTES], lambda durable: None)()
+    assert len(one.shared.flushes) == numbers
+    monkeypatch.setattr(one.shared.flushes, "_away", lambda: False)
+    one.shared.flushes.store_is_back()
+    assert await waiting
+    assert not one.shared.presence.has(space, other[:KEY_BYTES])
+    assert await one.flush()
+    await one.close()
+
+
 def test_note_above() -> None:
     naming = Naming("d:1", b"")
     bucket, namespace = naming.bucket_note(Scope("f", 7)), naming.namespace_note("f")
     assert naming.note_above(bucket) == namespace
     assert naming.note_above(namespace) == naming.note_above(naming.deployment_note) == naming.deployment_note
+
+
+@played
+async def test_notes_are_put_together_when_their_number_has_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushes, "MANY_NOTES", 10)
+    monkeypatch.setattr(flushes, "VERY_MANY_NOTES", 80)
+    naming, looked_at = Naming("d", b""), list[bytes]()
+    note_above = naming.note_above
+
+    def counted(note: bytes) -> bytes:
+        looked_at.append(note)
+        return note_above(note)
+
+    monkeypatch.setattr(naming, "note_above", counted)
+    epochs = Epochs(naming)
+    its = SharedFlushes(epochs, tmp_path / "state", lambda job: None, lambda job: None, lambda: True)
+    for number in range(400):
+        its.end(its.begin([naming.bucket_note(Scope(str(number % 200), number // 200))], lambda durable: None))
+    assert len(looked_at) < 2 * 400
+    assert epochs.pending == set(its._notes)
+    assert len(its) < 400, "from some number on, a namespace has one note"
 
 
 @played

@@ -28,7 +28,14 @@ def test_a_stored_prefix_is_found_exactly(blocks: int, data: st.DataObject) -> N
     found, sizes = run([ChainAsk(start)], blocks, {(0, number) for number in range(length)})
     assert found.end == max(start, length)
     assert len(sizes) <= 4, "three rounds and a sample"
-    assert sum(sizes) <= 3 * 32 + SAMPLED
+    assert sum(sizes) <= 1 + 3 * 32 + SAMPLED
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 16))
+def test_the_store_is_asked_for_the_block_that_is_fetched_first(more: int, start: int, pack: int) -> None:
+    """So what it says of it can be held against it."""
+    rounds = longest_run([ChainAsk(start)], start + more + pack, pack)
+    assert next(rounds)[0] == (0, start // pack)
 
 
 @given(st.integers(1, 600), st.sets(st.integers(0, 599)), st.integers(0, 600))

@@ -103,6 +103,9 @@ class FolderConnection:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(draft, dir_fd=tree.tmp)
 
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        return self.exists((), (name,), deadline_s).notes[0]
+
     def close(self) -> None:
         """Nothing is open between calls, and no thread can end a call under way."""
 

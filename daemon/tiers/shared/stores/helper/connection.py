@@ -97,6 +97,9 @@ class HelperConnection:
                 raise LineLost
             return notes[0]
 
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        return self.exists((), (name,), deadline_s).notes[0]
+
     def close(self) -> None:
         """Let the worker go, and end a call under way in another thread."""
         self._closed.set()

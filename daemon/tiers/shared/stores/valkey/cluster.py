@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.stores.valkey.commands import Simple, ValkeyCommand
 from tiercache.daemon.tiers.shared.stores.valkey.connection import OPENED_ANEW, ValkeyConnection
-from tiercache.daemon.tiers.shared.stores.valkey.exchange import Exchange, PipelineWindow
+from tiercache.daemon.tiers.shared.stores.valkey.exchange import READING, Exchange, PipelineWindow
 from tiercache.daemon.tiers.shared.stores.valkey.line import ValkeyLine
 from tiercache.daemon.tiers.shared.stores.valkey.slots import ask_slots, hash_slot_of
 from tiercache.daemon.tiers.shared.stores.valkey.url import Place, ValkeySettings
@@ -57,8 +57,13 @@ class Cluster(ValkeyConnection):
         for _ in range(1 + MOST_REDIRECTS):
             if not queues:
                 return
+            for place, queue in queues.items():
+                self._await_replicas(place, queue)
             queues = self._exchange(queues, window)
         raise StoreError(StoreProblem.BUSY, f"{self._settings.address}: its slots keep moving")
+
+    def _ask(self, place: Place, command: ValkeyCommand) -> None:
+        self._exchange({place: [command]}, READING)
 
     def _owner(self, slot: int) -> Place:
         place = self._owners[slot]

@@ -19,6 +19,10 @@ MOST_SKIPPED_BYTES = 1 << 20
 MOST_VALUE_BYTES = 512 << 20
 """The longest value that Valkey and Redis take."""
 _SHORT_REPLY_BYTES = 5
+TOUCHED_S = 3600.0
+"""The lifetime of a note between two commands that are sent as one."""
+MAX_LAG_S = 10
+"""A replica that has said nothing for longer is not waited for: it may only read, and never say what it has."""
 
 
 def written(*words: bytes) -> bytes:
@@ -42,7 +46,7 @@ class ValkeyCommand(ABC):
         self.reply_bytes = reply_bytes
         """How many are expected of its replies."""
         self.replies = 1
-        """How many replies come: more than one for a run of equal commands."""
+        """How many replies come: more than one for several commands that are sent as one."""
 
     def read_ahead(self, line: ValkeyLine, due: int) -> int:
         """Settle replies that were read ahead, up to those that are due, if this command can do so; how many."""
@@ -57,6 +61,10 @@ class ValkeyCommand(ABC):
 
         False: the call must fail.
         """
+        return False
+
+    def passes_over(self) -> bool:
+        """The server answered with an error of any kind; True if the command needs no better answer."""
         return False
 
 
@@ -202,7 +210,51 @@ class ExistsRun(ShortCommand):
         self._next += 1
 
 
-class Unlink(ShortCommand):
+class ReplicatedCommand(ShortCommand):
+    """A command that changes something, and a WAIT behind it on the same line, so that it is about this change."""
+
+    __slots__ = ("_command", "_next", "acked", "replicas", "wait_s")
+
+    def __init__(self, name: bytes, command: bytes) -> None:
+        super().__init__(name, command)
+        self._command = command
+        self._next = 0  # which of its replies comes next
+        self.replicas = 0
+        self.acked = 0
+        """How many of them had it in time; all where the server does not tell."""
+        self.wait_s = 0.0
+
+    def await_replicas(self, count: int, seconds: float) -> None:
+        """To be called before each time that it is sent, with the number of the server's replicas."""
+        wait = written(b"WAIT", b"%d" % count, _life_ms(seconds)) if count else b""
+        self.request = (self._command + wait,)
+        self.request_bytes = len(self.request[0])
+        self.replies = 2 if count else 1
+        self.reply_bytes = self.replies * _SHORT_REPLY_BYTES
+        self.replicas = self.acked = count
+        self.wait_s = seconds
+        self._next = 0
+
+    def read(self, first: bytes, line: ValkeyLine) -> None:
+        self._next += 1
+        if self._next == 1:
+            self.read_own(first, line)
+        elif first[:1] == b":" and first[1:].isdigit() and len(first) <= 8:
+            self.acked = int(first[1:])
+        else:
+            raise line.breach("it did not answer WAIT with a number")
+
+    @abstractmethod
+    def read_own(self, first: bytes, line: ValkeyLine) -> None:
+        """`read`, for the reply to the command itself."""
+
+    def passes_over(self) -> bool:
+        """See `ValkeyCommand`. A server without WAIT, or a user who may not run it: nobody can know more."""
+        self._next += 1
+        return self._next == 2
+
+
+class Unlink(ReplicatedCommand):
     """UNLINK: a DEL that frees the memory in the background."""
 
     __slots__ = ()
@@ -210,9 +262,22 @@ class Unlink(ShortCommand):
     def __init__(self, name: bytes) -> None:
         super().__init__(name, written(b"UNLINK", name))
 
-    def read(self, first: bytes, line: ValkeyLine) -> None:
+    def read_own(self, first: bytes, line: ValkeyLine) -> None:
         if first not in (b":0", b":1"):
             raise line.breach("it did not answer UNLINK with 0 or 1")
+
+
+class ReplaceNote(ReplicatedCommand):
+    """SET of a note."""
+
+    __slots__ = ()
+
+    def __init__(self, name: bytes, value: bytes) -> None:
+        super().__init__(name, written(b"SET", name, value))
+
+    def read_own(self, first: bytes, line: ValkeyLine) -> None:
+        if first != b"+OK":
+            raise line.breach("it did not answer a SET with OK")
 
 
 class GetNote(ShortCommand):
@@ -227,26 +292,64 @@ class GetNote(ShortCommand):
         self._place = place
 
     def read(self, first: bytes, line: ValkeyLine) -> None:
-        length = bulk_length(first, line)
-        self.notes[self._place] = None
-        if length > MAX_NOTE_BYTES + MOST_SKIPPED_BYTES:
-            raise line.breach(f"it sends {length} bytes for a note of at most {MAX_NOTE_BYTES}")
-        if length > MAX_NOTE_BYTES:
-            self.too_long = True
-            line.skip_value(length)
-        elif length >= 0:
-            value = bytearray(length)
-            line.read_value((memoryview(value),))
-            self.notes[self._place] = bytes(value)
+        self.too_long = bulk_length(first, line) > MAX_NOTE_BYTES
+        self.notes[self._place] = _read_note(first, line)
 
 
-class SetNoteCommand(ShortCommand):
-    """SET of a note, or with `only_if_missing` SET NX. `stored` says whether it did."""
+class TouchNote(ShortCommand):
+    """A change of a note that leaves it as it is, for a WAIT: it gets a lifetime, which `KeepNote` takes away."""
+
+    __slots__ = ()
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(name, written(b"GETEX", name, b"PX", _life_ms(TOUCHED_S)), MAX_NOTE_BYTES)
+
+    def read(self, first: bytes, line: ValkeyLine) -> None:
+        _read_note(first, line)
+
+    def passes_over(self) -> bool:
+        return True
+
+
+class KeepNote(ReplicatedCommand):
+    """GETEX of a note, behind `TouchNote`. `note` stays None where the server refuses to tell."""
+
+    __slots__ = ("note",)
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(name, written(b"GETEX", name, b"PERSIST"))
+        self.note: bytes | None = None
+
+    def read_own(self, first: bytes, line: ValkeyLine) -> None:
+        self.note = _read_note(first, line)
+
+    def passes_over(self) -> bool:
+        super().passes_over()
+        return True
+
+
+def _read_note(first: bytes, line: ValkeyLine) -> bytes | None:
+    """A note; None if there is none, or one that is too long. Raises StoreError."""
+    length = bulk_length(first, line)
+    if length > MAX_NOTE_BYTES + MOST_SKIPPED_BYTES:
+        raise line.breach(f"it sends {length} bytes for a note of at most {MAX_NOTE_BYTES}")
+    if length > MAX_NOTE_BYTES:
+        line.skip_value(length)
+        return None
+    if length < 0:
+        return None
+    value = bytearray(length)
+    line.read_value((memoryview(value),))
+    return bytes(value)
+
+
+class MakeNote(ShortCommand):
+    """SET NX of a note. `stored` says whether there was none."""
 
     __slots__ = ("stored",)
 
-    def __init__(self, name: bytes, value: bytes, only_if_missing: bool) -> None:
-        super().__init__(name, written(b"SET", name, value, *([b"NX"] if only_if_missing else [])))
+    def __init__(self, name: bytes, value: bytes) -> None:
+        super().__init__(name, written(b"SET", name, value, b"NX"))
         self.stored = False
 
     def read(self, first: bytes, line: ValkeyLine) -> None:
@@ -256,12 +359,12 @@ class SetNoteCommand(ShortCommand):
 
 
 class CountReplicas(ShortCommand):
-    """INFO of the server that has a name: how many replicas copy it; 0 where we may not know."""
+    """INFO: how many replicas keep up with the server; 0 where it does not tell us."""
 
     __slots__ = ("count",)
 
-    def __init__(self, name: bytes) -> None:
-        super().__init__(name, written(b"INFO", b"replication"), 1024)
+    def __init__(self) -> None:
+        super().__init__(b"", written(b"INFO", b"replication"), 1024)
         self.count = 0
 
     def read(self, first: bytes, line: ValkeyLine) -> None:
@@ -270,26 +373,17 @@ class CountReplicas(ShortCommand):
             raise line.breach(f"it tells of its replicas in {length} bytes")
         text = bytearray(length)
         line.read_value((memoryview(text),))
-        found = re.search(rb"^connected_slaves:(\d{1,6})\r?$", text, re.MULTILINE)
-        self.count = int(found[1]) if found else 0
+        self.count = sum(map(_keeps_up, re.findall(rb"^slave\d+:([^\r\n]*)", text, re.MULTILINE)))
 
-    def refuse(self, denied: bool) -> bool:
+    def passes_over(self) -> bool:
         return True
 
 
-class AwaitReplicas(ShortCommand):
-    """WAIT until replicas have what was written on this line; `acked`: how many had it in time."""
-
-    __slots__ = ("acked",)
-
-    def __init__(self, name: bytes, count: int, seconds: float) -> None:
-        super().__init__(name, written(b"WAIT", b"%d" % count, _life_ms(seconds)))
-        self.acked = 0
-
-    def read(self, first: bytes, line: ValkeyLine) -> None:
-        if first[:1] != b":" or not first[1:].isdigit() or len(first) > 8:
-            raise line.breach("it did not answer WAIT with a number")
-        self.acked = int(first[1:])
+def _keeps_up(replica: bytes) -> bool:
+    """Whether INFO tells of a replica that has all of the data, and says so again and again."""
+    fields = dict(field.partition(b"=")[::2] for field in replica.split(b","))
+    lag = fields.get(b"lag", b"")
+    return fields.get(b"state") == b"online" and lag.isdigit() and int(lag[:8]) <= MAX_LAG_S
 
 
 def bulk_length(first: bytes, line: ValkeyLine) -> int:

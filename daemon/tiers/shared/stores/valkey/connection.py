@@ -22,15 +22,18 @@ from tiercache.daemon.tiers.shared.stores.store import (
 )
 from tiercache.daemon.tiers.shared.stores.valkey.commands import (
     MOST_VALUE_BYTES,
-    AwaitReplicas,
     CountReplicas,
     ExistsKey,
     ExistsRun,
     GetNote,
     GetValue,
+    KeepNote,
+    MakeNote,
     PutValue,
-    SetNoteCommand,
+    ReplaceNote,
+    ReplicatedCommand,
     Simple,
+    TouchNote,
     Unlink,
     ValkeyCommand,
 )
@@ -44,6 +47,8 @@ RUN_NAMES = 512
 """Names in one run: its requests are sent as one, and must leave room for others within the window."""
 REPLICA_S = 1.0
 """How long a flush waits for the replicas of a server."""
+COUNTED_S = 1.0
+"""How long the number of a server's replicas is believed, while the line to it lasts."""
 NOTE_TRIES = 4
 """How often to set a note that other clients delete at the same time."""
 
@@ -59,6 +64,9 @@ class ValkeyConnection(ABC):
         self._deadline_s = 0.0
         self._lock = threading.Lock()  # of `_lines` and what `close` looks at
         self._lines: set[ValkeyLine] = set()
+        self._replicas: dict[
+            Place, tuple[int, float]
+        ] = {}  # how many keep up with each server, and until when that holds
         self._busy = False
         self._closed = threading.Event()
 
@@ -115,20 +123,19 @@ class ValkeyConnection(ABC):
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
         with self._call(deadline_s):
-            self._run([], [Unlink(name) for name in names], READING)
-            self._await_replicas(names)
+            self._run_replicated(*[Unlink(name) for name in names])
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
         assert len(value) <= MAX_NOTE_BYTES, "a longer note would be taken as missing"
         with self._call(deadline_s):
+            if not only_if_missing:
+                self._run_replicated(ReplaceNote(name, value))
+                return value
             for _ in range(NOTE_TRIES):
                 found: list[bytes | None] = [None]
-                setting = SetNoteCommand(name, value, only_if_missing)
-                getting = GetNote(name, found, 0)
-                self._run([], [setting, getting] if only_if_missing else [setting], WRITING)
-                if setting.stored:
-                    if not only_if_missing:
-                        self._await_replicas([name])
+                making, getting = MakeNote(name, value), GetNote(name, found, 0)
+                self._run([], [making, getting], WRITING)
+                if making.stored:
                     return value
                 if found[0] is not None:
                     return found[0]
@@ -137,21 +144,40 @@ class ValkeyConnection(ABC):
         text = "a note of ours is there and too long to be ours, or others delete it all the time"
         raise StoreError(StoreProblem.PROTOCOL, f"{self._settings.address}: {text}: delete it, or use another database")
 
-    def _await_replicas(self, names: Sequence[bytes]) -> None:
-        """Wait until all replicas have what became of these names. Raises StoreError if one has not in time.
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        keeping = KeepNote(name)
+        with self._call(deadline_s):
+            self._run_replicated(TouchNote(name), keeping)
+        return keeping.note
+
+    def _run_replicated(self, *commands: ValkeyCommand) -> None:
+        """Run them, and wait until the replicas that keep up have what they did. Raises StoreError if one has not.
 
         A replica that becomes the primary without that would bring back what was flushed.
         """
-        counts = [CountReplicas(name) for name in names]
-        self._run([], counts, READING)
-        left_s = min(REPLICA_S, (self._deadline_s - time.monotonic()) / 2)
-        waits = [AwaitReplicas(one.name, one.count, left_s) for one in counts if one.count]
-        if waits:
-            self._run([], waits, READING)
-        for one, waited in zip([one for one in counts if one.count], waits, strict=True):
-            if waited.acked < one.count:
-                text = f"{one.count - waited.acked} of {one.count} replicas have not taken a flush in {left_s:.1f} s"
-                raise NotReplicated(StoreProblem.BUSY, f"{self._settings.address}: {text}")
+        self._run([], commands, WRITING)
+        for command in commands:
+            if isinstance(command, ReplicatedCommand) and command.acked < command.replicas:
+                late = f"{command.replicas - command.acked} of {command.replicas} replicas"
+                text = f"{self._settings.address}: {late} have not taken a flush in {command.wait_s:.1f} s"
+                if command.wait_s < REPLICA_S:  # the deadline is near: that says nothing about them
+                    raise StoreError(StoreProblem.TIMEOUT, text)
+                raise NotReplicated(StoreProblem.BUSY, text)
+
+    def _await_replicas(self, place: Place, commands: Sequence[ValkeyCommand]) -> None:
+        """Let those of these commands that must reach replicas wait for those of the server that they are sent to."""
+        replicated = [command for command in commands if isinstance(command, ReplicatedCommand)]
+        if not replicated:
+            return
+        count, until_s = self._replicas.get(place, (0, 0.0))
+        if time.monotonic() >= until_s:
+            counting = CountReplicas()
+            self._ask(place, counting)
+            count = counting.count
+            self._replicas[place] = count, time.monotonic() + COUNTED_S
+        wait_s = min(REPLICA_S, (self._deadline_s - time.monotonic()) / 2)
+        for command in replicated:
+            command.await_replicas(count, wait_s)
 
     def close(self) -> None:
         """End it for good, from any thread. A call under way ends at once."""
@@ -167,6 +193,10 @@ class ValkeyConnection(ABC):
     @abstractmethod
     def _run(self, notes: list[ValkeyCommand], commands: Sequence[ValkeyCommand], window: PipelineWindow) -> None:
         """Read the notes, then run the commands. Raises StoreError."""
+
+    @abstractmethod
+    def _ask(self, place: Place, command: ValkeyCommand) -> None:
+        """Run a command at this server. Raises StoreError."""
 
     def _exists_commands(self, names: Sequence[bytes], there: list[bool]) -> list[ValkeyCommand]:
         """What asks for these names, and sets their places in `there`."""
@@ -202,11 +232,13 @@ class ValkeyConnection(ABC):
         for line in self._lines:
             line.close()
         self._lines.clear()
+        self._replicas.clear()
 
     def _drop(self, line: ValkeyLine) -> None:
         with self._lock:
             self._lines.discard(line)
             line.close()
+            self._replicas.pop(line.place, None)
 
     def _ready(self, line: ValkeyLine | None) -> ValkeyLine | None:
         """This line, if the next call can use it: open, and with nothing to read."""
@@ -255,8 +287,15 @@ class OneServer(ValkeyConnection):
         return [ExistsRun(names[start : start + RUN_NAMES], there, start) for start in starts]
 
     def _run(self, notes: list[ValkeyCommand], commands: Sequence[ValkeyCommand], window: PipelineWindow) -> None:
+        self._await_replicas(self._settings.places[0], commands)
+        self._exchange([*notes, *commands], window)
+
+    def _ask(self, place: Place, command: ValkeyCommand) -> None:
+        self._exchange([command], READING)
+
+    def _exchange(self, commands: Sequence[ValkeyCommand], window: PipelineWindow) -> None:
         line = self._line = self._ready(self._line) or self._open(self._settings.places[0], self._deadline_s)
-        exchange = Exchange(line, [*notes, *commands], window)
+        exchange = Exchange(line, commands, window)
         try:
             exchange.run()
         except StoreError as error:

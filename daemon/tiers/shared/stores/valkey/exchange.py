@@ -113,6 +113,8 @@ class Exchange:
             command.read(first, self.line)
 
     def _refused(self, command: ValkeyCommand, first: bytes) -> None:
+        if command.passes_over():
+            return
         refusal = read_refusal(first)
         redirect = read_redirect(refusal) if self._follow else None
         if redirect is not None:

@@ -149,6 +149,7 @@ def test_notes(connect: Connect) -> None:
     assert here.set_note(b"n", b"1", soon(), only_if_missing=True) == b"1"
     assert there.set_note(b"n", b"2", soon(), only_if_missing=True) == b"1"
     assert there.set_note(b"n", b"3", soon()) == b"3"
+    assert [here.replicated_note(name, soon()) for name in (b"n", b"none")] == [b"3", None]
     here.set_note(b"empty", b"", soon())
     here.set_note(b"long", b"x" * MAX_NOTE_BYTES, soon())
     names, notes = [b"n", b"none", b"empty", b"long"], [b"3", None, b"", b"x" * MAX_NOTE_BYTES]

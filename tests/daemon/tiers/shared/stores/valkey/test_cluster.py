@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_valkey import FakeServer, Peer, failing
+from fake_valkey import FakeServer, Peer, Script, failing
 from store_calls import content
 from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon, valkey_cluster
 
@@ -98,6 +98,37 @@ def test_redirects_without_end(word: bytes) -> None:
         assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.BUSY
         assert len(asked) < 10
         connection.close()
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+def test_a_flush_waits_for_the_replicas_of_the_node_that_takes_it(word: bytes) -> None:
+    seen: dict[str, list[bytes]] = {"old": [], "new": []}
+
+    def node(name: str, replicas: int) -> Script:
+        def script(peer: Peer) -> None:
+            while words := peer.command():
+                if words[0] == b"CLUSTER":
+                    peer.send(slots((0, 16383, b"", old.port)))
+                    continue
+                seen[name].append(b" ".join(words))
+                if words[0] == b"INFO":
+                    peer.value(b"\r\n".join(b"slave%d:state=online,lag=0" % number for number in range(replicas)))
+                elif words[0] == b"WAIT":
+                    peer.send(b":%d\r\n" % (replicas if name == "new" else 0))
+                elif words[0] == b"SET" and name == "old":
+                    peer.send(b"-%b %d 127.0.0.1:%d\r\n" % (word, hash_slot_of(words[1]), new.port))
+                else:
+                    peer.send(b"+OK\r\n")
+
+        return script
+
+    with FakeServer(node("old", 1)) as old, FakeServer(node("new", 3)) as new:
+        connection = connect(f"valkey+cluster://127.0.0.1:{old.port}")
+        assert connection.set_note(b"n", b"v", soon()) == b"v"
+        connection.close()
+    assert seen["old"] == [b"INFO replication", b"SET n v", b"WAIT 1 1000"]
+    asking = [b"ASKING"] if word == b"ASK" else []
+    assert seen["new"] == [b"INFO replication", *asking, b"SET n v", b"WAIT 3 1000"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
-from fake_valkey import GOOD, VALUE, FakeServer, Peer, failing, names, replies
+from fake_valkey import GOOD, VALUE, FakeServer, Peer, bulk, failing, names, replies
 from valkey_rig import connect, got, new_put, soon
 
-from tiercache.daemon.tiers.shared.stores.store import Fate, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import Fate, NotReplicated, StoreError, StoreProblem
 
 MIB = 1 << 20
 
@@ -168,7 +169,7 @@ def test_what_is_no_answer_to_get(reply: bytes) -> None:
 
 @pytest.mark.parametrize("reply", [b":2\r\n", b"+OK\r\n", b"$1\r\n1\r\n", b"$-1\r\n"])
 def test_what_is_no_answer_to_others(reply: bytes) -> None:
-    with FakeServer(replies(reply)) as server:
+    with FakeServer(replies(reply, reply)) as server:
         connection = connect(server.url)
         assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.PROTOCOL
         assert failing(lambda: connection.delete([b"x"], soon())).problem is StoreProblem.PROTOCOL
@@ -176,6 +177,122 @@ def test_what_is_no_answer_to_others(reply: bytes) -> None:
             put = new_put(b"x", VALUE)
             assert failing(lambda: connection.put([put], [], soon())).problem is StoreProblem.PROTOCOL
             assert put.fate is Fate.UNKNOWN
+        connection.close()
+
+
+# --- flushes, and the replicas of the server ---
+
+
+def replication(*replicas: bytes) -> bytes:
+    """The answer to INFO of a server that tells this of its replicas."""
+    lines = [b"slave%d:ip=10.0.0.%d,port=6379,%b" % (number, number, told) for number, told in enumerate(replicas)]
+    return bulk(b"\r\n".join([b"role:master", b"connected_slaves:%d" % len(replicas), *lines, b""]))
+
+
+ONLINE = b"state=online,offset=14,lag=1"
+INFO, WAIT = [b"INFO", b"replication"], b"WAIT"
+
+
+def primary(seen: list[list[bytes]], info: bytes, wait: bytes = b":1\r\n") -> Callable[[Peer], None]:
+    """Answers INFO and WAIT with these, and notes what it is asked."""
+
+    def script(peer: Peer) -> None:
+        while words := peer.command():
+            seen.append(words)
+            own = b"+OK\r\n" if words[0] == b"SET" else b":1\r\n"
+            peer.send({b"INFO": info, WAIT: wait}.get(words[0], own))
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("replicas", "awaited"),
+    [
+        ([], b""),
+        ([ONLINE, ONLINE], b"2"),
+        ([b"state=online,offset=14,lag=10,type=replica"], b"1"),
+        ([b"state=online,offset=0,lag=11"], b""),
+        ([b"state=wait_bgsave,offset=0,lag=0", b"state=send_bulk,offset=0,lag=0", ONLINE], b"1"),
+        ([b"state=online", b"lag=0", b"state=online,lag=-1", b""], b""),
+    ],
+)
+def test_a_flush_waits_for_the_replicas_that_keep_up(replicas: list[bytes], awaited: bytes) -> None:
+    seen: list[list[bytes]] = []
+    with FakeServer(primary(seen, replication(*replicas), b":2\r\n")) as server:
+        connection = connect(server.url)
+        for _ in range(3):
+            assert connection.set_note(b"n", b"v", soon()) == b"v"
+        connection.delete([b"n"], soon())
+        connection.close()
+    waits = [[WAIT, awaited, b"1000"]] if awaited else []
+    changes = [*[[b"SET", b"n", b"v"]] * 3, [b"UNLINK", b"n"]]
+    assert seen == [INFO, *[words for change in changes for words in (change, *waits)]], "they are counted once"
+
+
+def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() -> None:
+    """WAIT is about what this line has written; to set the note again might undo another host's flush."""
+    seen: list[list[bytes]] = []
+
+    def script(peer: Peer) -> None:
+        answers = {b"INFO": replication(ONLINE), WAIT: b":0\r\n" if peer.number else b":1\r\n", b"GETEX": bulk(b"v")}
+        while words := peer.command():
+            seen.append(words)
+            peer.send(answers[words[0]])
+
+    with FakeServer(script) as server:
+        connection, late = connect(server.url), connect(server.url)
+        assert connection.replicated_note(b"n", soon()) == b"v"
+        assert seen == [INFO, [b"GETEX", b"n", b"PX", b"3600000"], [b"GETEX", b"n", b"PERSIST"], [WAIT, b"1", b"1000"]]
+        assert isinstance(failing(lambda: late.replicated_note(b"n", soon())), NotReplicated)
+        for one in (connection, late):
+            one.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        b"-ERR unknown command 'X', with args beginning with: '1' ",
+        b"-NOPERM User x has no permissions to run the 'x' command",
+        b"-ERR WAIT cannot be used with replica instances.",
+        b"-LOADING it",
+    ],
+)
+@pytest.mark.parametrize("refused", [b"INFO", WAIT])
+def test_a_server_that_tells_nothing_of_its_replicas_is_told_of_flushes(refused: bytes, error: bytes) -> None:
+    answers = {b"INFO": replication(ONLINE), WAIT: b":1\r\n", refused: error + b"\r\n"}
+    with FakeServer(primary([], answers[b"INFO"], answers[WAIT])) as server:
+        connection = connect(server.url)
+        assert connection.set_note(b"n", b"v", soon()) == b"v"
+        connection.delete([b"n"], soon())
+        assert len(server.peers) == 1
+        connection.close()
+
+
+def test_a_server_that_ends_before_its_replicas_have_a_flush() -> None:
+    """What takes its place knows nothing of it: the flush is not done."""
+
+    def script(peer: Peer) -> None:
+        while words := peer.command():
+            peer.send({b"INFO": replication(ONLINE), WAIT: b":1\r\n"}.get(words[0], b"+OK\r\n"))
+            if words[0] == b"SET" and not peer.number:
+                peer.reset()
+                return
+
+    with FakeServer(script) as server:
+        connection = connect(server.url)
+        assert failing(lambda: connection.set_note(b"n", b"v", soon())).problem is StoreProblem.UNREACHABLE
+        assert connection.set_note(b"n", b"v", soon()) == b"v"
+        connection.close()
+
+
+def test_a_wait_that_the_deadline_cuts_short_says_nothing_about_the_replicas() -> None:
+    with FakeServer(primary([], replication(ONLINE), b":0\r\n")) as server:
+        connection = connect(server.url)
+        late = failing(lambda: connection.set_note(b"n", b"v", soon()))
+        assert isinstance(late, NotReplicated)
+        assert late.text.endswith("1 of 1 replicas have not taken a flush in 1.0 s")
+        cut = failing(lambda: connection.set_note(b"n", b"v", soon(1.0)))
+        assert (type(cut), cut.problem) == (StoreError, StoreProblem.TIMEOUT)
         connection.close()
 
 
