@@ -153,8 +153,11 @@ class AdminRequests:
             _log_flush(session, request, namespaces, blocks, below_blocks, late)
             kept = _KEPT if "shared" in late else ""
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more, kept)
-            if "nvme" in late:
-                text = f"{_UNCONFIRMED}; {kept}" if kept else _UNCONFIRMED
+            lost = below.lost if below is not None and kept else ""
+            if lost:
+                kept = f"the shared store is away, and {lost}: flush again before this daemon ends"
+            if "nvme" in late or lost:
+                text = "; ".join(filter(None, (_UNCONFIRMED if "nvme" in late else "", kept)))
                 reply = m.Error(request.request_id, self._generation, ErrorCode.UNCONFIRMED.value, text)
             self._context.answer(identity, session, reply)
 

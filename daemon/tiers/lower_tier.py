@@ -57,9 +57,14 @@ class FlushBelow(Protocol):
     def unconfirmed(self) -> Sequence[str]:
         """Which tiers have not confirmed it, once `done` was told that it is not durable."""
 
+    @property
+    def lost(self) -> str:
+        """Why it is not kept either for a store that is away: it is lost if the daemon ends."""
+
 
 class _NoFlush:
     unconfirmed: Sequence[str] = ()
+    lost = ""
 
     def __init__(self, done: Callable[[int, bool], None]) -> None:
         self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None

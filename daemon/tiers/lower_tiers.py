@@ -103,7 +103,7 @@ class LowerTiers:
         tier: str = "all",
     ) -> FlushBelow:
         """See `TierBelow`."""
-        together = _FlushOfBoth(self.shared.name, done)
+        together = _FlushOfBoth(self.shared, done)
         if self._has_local and tier != self.shared.name:
             together.add(self.local.begin_flush(namespaces, key, together.local_done, named))
         if tier in ("all", self.shared.name):
@@ -203,9 +203,10 @@ class LowerTiers:
 class _FlushOfBoth:
     """A flush of several tiers: `done` is called when each has answered and all parts were told."""
 
-    def __init__(self, shared: str, done: Callable[[int, bool], None]) -> None:
+    def __init__(self, shared: SharedTier, done: Callable[[int, bool], None]) -> None:
         self.waiting = 1  # until `end`
         self.unconfirmed: list[str] = []
+        self.lost = ""
         self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None
         self.end: Callable[[], None] = self._end
         self.shared_end: Callable[[], None] = lambda: None
@@ -236,7 +237,8 @@ class _FlushOfBoth:
     def shared_done(self, durable: bool) -> None:
         """The store has answered, or is away."""
         if not durable:
-            self.unconfirmed.append(self._shared)
+            self.unconfirmed.append(self._shared.name)
+            self.lost = self._shared.flushes.trouble
         self._answered()
 
     def _answered(self) -> None:

@@ -47,6 +47,7 @@ class FlushUnderWay:
         self.waiting = 1  # answers of disks, and one until all have been asked
         self.over = False
         self.unconfirmed: Sequence[str] = ()
+        self.lost = ""
         self.end_s = math.inf
         self._done = done
         self._durable = True

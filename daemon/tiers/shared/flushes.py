@@ -17,8 +17,10 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FuturesTimeoutError
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from tiercache.daemon.tiers.shared.epochs import Epochs, deadline, new_note
 from tiercache.daemon.tiers.shared.lines import SharedJob
@@ -27,8 +29,13 @@ from tiercache.ground.file_systems import make_directory
 
 log = logging.getLogger("tiercache.daemon")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 TOLD_S = 5.0
 """Deadline of a job, and how long a flush waits for it before it is answered as not durable."""
+SAVED_S = 5.0
+"""How long the file that keeps flushes may take; then they count as not kept."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 """Before a job that failed is tried again, each time twice as long. While the store is away, none is tried."""
 JITTER = 0.5
@@ -153,8 +160,12 @@ class SharedFlushes:
         self._saving: asyncio.Future[None] | None = None
         self._save_again = False
         self._saved = False
+        self._hangs = False
         self._unsaved = 0
         """Flushes up to this one are answered as not durable once they are in the file."""
+        self.trouble = ""
+        """Why what waits is not in the file: it is lost if the daemon ends now."""
+        self._threads: Executor = _OwnThreads()
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -301,16 +312,29 @@ class SharedFlushes:
             return
         if self._saving is not None:
             self._save_again = True
+            if self._hangs:
+                self._answer(self._unsaved, False)
             return
-        names = list(self._notes)
+        names, loop = list(self._notes), asyncio.get_running_loop()
         self._saved = bool(names)
-        self._saving = asyncio.get_running_loop().run_in_executor(None, self._file.write, self._file.begin(), names)
+        self._saving = loop.run_in_executor(self._threads, self._file.write, self._file.begin(), names)
         self._saving.add_done_callback(self._was_saved)
+        loop.call_later(SAVED_S, self._is_late, self._saving)
+
+    def _is_late(self, saving: asyncio.Future[None]) -> None:
+        if saving is self._saving:
+            self._hangs = True
+            self._cannot_keep(f"writing it takes longer than {SAVED_S:.0f} s")
+            self._answer(self._unsaved, False)
+
+    def _cannot_keep(self, why: object) -> None:
+        self.trouble = f"flushes of the shared store cannot be kept in {self._file.path}: {why}"
+        log.error("%s", self.trouble)
 
     def _was_saved(self, saving: asyncio.Future[None]) -> None:
-        self._saving = None
+        self._saving, self._hangs, self.trouble = None, False, ""
         if not saving.cancelled() and (error := saving.exception()) is not None:
-            log.error("flushes of the shared store cannot be kept in %s: %s", self._file.path, error)
+            self._cannot_keep(error)
         if self._save_again:
             self._save_again = False
             self._save()
@@ -324,10 +348,30 @@ class SharedFlushes:
             self._again.cancel()
         if not self._notes and not self._saved:
             return
+        writing = _OwnThreads().submit(self._file.write, self._file.begin(), list(self._notes))
         try:
-            self._file.write(self._file.begin(), list(self._notes))
+            writing.result(SAVED_S)
+        except FuturesTimeoutError:
+            self._cannot_keep(f"writing it takes longer than {SAVED_S:.0f} s")
         except OSError as error:
-            log.error("flushes of the shared store cannot be kept in %s: %s", self._file.path, error)
+            self._cannot_keep(error)
+
+
+class _OwnThreads(Executor):
+    """A thread for each call, which nobody waits for at the end: the file may be on a disk that hangs."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `Executor`."""
+        future = Future[T]()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 (told to whoever asks)
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="shared flushes", daemon=True).start()
+        return future
 
 
 class _StateFile:

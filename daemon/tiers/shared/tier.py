@@ -407,4 +407,6 @@ class SharedTier:
             found.append(f"the shared store {self.store.address}: {trouble}")
         if self.flushes.waiting:
             found.append(f"the shared store {self.store.address} has not been told of a flush yet")
+            if self.flushes.trouble:
+                found.append(self.flushes.trouble)
         return found

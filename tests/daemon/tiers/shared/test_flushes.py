@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -190,10 +191,10 @@ async def test_a_store_that_refuses_is_told_later_and_later(tmp_path: Path) -> N
 @played
 async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_path: Path) -> None:
     loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
-    loop.set_default_executor(threads)
     state = tmp_path / "state"
     its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
-    blocked = loop.run_in_executor(None, busy.wait, 60)
+    its._threads = threads
+    blocked = loop.run_in_executor(threads, busy.wait, 60)
     its._save()  # all was told, so the file goes
     its.begin([b"note"], lambda durable: None)
     its.close()
@@ -208,11 +209,11 @@ async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_pat
 @played
 async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_path: Path) -> None:
     loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
-    loop.set_default_executor(threads)
     state = tmp_path / "state"
     its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    its._threads = threads
     for name in (b"one", b"two"):
-        loop.run_in_executor(None, busy.wait, 60)
+        loop.run_in_executor(threads, busy.wait, 60)
         its.begin([name], lambda durable: None)
         its._save()
     busy.set()
@@ -406,3 +407,27 @@ async def test_very_many_notes_become_those_of_their_namespaces(
     monkeypatch.setattr(flushes, "MAX_KEPT", 50)
     its.end(its.begin([naming.namespace_note(str(number)) for number in range(50)], lambda durable: None))
     assert epochs.pending == {naming.deployment_note}, "as the last resort"
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+@played
+async def test_a_flush_that_cannot_be_kept_is_answered_and_its_loss_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(flushes, "TOLD_S", 0.01)
+    monkeypatch.setattr(flushes, "SAVED_S", 0.01 if how == "hangs" else 60.0)
+    state = tmp_path / "state"
+    if how == "hangs":
+        os.mkfifo(tmp_path / "state.new")
+    else:
+        state.mkdir()
+    its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    answers = list[bool]()
+    its.end(its.begin([b"note"], answers.append))
+    while not answers:
+        await asyncio.sleep(0.001)
+    assert answers == [False]
+    assert "flushes of the shared store cannot be kept in" in its.trouble
+    its.close()  # which does not wait for the disk
+    if how == "hangs":
+        os.close(os.open(tmp_path / "state.new", os.O_RDONLY | os.O_NONBLOCK))  # the threads go on
