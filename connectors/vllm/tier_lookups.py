@@ -69,9 +69,9 @@ class Chain:
     """The chunks of a request by key: vLLM's hashes, which grow, under a root. Keys are made in any thread."""
 
     __slots__ = ("_keys", "early", "hashes", "pieces", "root", "seen")
+    root: bytes  # set when it is known
 
     def __init__(self) -> None:
-        self.root = b""  # empty: it has none yet
         self.hashes: list[bytes] = []
         self.pieces: dict[ChunkPlace, bytes] = {}  # vLLM's keys where several chunks make one of the cache
         self.early: set[ChunkPlace] = set()  # stored by vLLM before there was a key; for the thread that stores

@@ -174,11 +174,11 @@ class RankWorker:
             if not cancelled and parts:
                 self._load_seconds[request_id] = max(part.ended_s - part.began_s for _, part in parts)
             for run, transfer in parts:
-                good = 0 if cancelled else transfer.result(0)
-                if good < len(run.block_ids) and self._whole:
+                bad = run.block_ids[0 if cancelled else transfer.result(0) :]
+                if not self._whole:
+                    self._bad_blocks.update(bad)
+                elif bad:
                     failed.add(request_id)
-                elif good < len(run.block_ids):
-                    self._bad_blocks.update(run.block_ids[good:])
         return ended, failed
 
     def take_bad_blocks(self) -> set[int]:

@@ -36,7 +36,9 @@ def test_the_example_of_the_module_runs() -> None:
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
-    connector = open_connector(map_arena=mapped)
+    connector = open_connector(name=f"mapped: {mapped}", map_arena=mapped)
+    sessions = {one["name"]: one["mapped"] for one in connector.client.stats()["sessions"]}
+    assert sessions[f"mapped: {mapped}"] == mapped
     chain = chain_of(f"round trip {mapped}", 10)
     expected = bytes_of(connector, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0])
     assert connector.store(chain, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0]) == (10, 0, 0, False)

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+from waiting import wait_until
 
 from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.copies.pool import CopyLost, Limit
@@ -34,6 +35,16 @@ def test_a_job_tells_how_long_it_was_worked_on_and_not_how_long_it_waited() -> N
     assert first.began_s <= first.ended_s <= second.began_s <= second.ended_s
     assert Transfer.finished(3).ended_s == 0
     queue.close()
+
+
+def test_a_closed_queue_has_not_finished_while_it_is_at_work() -> None:
+    queue, began, go_on = JobQueue("test"), threading.Event(), threading.Event()
+    queue.begin_with(lambda: began.set() or go_on.wait(40))
+    assert began.wait(40)
+    queue.close()
+    assert not queue.finish(0)
+    go_on.set()
+    wait_until(lambda: queue.finish(0), "it has")
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -269,9 +269,8 @@ def _copy(leased: LeasedBlocks, mover: Mover, match: Match, blocks: Blocks) -> i
             reply = session.wait(pending)
             if reply.first != begin or len(reply.frames) > window * FRAME_BYTES:
                 raise ProtocolError("the daemon resolved other blocks than were asked for")
+            # Without either the run is shorter than it was: nothing more is asked for.
             frames, more = reply.frames, bool(reply.frames) or reply.more
-            if not more:
-                break  # the run is shorter than it was
     finally:
         session.abandon(coming)
     return done

@@ -90,11 +90,7 @@ class ClientPins:
             return
         del self.leases[lease.pin_name]
         self.changes += 1
-        kept = self._space.pinned_regions
-        for region_id in lease.pin_regions:
-            kept[region_id] -= 1
-            if not kept[region_id]:
-                del kept[region_id]
+        self._space.pinned_regions.subtract(lease.pin_regions)
         self.blocks.subtract({namespace.number: lease.blocks for namespace in lease.namespaces})
         self.bytes -= lease.blocks * sum(namespace.spec.frame_bytes for namespace in lease.namespaces)
 

@@ -362,7 +362,7 @@ class Space:
         region_id, first, blocks = self._looking
         self._looking = None
         pins, entries = self.index.pins, self.allocator.entries_of(region_id, emptying=False)
-        if region_id in self.pinned_regions or entries is None:
+        if self.pinned_regions[region_id] or entries is None:
             return
         part = entries[first : first + LOOK_AT_ONCE]
         blocks += len(part) - part.count(0)

@@ -45,6 +45,11 @@ class Disk:
         self.pool[:] = noise[1]
         self.backend = HostBackend(fault, fault)
         self.calls: list[tuple[int, int]] = []  # offset and length of each read and write
+        self.files: list[Any] = []
+        """Open ones."""
+        opens, closes = self.backend.open, self.backend.close
+        self.backend.open = lambda *asked: (self.files.append(opens(*asked)), self.files[-1])[1]  # type: ignore[method-assign]
+        self.backend.close = lambda file: (self.files.remove(file), closes(file))[1]  # type: ignore[method-assign]
         self.backend.read = self.noted(self.backend.read)  # type: ignore[method-assign]
         self.backend.write = self.noted(self.backend.write)  # type: ignore[method-assign]
         pool = Pool.from_blocks(self.pool)
@@ -93,6 +98,7 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
     made = Disk(tmp_path, request.param)
     yield made
     made.close()
+    assert not made.files
 
 
 NUMBERS, IDS = [0, 1, 2, 5, 6, 4, 9], [10, 11, 12, 13, 14, 15, 3]

@@ -53,6 +53,13 @@ def test_a_fast_start_does_not_pay_for_a_slow_end(costs: EngineCosts) -> None:
     assert choose(costs, 100, 4) == 100
 
 
+def test_a_slow_start_does_not_make_its_end_slow(costs: EngineCosts) -> None:
+    """What a nearer tier takes is known from loads of that tier alone."""
+    load(costs, 8, 0, 4 * BLOCK_S)
+    load(costs, 8, 4, 6 * BLOCK_S)
+    assert (choose(costs, 8, 4), choose(costs, 0, 4)) == (12, 4)
+
+
 def test_a_match_with_holes_is_loaded_whole_or_not_at_all() -> None:
     costs = measured(EngineCosts(SIZE, partial=False))
     load(costs, 8, 0, 1 * BLOCK_S)
@@ -90,10 +97,12 @@ def test_what_was_slow_is_asked_again_and_loaded_when_it_is_fast(costs: EngineCo
     assert choose(costs, 0, 8) == 8
 
 
-def test_the_time_in_which_an_engine_was_idle_is_not_that_of_a_step() -> None:
-    costs = EngineCosts(SIZE)
-    for number in range(20):
-        costs.stepped({f"one step {number}": STEP_TOKENS}, STEP_TOKENS, 1000.0 * number)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_time_in_which_an_engine_was_idle_is_not_that_of_a_step(batches: int) -> None:
+    """After it the first steps are scheduled at once, as many as may be in flight."""
+    costs = EngineCosts(SIZE, batches)
+    for number in range(20 * batches):
+        costs.stepped({f"r{number // batches}": STEP_TOKENS}, STEP_TOKENS, 1000.0 * (number // batches))
     load(costs, 0, 8, 100.0)
     assert choose(costs, 0, 8) == 8
 

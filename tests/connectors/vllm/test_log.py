@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,22 @@ from tiercache.connectors.vllm.costs import TierBlocks
 from tiercache.connectors.vllm.log import LINE_EVERY_S, MOST_LINES, RequestLog
 
 LOGGER = "tiercache.connectors.vllm"
+
+
+@pytest.mark.parametrize("configured", ["nothing", "level", "handler", "not vLLM's"])
+def test_lines_go_where_vllms_go_unless_logging_was_configured(
+    configured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs, handler = logging.Logger("tiercache"), logging.Logger("vllm", logging.WARNING), logging.NullHandler()
+    ours.setLevel(logging.INFO if configured == "level" else logging.NOTSET)
+    ours.handlers = [logging.NullHandler()] if configured == "handler" else []
+    theirs.handlers, theirs.propagate = [] if configured == "not vLLM's" else [handler], False
+    before = list(ours.handlers), ours.level, True
+    loggers = SimpleNamespace(getLogger={"tiercache": ours, "vllm": theirs}.__getitem__, NOTSET=logging.NOTSET)
+    monkeypatch.setattr(vllm_log, "logging", loggers)
+    vllm_log.join_vllm()
+    joined = [handler], logging.WARNING, False
+    assert (ours.handlers, ours.level, ours.propagate) == (joined if configured == "nothing" else before)
 
 
 def served(log: RequestLog, number: int) -> None:

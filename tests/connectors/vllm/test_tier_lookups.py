@@ -85,8 +85,10 @@ def test_an_answer_does_not_change_within_a_step_and_is_given_once(tier: Tier) -
     tier.lookups.drop(lookup)
     tier.end_step()
     assert tier.released()
-    first = next(iter(tier.contexts["a"]._offload_key_positions))
-    tier.lookups.ask_again("a", [first])
+    keys, chain = list(tier.contexts["a"]._offload_key_positions), tier.lookups.chain(tier.contexts["a"])
+    assert chain is not None
+    assert [chain.vllm_key(ChunkPlace(0, position), GroupPart(0, SIZE)) for position in range(2)] == keys
+    tier.lookups.ask_again("a", keys[:1])
     assert tier.answers("a") == [RETRY, MISS]
     tier.end_step(preempted=("a",))
     assert tier.answers("a") == [HIT, HIT], "a preempted request may ask for all once more"
@@ -100,6 +102,7 @@ def test_a_match_that_is_not_loaded_is_released(tier: Tier) -> None:
     assert tier.answers("not loaded") == [HIT, HIT]
     tier.end_step()
     tier.lookups.remove("gone")
+    assert tier.lookups.chain(tier.contexts["gone"]) is None
     tier.lookups.forget()
     tier.end_step()
     assert len(tier.cache.matches) == 3

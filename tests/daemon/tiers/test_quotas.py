@@ -33,6 +33,14 @@ def test_a_full_arena_evicts_the_oldest_block_of_any_account() -> None:
     )
 
 
+def test_two_accounts_lose_no_more_blocks_than_are_needed() -> None:
+    cache = make_cache(16, a=12)
+    a, b = open_for(cache, "a"), open_for(cache, "")
+    assert (store(cache, a, chain_of("a", 3)), store(cache, b, chain_of("b", 13))) == (3, 13)
+    assert store(cache, b, chain_of("b2", 4)) == 4
+    assert (found(cache, a, chain_of("a", 3)), found(cache, b, chain_of("b", 13))) == (0, 12)
+
+
 def test_the_star_limits_all_others_and_a_client_without_a_tenant_has_no_limit() -> None:
     cache = make_cache(64, a=8, **{"*": 4})
     assert store(cache, open_for(cache, "a"), chain_of("x", 20)) == 8
@@ -137,6 +145,8 @@ def test_an_account_whose_quota_was_taken_away_may_take_what_it_wants() -> None:
     squat(cache, "s", 3)
     wanted, shares = cache.space.allocator.size_class(16 * FRAME), cache.space.shares
     assert shares.to_give_back(wanted, 0) is not None
+    small = cache.space.allocator.size_class(FRAME)
+    assert shares.to_give_back(small, 0) not in small.regions, "those have the frames that are wanted"
     cache.space.quotas.change({})
     assert shares.to_give_back(wanted, 0) is None
     assert not shares.at_limit(cache.space.quotas.numbers["s"])

@@ -49,6 +49,7 @@ class _Flight:
     """A run in one of the context's places."""
 
     __slots__ = ("attempts", "buffer", "run", "sent_ns", "transfer")
+    sent_ns: int  # set when it is sent
 
     def __init__(self, run: DiskRun) -> None:
         self.run = run
@@ -58,7 +59,6 @@ class _Flight:
         """What is to be tried, one after another; the first one is under way."""
         self.transfer: DiskTransfer | None = None
         self.buffer: Buffer | None = None
-        self.sent_ns = 0
 
 
 class AioCarrier:

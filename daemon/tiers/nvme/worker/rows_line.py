@@ -26,7 +26,7 @@ class RowsLine:
         self._sending = threading.RLock()
         # Guarded by _sending:
         self._answers: list[tuple[int, int, bool]] = []
-        self._last = messages.Status("", 0, 0)
+        self._last: messages.Status | None = None  # that was sent
         self._loading: Loading | None = None
         self._room = WAITING_BATCHES
         self._all_sent = False

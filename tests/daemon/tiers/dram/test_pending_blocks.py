@@ -8,9 +8,10 @@ import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, finish
 from chains import chain_of
 
+from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.protocol.messages import MAX_RESERVE, CommitState
+from tiercache.protocol.messages import MAX_RESERVE, REGION_SHIFT, CommitState
 
 BLOCKS = 6000
 
@@ -103,3 +104,31 @@ def test_a_block_whose_ancestor_was_flushed_is_dropped_when_it_is_complete(unlin
     assert set(states) == {CommitState.DROPPED}
     finish(h)
     assert h.cache.space.allocator.used_bytes == 0
+
+
+def test_a_region_that_is_emptied_costs_only_what_is_written_there_without_the_mapping() -> None:
+    """And what hangs below that."""
+    h, remote = CacheRig(regions=2), Owner(b"r" * 16, mapped=False)
+    namespace, writers = h.space(), [h.owner, remote, h.owner, remote, h.owner]
+    chains = [chain_of(tag, 3) for tag in range(4)]
+    below = chain_of("below", 2)
+    stores = [
+        h.cache.reserve(owner, namespace, chains[1][-16:] if keys is below else b"", keys, 10)
+        for owner, keys in zip(writers, [*chains, below], strict=True)
+    ]
+    regions = [{frame >> REGION_SHIFT for frame in got.frames} for got in stores]
+    assert (regions[0], regions[1], regions[3]) == ({0}, {0}, {1})
+    for got in (stores[1], stores[3]):
+        for number in range(3):
+            block = h.cache.writes.writable_block(remote, got.lease_id, number)
+            assert block is not None
+            block.written = FRAME_BYTES
+    h.cache.writes.take_back(0)
+    finish(h)
+    assert h.cache.space.allocator.used_bytes == (3 * 3 + 2) * FRAME_BYTES, "writers with the mapping may still write"
+    states = [
+        set(h.cache.writes.commit(owner, got.lease_id, range(len(got.frames))))
+        for owner, got in zip(writers, stores, strict=True)
+    ]
+    assert states == [{CommitState.VISIBLE if number not in (1, 4) else CommitState.DROPPED} for number in range(5)]
+    finish(h)

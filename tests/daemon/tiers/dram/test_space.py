@@ -6,6 +6,7 @@ import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, fill, finish
 from chains import chain_of
 
+from tiercache.daemon.index import entries
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.tiers.dram.space import ROOM_STEPS
 from tiercache.protocol.messages import BlockState
@@ -27,20 +28,71 @@ def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.Monke
     assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
 
 
-def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_evicts_a_part_of_blocks_that_are_still_being_read() -> None:
+    """Their frames are not free at once."""
+    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
+    namespace = h.space()
+    keys, allocator = fill(h, namespace, 1, BLOCKS), h.cache.space.allocator
+    frames = [h.cache.space.index.frame[namespace.table.get(keys[at : at + 16])] for at in range(0, len(keys), 16)]
+    for frame in frames:
+        allocator.hold(frame)
+    assert h.cache.reserve(h.owner, namespace, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
+    assert 0 < h.cache.counters.evicted_blocks <= ROOM_STEPS
+    allocator.unhold_many(frames)
+    assert h.cache.reserve(h.owner, namespace, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
+    finish(h)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_store_under_a_quota_evicts_a_part_of_many_small_blocks(
+    monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
+    """Or unlinks it."""
     h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES, regions=2, quota={"t": BLOCKS * FRAME_BYTES})
     small, large = h.space(tenant="t"), h.space(rank=1, tenant="t", block_bytes=BLOCKS * FRAME_BYTES)
     fill(h, small, 1, BLOCKS)
-    evicted = 0
+    unlinked, evicted = counted(monkeypatch, Index, "_unlink"), 0
+    if flushed:
+        h.cache.flush_dram([small.number], b"")
+        unlinked()
     for _ in range(20):
         states = h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states
         gone = h.cache.counters.evicted_blocks - evicted
         evicted += gone
-        assert gone <= ROOM_STEPS
+        assert max(gone, unlinked() - gone) <= ROOM_STEPS
         if states == [BlockState.FRAME]:
             break
     assert states == [BlockState.FRAME]
-    assert evicted == BLOCKS
+    assert flushed or evicted == BLOCKS
+    finish(h)
+
+
+def test_blocks_of_another_size_get_no_region_that_a_pin_keeps() -> None:
+    """A pin holds the last block of its chain, and the regions of those before it."""
+    h = CacheRig(regions=2, pin_share=1.0)
+    small, large, pinned = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES), chain_of(1, 10)
+    h.store(small, chain_of(2, 1))  # the coldest, in one region with the first of those
+    h.store(small, pinned)
+    for _ in range(2):  # the second takes the place of the first
+        assert h.cache.pin([small], pinned, 60.0) == 10
+    for kept in (True, False):
+        states = [h.cache.reserve(h.owner, large, b"", chain_of(3, 1), 10).states for _ in range(2)]
+        finish(h)
+        assert (h.length(small, pinned) == 10) == kept
+        assert ([BlockState.FRAME] in states) != kept
+        h.cache.reads.pins.unpin([small], pinned)
+
+
+def test_a_region_is_emptied_of_its_own_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free frames in it are no blocks, not even the last one of the index."""
+    monkeypatch.setattr(entries, "_GROW_ENTRIES", 1)
+    h = CacheRig(regions=2)
+    small, *others = (h.space(rank=rank, block_bytes=(rank + 1) * FRAME_BYTES) for rank in range(3))
+    chain = chain_of(1, 2)
+    h.store(small, chain)
+    h.store(others[1], chain)
+    assert h.cache.reserve(h.owner, others[0], b"", chain, 10).states == [BlockState.FRAME] * 2
+    assert (h.length(small, chain), h.length(others[1], chain)) == (0, 2)
     finish(h)
 
 

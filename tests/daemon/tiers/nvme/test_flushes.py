@@ -95,10 +95,12 @@ def test_a_flush_of_named_namespaces_is_about_no_others_that_only_a_disk_knows(n
     """Else a tenant that comes first would flush what earlier lives have stored for the others."""
     every: Any = ["n"]
     flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
-    flushes.begin(every, b"", lambda blocks, durable: answers.append(durable), [], lambda: [(A, False)], named).end()
+    done: Any = lambda blocks, durable: answers.append(durable)  # noqa: E731
+    flush = flushes.begin(every, b"", done, [], lambda: [(A, False)], named)
+    flush.end()
     every = ["n", "others"]
     assert opened(flushes, A, "1").flushed == [("n", b"")] + ([] if named else [("others", b"")])
-    assert answers == [True]
+    assert (answers, flush.unconfirmed) == ([True], ())
 
 
 def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when_it_is_back() -> None:
@@ -116,7 +118,7 @@ def test_a_disk_that_goes_between_two_parts_of_a_flush_is_told_of_all_of_it_when
     assert one.flushed == [("n", b"k")]
     assert answers == [], "not before the last part"
     flush.end()
-    assert answers == [False]
+    assert (answers, flush.unconfirmed) == ([False], ("nvme",))
     one = opened(flushes, A, "1")
     assert one.flushed == [("n", b"k"), ("m", b"k")]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,7 @@ async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(cl
     rig.store(space, chain_of("b", 1))
     await rig.settled()
     disk.failing.clear()
+    assert shelf.stats()["writing"] == os.strerror(errno.EIO)
     size_class = shelf.allocator.size_class(PAGE)
     assert (size_class.free, rig.tier.stats()["write_failed_blocks"]) == (6, 1)
     clock.now_s += slots_module.ASIDE_S - 1
@@ -128,6 +131,9 @@ async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(cl
     clock.now_s += 2
     await rig.work()
     assert size_class.free == 7
+    assert await rig.load(space, chain_of("b", 1)) == 1, "and it is offered again"
+    await rig.settled()
+    assert (shelf.stats()["writing"], blocks(rig)) == ("on", 2)
     rig.check()
     await rig.close()
 

@@ -72,16 +72,19 @@ def test_a_block_whose_write_a_flush_of_another_has_voided_is_written_before_the
     end(machine)
 
 
-@pytest.mark.parametrize("is_flushed", [False, True])
+@pytest.mark.parametrize("meanwhile", ["", "flushed", "written from DRAM"])
 @pytest.mark.parametrize("how", ["all", "some", "late"])
-def test_what_a_client_writes_by_itself_is_there_unless_it_was_flushed(how: str, is_flushed: bool) -> None:
+def test_what_a_client_writes_by_itself_is_there_unless_it_was_flushed(how: str, meanwhile: str) -> None:
     machine = filled()
     machine.grant(0, CHAINS[1], 2, 7, 0, NOTHING)
     assert machine.grants, "slots below blocks that are there"
-    if is_flushed:
+    if meanwhile == "flushed":
         machine.flush(key_of(CHAINS[1], 2), "all", 5, NOTHING)
+    elif meanwhile:
+        machine.store(0, CHAINS[1], 5, 0, NOTHING)  # three of the four
+        machine.go_on(6)
     machine.end_grant(0, how, NOTHING)
-    expected = 0 if is_flushed or how == "late" else 4 if how == "all" else 1
+    expected = {"": {"all": 4, "some": 1}, "written from DRAM": {"all": 1}}.get(meanwhile, {}).get(how, 0)
     assert machine.rig.tier.stats()["direct_stored_blocks"] == expected
     end(machine)
 

@@ -110,6 +110,7 @@ class Hosts(RuleBasedStateMachine):
                 assert not kept, "it is said to be durable, and the store was not told"
             else:
                 assert rig.shared.flushes.waiting, "it is said to be kept, and nothing waits to be told"
+                assert "has not been told of a flush yet" in rig.shared.reasons()[-1]
             done(durable)
 
         return answered

@@ -123,7 +123,10 @@ class FakeServer:
             def do_POST(self) -> None:
                 """Deletes several objects."""
                 body, deleted = self.rfile.read(int(self.headers["Content-Length"])).decode(), ""
-                for key in re.findall("<Key>(.*?)</Key>", body):
+                keys = re.findall("<Key>(.*?)</Key>", body)
+                if said := fake.hook("POST", " ".join(keys)):
+                    return fake._answer(self, *said)
+                for key in keys:
                     fake.objects.pop(html.unescape(key), None)
                     deleted += f"<Deleted><Key>{key}</Key></Deleted>"
                 fake._answer(self, 200, f"<DeleteResult>{deleted}</DeleteResult>".encode())

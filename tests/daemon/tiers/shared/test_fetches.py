@@ -48,7 +48,9 @@ def evicted(one: HostRig) -> int:
 
 
 @played
-async def test_a_store_that_claims_what_it_has_not_costs_little_room_and_is_left_alone(tmp_path: Path) -> None:
+async def test_a_store_that_claims_what_it_has_not_costs_little_room_and_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one = host(BoastingStore(), tmp_path, "a", regions=1, write="reused")
     space, local = one.namespace(), [chain_of(f"local {number}", 64) for number in range(FRAMES // 64)]
     for chain in local:
@@ -59,6 +61,7 @@ async def test_a_store_that_claims_what_it_has_not_costs_little_room_and_is_left
     assert evicted(one) - before <= FAILURES * BATCH
     assert one.shared.breaker.state is BreakerState.OPEN
     assert "says that it has blocks" in one.shared.reasons()[0]
+    assert caplog.text.count("is away: ") == 1, "it is told once"
     await one.close(0)
 
 

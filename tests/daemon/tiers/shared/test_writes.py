@@ -162,11 +162,44 @@ async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
     a.shared._writes.flushed(frozenset())  # of other chains
     assert a.shared._writes.queued == waited
     a.shared.breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
+    assert a.shared.reasons() == ["the shared store memory://test takes no writes: no room"]
     a.cache.work()
     assert (a.shared._writes.queued, a.shared.stats()["skipped_evicted"]) == (0, waited)
     assert waited > 0
     a.check_end()
     await a.close()
+
+
+@played
+async def test_the_end_of_the_daemon_does_not_wait_for_a_store_that_is_away(tmp_path: Path) -> None:
+    a = host(MemoryStore(), tmp_path, "a")
+    a.store(a.namespace(), chain_of("x", 40))
+    while a.shared.breaker.closed:
+        a.shared.breaker.failed(StoreError(StoreProblem.UNREACHABLE, "no route"))
+    assert await a.close(1e9) == 40
+
+
+@played
+async def test_what_turns_out_to_be_bad_while_it_counts_as_there_is_replaced(tmp_path: Path) -> None:
+    store, chain = MemoryStore(), chain_of("x", 1)
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    a.store(a.namespace(), chain)
+    await a.sent()
+    [name] = store.values
+    good, store.values[name] = store.values[name], b"bad"
+
+    def fetched(call: str) -> None:
+        if call == "exists":
+            b.shared.presence.could_not_fetch(space, chain, b.shared.presence.generation(space), bad=True)
+
+    space, store.after = b.namespace(), fetched
+    b.store(space, chain)
+    await b.sent()
+    assert len(store.values[name]) == len(good)
+    assert b.shared.stats()["written_blocks"] == 1
+    b.check_end()
+    for one in (a, b):
+        await one.close()
 
 
 @played

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from disk_rig import SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
+from waiting import wait_until
 
 from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.nvme.disk import backlog
 from tiercache.daemon.tiers.nvme.disk.block_io import BlockForms
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, WriteOp
@@ -232,6 +234,7 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
         (1, 21),
     ]
     assert (rig.queue.writes, rig.queue.write_calls) == (23, 5)
+    assert rig.queue.call_bytes["write_call"].sum == rig.queue.written_bytes == PAGE_BYTES + 22 * 8192
     held = hold(rig)
     reads = [rig.read_op(op, 30 + place) for place, op in enumerate(writes)]
     assert rig.queue.submit_many(reads, DiskPriority.PREFETCH) == len(reads)
@@ -253,6 +256,30 @@ def test_loads_before_prefetches_before_writes(one_worker: Rig) -> None:
     rig.disk.gate.set()
     rig.until(lambda: len(rig.finished) == 5)
     assert [offset // rig.frame_bytes for _, _, offset in rig.disk.calls] == [4, 2, 0, 6]
+
+
+def test_a_load_begins_while_enough_is_under_way_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "BEHIND_BYTES", 3 * PAGE_BYTES)
+    rig = Rig(tmp_path / "nvme", threads=8)
+    rig.disk.gate.clear()
+    ops = [rig.write_op(2 * number, content(number, 100)) for number in range(7)]
+    assert rig.queue.submit_many(ops[:5], DiskPriority.WRITE) == 5
+    rig.until(lambda: rig.disk.running >= 3)
+    assert rig.queue.submit_many(ops[5:], DiskPriority.LOAD) == 2
+    rig.until(lambda: rig.disk.running >= 5)
+    assert [rig.queue.queued(priority) for priority in DiskPriority] == [0, 0, 2]
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    rig.close()
+
+
+def test_what_completes_before_the_loop_looks_wakes_it_once(one_worker: Rig) -> None:
+    rig = one_worker
+    for number in range(5):
+        assert rig.queue.submit(rig.write_op(2 * number, content(number, 100)), DiskPriority.LOAD)
+    wait_until(lambda: len(rig.queue._completed) == 5, "all have completed")
+    assert rig.stop()
+    assert (rig.announcements, len(rig.finished)) == (1, 5)
 
 
 def test_a_full_queue_says_so(tmp_path: Path) -> None:

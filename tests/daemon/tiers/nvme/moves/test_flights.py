@@ -64,6 +64,18 @@ async def test_what_waited_for_a_block_becomes_visible_in_slices_and_is_in_fligh
     await rig.close()
 
 
+@on_clock
+async def test_what_a_codec_saves_is_given_back_to_the_budget(clock: Clock) -> None:
+    rig, _, _ = await rig_on(clock, nvme_codec="lz4", nvme_write_budget_bytes=100 << 30)
+    budget, saved = rig.tier._budget, rig.tier._writes.saved_bytes  # rule: a part of the tier
+    budget._level, budget._rate = budget._depth, 0.0
+    rig.store(rig.namespace(4 * PAGE, rank=1), chain_of("a", 3))
+    await rig.settled()
+    assert rig.tier._writes.saved_bytes - saved == 3 * 3 * PAGE
+    assert round(budget._depth - budget._level) == 3 * PAGE
+    await rig.close()
+
+
 # --- parents ----------------------------------------------------------------------------------------
 
 
@@ -145,5 +157,25 @@ async def test_a_flushed_block_that_arrives_late_does_not_come_back_below_its_pa
     await rig.settled()
     assert shelf.has(space, parent)
     assert not shelf.has(space, child), "it was flushed"
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_what_was_written_to_a_directory_that_has_gone_since_does_not_count(clock: Clock) -> None:
+    rig, disk, space = await rig_on(clock)
+    chain, before = chain_of("a", 2), rig.tier.stats()["written_blocks"]
+    late, done = hold_back(rig, lambda op: True)
+    rig.store(space, chain)
+    await rig.until(lambda: len(late) == 2)
+    disk.away = "the test took it"
+    for _ in range(30):
+        clock.now_s += 1.0
+        rig.step_disks()
+        await rig.work(3)
+    assert not rig.shelves, "found to be gone"
+    done(list(late.values()))
+    await rig.until(lambda: rig.tier._writes.idle)
+    assert rig.tier.stats()["written_blocks"] == before
     rig.check()
     await rig.close()

@@ -75,6 +75,7 @@ async def test_what_does_not_fit_into_the_queue_stays_in_dram(tmp_path: Path, mo
     rig = await TierRig(tmp_path).open()
     space, chain = rig.namespace(), chain_of("a", 4)
     rig.store(space, chain[:32])
+    rig.tier._writes.add(space, key_of(chain, 0), asked_again=True)  # it waits already
     rig.store(space, chain)
     stats = rig.tier.stats()
     assert (stats["write_queue_blocks"], stats["skipped_queue_full"]) == (3, 1)

@@ -17,6 +17,7 @@ from store_calls import content, put, read, soon
 from valkey_rig import Certificates
 from waiting import wait_until
 
+from tiercache.daemon.tiers.shared.stores.objects import troubles
 from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
@@ -134,6 +135,29 @@ def test_why_no_server_answers_is_told(tmp_path: Path, fake: FakeServer, connect
     for bad in ("/nowhere", str(certificates.key)):
         with pytest.raises(ConfigError, match=f"ca = {bad}: .*: name a file of the CA that signed"):
             ObjectsStore(f"s3://bucket?ca={bad}")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(ValueError("one\ntwo"), "one"), (ValueError(), "ValueError"), (ValueError(300 * "x"), 200 * "x")],
+)
+def test_an_error_is_told_by_its_first_line_or_its_type(error: Exception, words: str) -> None:
+    assert troubles._cause(error) == words
+
+
+def test_a_deletion_goes_on_after_what_is_missing(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    """Where a server ends at it."""
+
+    def hook(method: str, keys: str) -> tuple[int, bytes] | None:
+        missing = method == "POST" and not fake.objects.keys() >= set(keys.split())
+        return (404, b"<Error><Code>NoSuchKey</Code></Error>") if missing else None
+
+    line, fake.hook = connect(fake.url()), hook
+    put(line, {b"a": b"value!", b"b": b"value!", b"c": b"value!"})
+    line.delete([b"a", b"no", b"b"], soon())
+    assert read(line, [b"a", b"b", b"c"]) == [Fate.MISSING, Fate.MISSING, b"value!"]
+    fake.hook = lambda method, keys: hook(method, keys) if " " in keys else (403, b"")
+    assert failing(lambda: line.delete([b"no", b"c"], soon())).problem is StoreProblem.DENIED
 
 
 def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
