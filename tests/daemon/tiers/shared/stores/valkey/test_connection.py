@@ -66,9 +66,13 @@ def test_a_flush_waits_for_the_replicas(valkey: ValkeyServer) -> None:
         connection = connect(valkey.url)
         assert connection.set_note(b"flushed", b"1", soon()) == b"1"
         assert replica.ask("GET", "flushed") == b"1"
+        fresh = connect(valkey.url)  # it has written nothing itself
+        assert fresh.replicated_note(b"flushed", soon()) == b"1"
+        assert [one.ask("TTL", "flushed") for one in (valkey, replica)] == [b":-1", b":-1"]
         replica.stop()
         try:
             for call in (
+                lambda: fresh.replicated_note(b"flushed", soon()),
                 lambda: connection.set_note(b"flushed", b"2", soon()),
                 lambda: connection.delete([b"flushed"], soon()),
             ):
@@ -80,6 +84,7 @@ def test_a_flush_waits_for_the_replicas(valkey: ValkeyServer) -> None:
         assert connection.set_note(b"flushed", b"4", soon()) == b"4"
         assert replica.ask("GET", "flushed") == b"4"
         connection.close()
+        fresh.close()
 
 
 def test_a_user_who_may_not_ask_for_replicas_flushes_all_the_same(valkey: ValkeyServer) -> None:
