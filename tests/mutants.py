@@ -90,7 +90,11 @@ NAMED = (
     ),
     Named("daemon/tiers/nvme/worker/directory_worker.py", "elif opened.state.fresh:", "elif False:"),
     Named("daemon/tiers/nvme/worker/directory_worker.py", "elif lost:", "elif False:"),
-    Named("daemon/tiers/shared/flushes.py", "self._notes.get(name, never) < never", "name in self._notes"),
+    Named(
+        "daemon/tiers/shared/flushes.py",
+        "(its := self._notes.get(name)) and its.number <= flushes",
+        "(its := self._notes.get(name))",
+    ),
     Named(
         "daemon/tiers/shared/epochs.py",
         "if not self._epochs.pending.isdisjoint(self.names):\n            return False",
