@@ -26,7 +26,7 @@ from traces import Request, asked_blocks, block_keys, lru_hits, made_up_trace, r
 
 import tiercache
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.observe import reuse, reuse_pace
+from tiercache.daemon.observe import reuse
 from tiercache.daemon.observe.reuse import WhatIf
 from tiercache.daemon.observe.reuse_curve import WINDOW_S
 from tiercache.daemon.policies import Policies
@@ -164,7 +164,7 @@ def main() -> None:
     report.add("worst_points", "worst error of all", max(worst), "points", at_most=AT_MOST_POINTS)
     report.note(
         f"at most {reuse.MAX_SAMPLES} samples, {reuse.MAX_SAMPLES_PER_REQUEST} of a request, "
-        f"{reuse_pace.MAX_SAMPLES_PER_S} a second in {reuse_pace.MAX_REQUESTS_PER_S} requests; "
+        f"{reuse.MAX_SAMPLES_PER_S} a second in {reuse.MAX_REQUESTS_PER_S} requests; "
         f"window {WINDOW_S / 3600:.0f} h"
     )
     if len(traces) == 1:

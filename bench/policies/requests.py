@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiercache.daemon.index.policy import USED, Touch
-from tiercache.daemon.policies.repeated_lookups import Again
+from tiercache.daemon.policies.predictor import Again
 from tiercache.daemon.policies.turnover import Turnover
 
 COUNTED = Touch(by_client=True, counts=True)

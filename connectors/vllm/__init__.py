@@ -6,10 +6,10 @@ scheduler ── orders ──────────────────�
   ├ stores   blocks to store               ├ pool      vLLM's KV tensors as pools of blocks
   ├ costs    whether a load pays           ├ weights   whether the weights are still the same
   ├ names    what blocks are called        │   └ built    what a rank has built around them
-  └ hints, events                          └ stats, log   what was moved
+  └ events                                 └ stats, log   what was moved
 
 hashes, cards   vLLM's own block hashes, for affinity queries       settings   what can be configured
-apart           threads for work that may hang                      siblings   below MultiConnector
+siblings        below MultiConnector
 tier_form, tier_jobs, tier_lookups   for `vllm_tier`, below vLLM's own offloading: these import vLLM themselves;
                 tier_lookups asks the cache through lookups, too
 callers         what vLLM knows and does not pass on

@@ -11,25 +11,29 @@ only requests for that adapter wait for them, and no longer than for one answer.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from tiercache.connector.connector import Connector
 from tiercache.connector.loads import Match
-from tiercache.connectors.vllm.apart import Apart
 from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
 from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks, tiers_of
-from tiercache.connectors.vllm.hints import awaited_tokens, hint_of, stored_answer
 from tiercache.connectors.vllm.log import RequestLog
 from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
 from tiercache.connectors.vllm.names import Names, keys_of
 from tiercache.connectors.vllm.orders import ChainHint, Load, Orders, WorkerReport
 from tiercache.connectors.vllm.stores import EngineFacts, StorePlanner, runs_of
 from tiercache.errors import TierCacheError
-from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
+from tiercache.ground import forks
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS, Priority
 
 MAX_LEASED = 512
 """Waiting requests that are looked up as they arrive; later ones when vLLM first asks for them."""
@@ -41,6 +45,113 @@ DECLINED = "declined_blocks"
 """The counter of blocks that were found but computed all the same."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
+
+
+MAX_THREADS = 8
+MAX_WAITING = 1024
+"""Pieces of work with one key."""
+
+
+PARAMETER = "tiercache"
+_PRIORITIES = {"": None, "low": Priority.LOW, "normal": Priority.NORMAL, "high": Priority.HIGH}
+
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of `tiercache.Hint`."""
+
+    done: bool = False
+    return_in_s: float | None = None
+    ttl_s: float | None = None
+    priority: Literal["", "low", "normal", "high"] = ""
+    stored: int = 0
+
+
+def hint_of(request: Any) -> Hint | None:
+    """The hint of a request of vLLM, if it has one. Raises ValueError that says what is wrong with it."""
+    said = _said(request)
+    if said is None:
+        return None
+    try:
+        fields = msgspec.convert(said, _Fields)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    if msgspec.structs.replace(fields, stored=0) == _Fields():
+        return None
+    return Hint(fields.done, fields.return_in_s, fields.ttl_s, _PRIORITIES[fields.priority])
+
+
+def awaited_tokens(request: Any) -> int:
+    """How many leading tokens of a request another engine is storing, as the request says; 0 if it does not."""
+    said = _said(request)
+    stored = said.get("stored", 0) if isinstance(said, dict) else 0
+    return max(0, stored) if type(stored) is int else 0
+
+
+def stored_answer(request: Any, tokens: int) -> dict[str, Any] | None:
+    """What the answer to a request says of its stored tokens, for the engine that goes on with it.
+
+    None if the request asks for nothing of the kind: it has neither our name nor vLLM's `do_remote_decode`.
+    """
+    parameters = request.kv_transfer_params
+    if not isinstance(parameters, dict) or not (PARAMETER in parameters or parameters.get("do_remote_decode")):
+        return None
+    return {PARAMETER: {"stored": tokens}}
+
+
+def _said(request: Any) -> Any:
+    parameters = request.kv_transfer_params
+    return parameters.get(PARAMETER) if isinstance(parameters, dict) else None
+
+
+class Apart:
+    """Runs work in order for each key, and independently for different keys. Thread-safe.
+
+    A thread lives while it has work. A hung thread delays only its own key; when so many hang that none is left, work
+    is refused.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, deque[Callable[[], object]]] = {}  # of keys that have a thread
+        forks.watch(self, "_lock")
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child, where its threads do not exist."""
+        self._waiting.clear()
+
+    def begin(self, key: Hashable, work: Callable[[], object]) -> bool:
+        """Have work done soon; returns whether it will be."""
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is None:
+                if len(self._waiting) >= MAX_THREADS:
+                    return False
+                self._waiting[key] = deque([work])
+                try:
+                    threading.Thread(target=self._run, args=(key,), name=self._name, daemon=True).start()
+                except RuntimeError:  # too many threads in this process
+                    del self._waiting[key]
+                    return False
+                return True
+            if len(waiting) >= MAX_WAITING:
+                return False
+            waiting.append(work)
+            return True
+
+    def _run(self, key: Hashable) -> None:
+        while True:
+            with self._lock:
+                waiting = self._waiting[key]
+                if not waiting:
+                    del self._waiting[key]
+                    return
+                work = waiting.popleft()
+            try:
+                work()
+            except Exception:
+                # The engine must go on after any error.
+                logger.exception("work in the background failed unexpectedly")
 
 
 @dataclass(slots=True, eq=False)

@@ -4,10 +4,8 @@
          │                                                            │
          └ open_line ───────────── line (a socket) ───────────────────┘        what the owner and `serve` agree on
 
-supervisor  starts the process, gives up one that hangs, starts another after a pause
+supervisor  starts the process, gives up one that does not answer, starts another after a pause
 limits      times and counts that differ between kinds of processes
-pulse       whether a process still answers
-lines       lines that were given up, since their calls were late
 process     one life of the process, and whether it is really gone
 packets     what is said on the control socket
 child       what every child does; imports little, for a quick start

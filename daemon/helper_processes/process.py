@@ -14,11 +14,55 @@ from enum import Enum
 from typing import NamedTuple
 
 from tiercache.daemon.helper_processes import packets
-from tiercache.daemon.helper_processes.lines import LateLines
 from tiercache.ground.isolated import quick_command
 
 MAX_REPORTS = 1000
 """Read in one go: more than a socket holds, so that all that a dead process has said is read."""
+
+
+class LateLines:
+    """Those of one process: closed once the process has closed its end. Its owner guards it; nothing blocks."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[socket.socket, float]] = []
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def first_s(self) -> float:
+        """When the oldest of their calls began."""
+        return min(began_s for _, began_s in self._lines)
+
+    def add(self, line: socket.socket, began_s: float) -> None:
+        """Keep a line that is used no more, and whose call began then."""
+        with contextlib.suppress(OSError):  # the process is gone
+            line.shutdown(socket.SHUT_WR)
+        self._lines.append((line, began_s))
+
+    def close_those_over(self) -> None:
+        """Close lines that the process is done with."""
+        self._lines = [(line, began_s) for line, began_s in self._lines if not _close_if_over(line)]
+
+    def close(self) -> None:
+        """Close all: the process is lost."""
+        for line, _ in self._lines:
+            line.close()
+        self._lines.clear()
+
+
+def _close_if_over(line: socket.socket) -> bool:
+    """Close a line if the process has closed its end; whether it has."""
+    try:
+        line.setblocking(False)
+        while packet := line.recv(packets.MAX_PACKET_BYTES):
+            del packet  # a late answer
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    line.close()
+    return True
 
 
 class ProcessProblem(Enum):

@@ -26,14 +26,21 @@ from bisect import bisect_left as _place
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from math import inf
-from typing import Any
+from math import ceil, inf, log2
+from typing import Any, NamedTuple
 
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.observe.reuse_curve import RecentLookups
-from tiercache.daemon.observe.reuse_pace import Pace
-from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, NAME_START, Looked, ReuseStack, chosen, is_chosen, marks
-from tiercache.daemon.observe.reuse_tails import Tail, Tails
+from tiercache.daemon.observe.reuse_stack import (
+    MAX_SHIFT,
+    NAME_START,
+    Looked,
+    ReuseStack,
+    chosen,
+    is_chosen,
+    marks,
+    still_chosen,
+)
 from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import KEY_BYTES
@@ -65,6 +72,128 @@ TIMES_BELOW = (1 / 2, 1, 2)
 
 _Noted = tuple[float, Sequence[Namespace], bytes | None, bytes, int, int]
 """Time, namespaces, parent (None for a look-up), keys, how many were in DRAM and below it. A flush has no keys."""
+
+
+MAX_CHAIN = 512
+MAX_TAIL_SAMPLES = 16384
+"""Of all chains together; beyond that the oldest are dropped."""
+
+
+MAX_SAMPLES_PER_S = 500
+"""Sampled blocks looked up or stored, over SAMPLES_S: long, so that bursts do not lower the rate."""
+SAMPLES_S = 40.0
+MAX_REQUESTS_PER_S = 30
+"""Requests with any sampled block, over REQUESTS_S; they cost the most, and those without next to nothing."""
+REQUESTS_S = 4.0
+SUSTAINED_S = 2.0
+"""Shorter excess is ignored: to have fewer such requests takes a much lower rate, for half an hour or more."""
+
+
+class Pace:
+    """Measures the work. Within both bounds it is below 1 ms of a core per second."""
+
+    def __init__(self, now_s: float) -> None:
+        self._samples = _Bound(MAX_SAMPLES_PER_S, SAMPLES_S, 0.0, now_s)
+        self._requests = _Bound(MAX_REQUESTS_PER_S, REQUESTS_S, SUSTAINED_S, now_s)
+        self._each = 0.0  # samples per request
+
+    def spend(self, samples: int, now_s: float) -> int:
+        """Count a request with so many sampled blocks. Returns how often to halve the rate now: nearly always 0."""
+        too_many, too_often = self._samples.add(samples, now_s), self._requests.add(1, now_s)
+        self._each += (samples - self._each) / 16
+        if not too_many and not too_often:
+            return 0
+        self._samples.begin(now_s)
+        self._requests.begin(now_s)
+        if too_often:  # so low a rate that at most half of the allowed requests have any
+            return 1 + ceil(log2(max(self._each, 1.0) * max(too_often, 1.0)))
+        return 1
+
+    def turn(self) -> float:
+        """The largest part of a bound that was reached since the last turn."""
+        return max(self._samples.turn(), self._requests.turn())
+
+
+class _Bound:
+    """A limit per second, over a span of time; it is exceeded once excess has lasted for `patience_s`."""
+
+    def __init__(self, per_s: float, span_s: float, patience_s: float, now_s: float) -> None:
+        self._count = self._worst = 0
+        self._most = per_s * span_s
+        self._span_s = span_s
+        self._patience_s = patience_s
+        self._since_s = now_s
+
+    def add(self, count: int, now_s: float) -> float:
+        """By what factor the limit was exceeded; 0 when it was not."""
+        past_s = now_s - self._since_s
+        if past_s >= self._span_s:
+            self.begin(now_s)
+            past_s = 0.0
+        self._count += count
+        if self._count <= self._most or past_s < self._patience_s:
+            return 0.0
+        return self._span_s / max(past_s, 1.0)
+
+    def begin(self, now_s: float) -> None:
+        """Begin another span."""
+        self._worst = max(self._worst, self._count)
+        self._count, self._since_s = 0, now_s
+
+    def turn(self) -> float:
+        """The largest part of the limit reached in one span since the last turn."""
+        worst, self._worst = max(self._worst, self._count), 0
+        return worst / self._most
+
+
+class Tail(NamedTuple):
+    """The sampled blocks in a chain up to some block, from the root on.
+
+    The first `used` of them were used at `used_s`, perhaps by a look-up, the others since: these are newer than the
+    blocks before them until all are used again.
+    """
+
+    used_s: float
+    looked_up: bool
+    used: int
+    chain: list[bytes]
+
+
+class Tails:
+    """Tails by the last block of each, `key[8:16]` and a tag of the namespace."""
+
+    def __init__(self) -> None:
+        self._tails: dict[bytes, Tail] = {}
+        self._samples = 0
+
+    def put(self, end: bytes, tail: Tail) -> None:
+        """Remember the chain up to block `end`, which a store may continue."""
+        self.take(end)
+        if tail.chain:
+            if len(tail.chain) > MAX_CHAIN:
+                tail = tail._replace(chain=tail.chain[-MAX_CHAIN:])
+            self._tails[end] = tail
+            self._samples += len(tail.chain)
+            while self._samples > MAX_TAIL_SAMPLES:
+                self.take(next(iter(self._tails)))
+
+    def take(self, end: bytes) -> Tail | None:
+        """Return the tail of a block and forget it; None if there is none."""
+        tail = self._tails.pop(end, None)
+        if tail is not None:
+            self._samples -= len(tail.chain)
+        return tail
+
+    def thin(self, shift: int) -> None:
+        """Keep the samples of a lower rate."""
+        for end, tail in self._tails.items():
+            self._tails[end] = tail._replace(chain=still_chosen(tail.chain, shift))
+        self._samples = sum(len(tail.chain) for tail in self._tails.values())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._tails.clear()
+        self._samples = 0
 
 
 class WhatIf:

@@ -3,7 +3,6 @@
     fresh_stores ──► a policy: lru or hazard              which leaf goes first
     hazard     least worth first ◄── predictor: a sample of blocks ──► worths: what keeping each is worth
     turnover   the clock of policies         rings     candidates in order
-    repeated_lookups    tells that a prompt is only looked up once more
 
 A new policy is a file with the methods of `index.policy.Policy`, a maker in `POLICIES`, and a choice in
 tiercache/config/settings.py. If the policy needs numpy, import the policy inside its maker, and add its module to

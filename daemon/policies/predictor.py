@@ -19,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.ma  # imported by `unique` at its first call: 15 ms in the middle of a client's match
+import numpy.ma
 import numpy.typing as npt
 
 from tiercache.daemon.index.policy import USED, Touch
-from tiercache.daemon.policies.repeated_lookups import Again
 from tiercache.daemon.policies.turnover import Turnover
 from tiercache.daemon.policies.worths import (
     AGES,
@@ -62,6 +61,21 @@ _ODD, _HALF, _LESS = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(29)
 Sampled: TypeAlias = tuple[int, int, int]
 """A block of a prompt that is in the sample, or would be: its place in the prompt, from 0, its hash, and the hash of
 the prompt's next block, or 0."""
+
+
+class Again:
+    """Tells whether a prompt is looked up again: by another worker, or repeatedly until it has been stored."""
+
+    __slots__ = ("_last", "_turnover")
+
+    def __init__(self, turnover: Turnover) -> None:
+        self._turnover = turnover
+        self._last = b"", 0
+
+    def asked(self, keys: bytes) -> bool:
+        """Whether this prompt was also the last one looked up, with nothing stored since."""
+        before, self._last = self._last, (keys[-KEY_BYTES:], self._turnover.stored_bytes)
+        return before == self._last
 
 
 class Context(NamedTuple):

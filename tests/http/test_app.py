@@ -13,9 +13,8 @@ from tiercache.client.client import Client
 from tiercache.errors import DaemonUnavailable
 from tiercache.http import app
 from tiercache.http.affinity import Affinity
-from tiercache.http.app import HttpError
+from tiercache.http.app import HttpError, Trees
 from tiercache.http.history import History
-from tiercache.http.trees import Trees
 
 DEADLINE_S = 60.0
 SEARCH = json.dumps({"model": "m", "segments": [{"unordered": [[1], [2]]}], "salt": ""}).encode()

@@ -10,7 +10,6 @@
       ├ pending_blocks  reserved blocks, until they are visible or dropped
       └ write_lease     a store and its blocks, as data
     leases       leases and their owners, as data
-    region_shares    whole regions that tenants take, and which of them they give back
     check        whether all of it is consistent
 
 The index frees a frame when its entry has gone and the last pin with it, `writes` and `pending_blocks` one that was

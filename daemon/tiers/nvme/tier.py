@@ -27,7 +27,7 @@ from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.policy import Touch
+from tiercache.daemon.index.policy import NO_ENTRY, Touch
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, Space
@@ -44,7 +44,6 @@ from tiercache.daemon.tiers.nvme.flushes import Flushes
 from tiercache.daemon.tiers.nvme.keeper import Keeper
 from tiercache.daemon.tiers.nvme.keepers import Keepers, close_shelves
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.moves.dirty import dirty
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
 from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSource, ShelfSources
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
@@ -62,6 +61,24 @@ from tiercache.protocol.messages import KEY_BYTES, BlockView
 log = logging.getLogger("tiercache.daemon")
 
 _POLL_S = 0.01
+
+
+def dirty(index: Index, namespaces: Sequence[Namespace], shelves: Sequence[Shelf]) -> Iterator[tuple[Namespace, bytes]]:
+    """Dirty blocks: chains, parents before children, then windows, which go where those are."""
+    for namespace in sorted(namespaces, key=lambda namespace: namespace.table.windowed):
+        level = [] if namespace.spec.dram_only else [namespace.table.root]
+        while level:
+            below = []
+            for parent in level:
+                child = index.first_child[parent]
+                while child != NO_ENTRY:
+                    below.append(child)
+                    child = index.next_sibling[child]
+            for entry in below:
+                key = index.key[entry]
+                if not any(shelf.has(namespace, key) for shelf in shelves):
+                    yield namespace, key
+            level = below
 
 
 class NvmeTier(IndexedTier):

@@ -17,7 +17,7 @@ lookups      how far the store extends a prompt  search     which blocks to prob
 fetches      blocks from the store               writes     which blocks go to the store, and when
 write_job    values on their way to the store    byte_rate  a limit on bytes in a second
 flushes      notes that the store has yet to replace      ancestry   where a block stands in its chain
-lines        threads with a connection each      probe      asks a store that was away whether it answers
+lines        threads with a connection each
 breaker      whether to ask the store at all     memory     frames and scratch space as bytes
 settings     the daemon's settings, ready for use
 stores/      the kinds of stores

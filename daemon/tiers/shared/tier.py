@@ -27,7 +27,7 @@ from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.daemon.tiers.shared.ancestry import Ancestry
 from tiercache.daemon.tiers.shared.breaker import Breaker, BreakerState
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
-from tiercache.daemon.tiers.shared.epochs import Epochs
+from tiercache.daemon.tiers.shared.epochs import Epochs, deadline
 from tiercache.daemon.tiers.shared.fetches import FetchJob, SharedSource
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob, ThreadsafeCall
@@ -35,10 +35,9 @@ from tiercache.daemon.tiers.shared.local_windows import LocalWindows, split
 from tiercache.daemon.tiers.shared.lookups import MAX_NAMESPACES, LookupJob, SharedLookups
 from tiercache.daemon.tiers.shared.naming import Scope
 from tiercache.daemon.tiers.shared.presence import Presence
-from tiercache.daemon.tiers.shared.probe import ProbeJob
 from tiercache.daemon.tiers.shared.search import ChainAsk, WindowAsk
 from tiercache.daemon.tiers.shared.settings import SharedSettings
-from tiercache.daemon.tiers.shared.stores.store import NotReplicated, SharedStore, StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, SharedStore, StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.write_job import WriteJob
 from tiercache.daemon.tiers.shared.writes import SharedWrites
 from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
@@ -52,6 +51,29 @@ _NOT_THERE = StoreError(
     StoreProblem.PROTOCOL, "it says that it has blocks, and then has none of them: is it full, and evicts at random?"
 )
 _POLL_S = 0.01
+
+
+PROBE_S = 2.0
+
+
+class ProbeJob(SharedJob):
+    """Reads the deployment's note."""
+
+    def __init__(self, note: bytes, ended: Callable[[ProbeJob], None]) -> None:
+        super().__init__()
+        self.learned: dict[bytes, bytes] = {}
+        self._note = note
+        self._ended = ended
+
+    def run(self, connection: Connection) -> None:
+        """See `SharedJob`."""
+        note = connection.exists((), (self._note,), deadline(PROBE_S)).notes[0]
+        if note:
+            self.learned[self._note] = note
+
+    def ended(self) -> None:
+        """See `SharedJob`."""
+        self._ended(self)
 
 
 class SharedTier:

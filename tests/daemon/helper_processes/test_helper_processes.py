@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import state_of, wait_until
 
-from tiercache.daemon.helper_processes import pulse
+from tiercache.daemon.helper_processes import supervisor
 from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
 from tiercache.daemon.helper_processes.supervisor import Supervisor
@@ -145,7 +145,7 @@ def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:
 def test_one_that_answers_no_ping_is_killed_though_nobody_has_called_it(
     own: Own, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pulse, "PING_S", 0.05)
+    monkeypatch.setattr(supervisor, "PING_S", 0.05)
     owner = own("deaf" if how == "deaf" else "serve", replace(EAGER, silent_s=1.0))
     pid = owner.pid()
     if how == "stopped":
@@ -164,7 +164,7 @@ def test_time_in_which_the_daemon_is_stopped_itself_is_not_its_process_s(monkeyp
         ready = True
         ping = staticmethod(lambda: True)
 
-    one = pulse.Pulse(Its(), 3.0)  # type: ignore[arg-type]
+    one = supervisor.Pulse(Its(), 3.0)  # type: ignore[arg-type]
     now_s[0] += 1.0
     assert one.beats()
     now_s[0] += 1000.0

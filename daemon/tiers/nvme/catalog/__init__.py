@@ -1,7 +1,7 @@
 """The catalog: the durable index of a directory, which tells what block each slot holds. SQLite, on its own thread.
 
     catalog ──► writer      the thread: collects changes, commits them, tries again when the disk refuses
-                  └──► changes, closing     what is written; closes a file whose path may lead elsewhere by now
+                  └──► changes     what is written
             ──► database    the file: its tables, and when it is rejected
             ──► rows        one row, packed, with a checksum
     catalog_check           the same file, read without a daemon

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import logging
+import os
 import queue
 import sqlite3
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,6 @@ from tiercache.daemon.tiers.nvme.catalog.changes import (
     apply,
     rows_of,
 )
-from tiercache.daemon.tiers.nvme.catalog.closing import closing_own
 from tiercache.daemon.tiers.nvme.catalog.database import (
     SQLITE_ERRORS,
     TRUNCATE_WAL_BYTES,
@@ -46,6 +49,45 @@ COLLECT_S = 0.005
 """How long the first change of a transaction waits for others."""
 IDLE_S = 1.0
 RETRY_FIRST_S, RETRY_LONGEST_S = 0.1, 10.0
+
+
+# SQLite's lock bytes for readers (pager.h, "file format"): a closing connection removes the log only if it gets them
+# all.
+_READERS_FIRST = (1 << 30) + 2
+_READERS_BYTES = 510
+
+
+@contextmanager
+def closing_own(db: sqlite3.Connection, path: Path) -> Iterator[None]:
+    """Close `db` at the end; `path` is where its file was when this began. Blocks as the disk does."""
+    own = -1
+    with suppress(OSError):  # moved already, and nothing is in its place
+        own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield
+    finally:
+        if own < 0 or _leads_to(path, own) or _held_against_ourselves(own):
+            db.close()
+        else:  # its descriptors stay open until the daemon ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
+        if own >= 0:
+            os.close(own)  # after `db`: closing any descriptor of a file ends this process's locks on it
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    return False
+
+
+def _held_against_ourselves(fd: int) -> bool:
+    """Hold a read lock that SQLite takes for another process's (an open file description lock; see fcntl(2))."""
+    lock = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, _READERS_FIRST, _READERS_BYTES, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+    except OSError:  # a database that is opened "alone" is locked already
+        return False
+    return True
 
 
 class Writer:

@@ -11,13 +11,19 @@ of findings, and of all blocks behind them, which would be misses anyway; no blo
 
 from __future__ import annotations
 
+import mmap
 import os
+import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+import msgspec
+
 from tiercache.daemon.tiers.forms import codecs
+from tiercache.daemon.tiers.forms.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
     check_database,
     check_rows,
@@ -26,11 +32,10 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
     read_state,
     set_aside,
 )
-from tiercache.daemon.tiers.nvme.catalog.rows import PlacedRow
-from tiercache.daemon.tiers.nvme.check.block_reader import BlockReader
-from tiercache.daemon.tiers.nvme.check.chains import BAD, FLUSHED, UNKNOWN, Chains
+from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
+from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, PlacedRow, Row, segment_and_slot
 from tiercache.daemon.tiers.nvme.check.findings import Findings, Report, where
-from tiercache.daemon.tiers.nvme.check.tables import Tables
+from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
 from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, holds_data
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.lock import LockedBy, take_lock
@@ -38,6 +43,8 @@ from tiercache.daemon.tiers.nvme.disk.segment_files import segment_id
 from tiercache.daemon.tiers.nvme.disk.superblock import DamagedSuperblock, NewerSuperblock, Superblock, read_superblock
 from tiercache.errors import CatalogUnavailable, ConfigError
 from tiercache.ground.units import round_up
+from tiercache.protocol.checksums import KINDS, block_checksum, block_seed
+from tiercache.protocol.namespaces import NamespaceSpec
 
 DEFAULT_SAMPLE = 1000
 DEFAULT_RATE = 200 << 20
@@ -46,6 +53,226 @@ ALL = -1
 
 Progress = Callable[[str, int, int], None]
 """What is being checked, how far, and how many there are (0: not known)."""
+
+
+_ROOT, _MISSING = -1, -2
+
+UNKNOWN, _WALKING, _GOOD, FLUSHED, _ORPHAN, BAD, _BEHIND = range(7)
+"""States of a row. The last three are lost: its parent is missing, it is wrong itself, or a block before it is lost."""
+
+
+class Chains:
+    """The readable rows of a directory, numbered in order of their places."""
+
+    def __init__(self) -> None:
+        self._places = array("q")
+        self._parents = array("q")
+        self._states = array("B")
+        self._epochs = array("I")
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, place: int, row: Row, state: int) -> int | None:
+        """Add the next row: UNKNOWN, FLUSHED or BAD. If its block has a row already it is BAD; returns that place."""
+        number = other = len(self._places)
+        if state != BAD:
+            other = self._numbers.setdefault(_name(row.namespace, row.key), number)
+        self._places.append(place)
+        self._parents.append(_MISSING)
+        self._epochs.append(row.epoch)
+        self._states.append(state if other == number else BAD)
+        return None if other == number else self._places[other]
+
+    def link(self, rows: Iterable[PlacedRow], flushed_before: Callable[[int, bytes], int]) -> None:
+        """Give each row its parent and a state, once: `rows` are those that were added, in the same order."""
+        for number, (_, row) in enumerate(rows):
+            if row.parent == ROOT_KEY:
+                self._parents[number] = _ROOT
+                continue
+            parent = self._parents[number] = self._numbers.get(_name(row.namespace, row.parent), _MISSING)
+            # The row of a block that was flushed by its key may be deleted already, or replaced by one stored
+            # since, while the rows behind it remain.
+            since = flushed_before(row.namespace, row.parent) if parent == _MISSING else self._epochs[parent]
+            if self._states[number] == UNKNOWN and row.epoch < since:
+                self._states[number] = FLUSHED
+        self._numbers.clear()
+        self._judge()
+
+    def _judge(self) -> None:
+        """Follow every chain to its root: each row has a state afterwards."""
+        states, parents = self._states, self._parents
+        for start in range(len(states)):
+            path = []
+            at = start
+            while at >= 0 and states[at] == UNKNOWN:
+                states[at] = _WALKING
+                path.append(at)
+                at = parents[at]
+            if not path:
+                continue
+            if at == _ROOT:
+                verdict = _GOOD
+            elif at == _MISSING or states[at] == _WALKING:  # the second is a cycle
+                states[path.pop()] = _ORPHAN
+                verdict = _BEHIND
+            else:
+                verdict = states[at] if states[at] in (_GOOD, FLUSHED) else _BEHIND
+            for number in path:
+                states[number] = verdict
+
+    def spoil(self, numbers: Iterable[int]) -> None:
+        """These rows turned out to be BAD, and the rows behind them are lost with them."""
+        for number in numbers:
+            self._states[number] = BAD
+        for number, state in enumerate(self._states):
+            if state == _GOOD:
+                self._states[number] = UNKNOWN
+        self._judge()
+
+    @property
+    def good_count(self) -> int:
+        return self._states.count(_GOOD)
+
+    @property
+    def flushed_count(self) -> int:
+        return self._states.count(FLUSHED)
+
+    def good(self, rows: Iterable[PlacedRow], count: int) -> Iterator[tuple[int, int, Row]]:
+        """Number, place and row of `count` good rows, chosen at random if there are more; `rows` as in `link`."""
+        numbers = array("q", (number for number, state in enumerate(self._states) if state == _GOOD))
+        chosen = None
+        if count < len(numbers):
+            chosen = {numbers[at] for at in random.sample(range(len(numbers)), count)}
+        for number, (place, row) in enumerate(rows):
+            if self._states[number] == _GOOD and (chosen is None or number in chosen):
+                yield number, place, row
+
+    def orphans(self) -> Iterator[int]:
+        """Places of the rows whose parent is missing."""
+        return (place for place, state in zip(self._places, self._states, strict=True) if state == _ORPHAN)
+
+    def lost(self) -> list[int]:
+        """Places of the rows that a repair deletes."""
+        return [place for place, state in zip(self._places, self._states, strict=True) if state >= _ORPHAN]
+
+
+def _name(namespace: int, key: bytes) -> bytes:
+    return namespace.to_bytes(4, "little") + key
+
+
+class Tables:
+    """Namespaces, tombstones and segments, as the database has them."""
+
+    def __init__(self, state: CatalogState, segment_bytes: int) -> None:
+        self.segments = dict(state.segments)
+        self.lost_segments: list[int] = []
+        """Segments whose blocks are lost, as the check of the files has found."""
+        self.sequence = state.next_sequence - 1
+        self._segment_bytes = segment_bytes
+        self._namespaces: dict[int, tuple[NamespaceSpec, int]] = {}  # spec and oldest epoch by number
+        for saved in state.namespaces:
+            try:
+                spec = msgspec.msgpack.decode(saved.spec, type=NamespaceSpec)
+            except msgspec.MsgspecError:
+                continue  # its rows are those of an unknown namespace
+            if spec.problem() is None and spec.fingerprint() == saved.fingerprint:
+                self._namespaces[saved.number] = spec, saved.epoch
+        self._tombstones = {(stone.namespace, stone.key): stone.epoch for stone in state.tombstones}
+
+    def fingerprint(self, namespace: int) -> str:
+        """That of a known namespace."""
+        return self._namespaces[namespace][0].fingerprint()
+
+    def flushed_before(self, namespace: int, key: bytes) -> int:
+        """The epoch of the last flush of this block by its key; 0 without one."""
+        return self._tombstones.get((namespace, key), 0)
+
+    def is_flushed(self, row: Row) -> bool:
+        """Whether the block of a row in a known namespace was flushed."""
+        return row.epoch < max(self._namespaces[row.namespace][1], self.flushed_before(row.namespace, row.key))
+
+    def problem(self, place: int, row: Row) -> tuple[str, str] | None:
+        """What cannot be true of a row, as a kind and in words."""
+        return self._problem_of_place(place) or self._problem_of_content(place, row)
+
+    def _problem_of_place(self, place: int) -> tuple[str, str] | None:
+        segment, slot = segment_and_slot(place)
+        slot_bytes = self.segments.get(segment)
+        if place < 0 or slot_bytes is None or segment in self.lost_segments:
+            return "rows outside segments", f"there is no segment {segment} in which it could be"
+        offset = slot * PAGE_BYTES
+        if offset % slot_bytes:
+            return "overlapping rows", f"offset {offset} is no slot of {slot_bytes} bytes, so it overlaps others"
+        if offset + slot_bytes > self._segment_bytes:
+            return "rows outside segments", f"its slot at {offset} ends behind the segment"
+        return None
+
+    def _problem_of_content(self, place: int, row: Row) -> tuple[str, str] | None:
+        known = self._namespaces.get(row.namespace)
+        if known is None:
+            return "unknown namespaces", f"namespace {row.namespace} is not known"
+        spec, _ = known
+        slot_bytes = self.segments[segment_and_slot(place)[0]]
+        needed = sealed_bytes(spec.frame_bytes, spec.block_bytes) if row.codec & codecs.SEALED else spec.frame_bytes
+        if slot_bytes not in (needed, sealed_bytes(spec.frame_bytes, spec.block_bytes)):
+            wanted = f"blocks of its namespace need slots of {needed} bytes, these have {slot_bytes}"
+            return "wrong slot sizes", wanted
+        if row.length != spec.block_bytes:
+            return "wrong lengths", f"{row.length} bytes, blocks of its namespace have {spec.block_bytes}"
+        if spec.window_blocks and row.parent != ROOT_KEY:
+            return "chains of windows", "a block of a windowed namespace names a block before it"
+        if row.kind not in KINDS or not codecs.known(row.codec):
+            return "unknown forms", f"codec {row.codec} or checksum kind {row.kind} is not known"
+        if not plausible_length(row.codec, row.stored_length, row.length):
+            return "wrong lengths", f"{row.stored_length} bytes are stored of a block of {row.length}"
+        return None
+
+
+class BlockReader:
+    """Reads blocks of a closed directory, bypassing the page cache where possible. Blocks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._area = mmap.mmap(-1, PAGE_BYTES)
+        self._segment = -1
+        self._files = ExitStack()
+        self._fd = -1
+
+    def close(self) -> None:
+        self._files.close()
+
+    def problem(self, place: int, row: Row, fingerprint: str) -> str:
+        """What is wrong with a block's bytes; empty when they are right."""
+        segment, slot = segment_and_slot(place)
+        size = round_up(row.stored_length, PAGE_BYTES)
+        if len(self._area) < size:
+            self._area = mmap.mmap(-1, size)
+        view = memoryview(self._area)[:size]
+        try:
+            if segment != self._segment:
+                self._open(segment)
+            done = 0
+            while done < size:
+                count = os.preadv(self._fd, [view[done:]], slot * PAGE_BYTES + done)
+                if count == 0:
+                    return f"the segment ends {size - done} bytes too early"
+                done += count
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        seed = block_seed(row.key, fingerprint, row.length, row.codec, row.kind)
+        if block_checksum(view[: row.stored_length], seed, row.kind) != row.checksum:
+            return f"the bytes of block {row.key.hex()} fail their checksum"
+        return ""
+
+    def _open(self, segment: int) -> None:
+        self._files.close()
+        path = self._path / "segments" / f"{segment:08d}.seg"
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT)
+        except OSError:
+            self._fd = os.open(path, flags)
+        self._files.callback(os.close, self._fd)
+        self._segment = segment
 
 
 def check_directory(

@@ -3,7 +3,7 @@
     directory ── superblock, lock, segment_files, aside (damaged files), aio_probe
     queue ── backlog: what waits ──► carriers: aio ─────► kernel_aio: transfers under way
                                            or threads ─► disk: system calls
-             both by way of block_io: operations, forms of a block; bounce: memory for those that are not raw
+             both by way of block_io: operations, forms of a block
     health    is the disk written to           troubles    an error in words, with its remedy
     mounts    is the file system mounted
 

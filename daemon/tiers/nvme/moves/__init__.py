@@ -4,5 +4,4 @@ writebehind   new blocks to disk, parents first, by the run    ◄── offers:
 flights       its writes in progress, until their blocks are visible
 shelf_source  which directory has a block; reads it into a frame, for promotion
 budget        limit on the bytes written per day
-dirty         blocks that only DRAM has, written before the daemon ends
 """

@@ -9,7 +9,6 @@ url          what the URL says, and what its user may get wrong
 tls          certificates
 connection   the calls of the tier, and a connection to one server
 cluster      a connection to a cluster: its lines, and redirects
-slots        which node of a cluster has which name
 commands     the few commands that we use: how each is written, and how its reply is read
 exchange     a pipeline of commands on one line, with bounds on what is under way
 line         one socket: connects, sends, receives, until a deadline

@@ -10,7 +10,7 @@ from store_calls import content
 from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon, valkey_cluster
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.slots import hash_slot_of
+from tiercache.daemon.tiers.shared.stores.valkey.cluster import hash_slot_of
 
 SIZE = 50_000
 NAMES = [b"name-%d" % number for number in range(300)]
