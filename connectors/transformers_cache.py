@@ -1,6 +1,6 @@
 """Prefix cache for `model.generate` of Hugging Face transformers: restores stored KV before the prefill.
 
-    from tiercache.connectors.transformers_cache import PrefixCache
+    from .transformers_cache import PrefixCache
 
     with PrefixCache(model) as cache:
         output = cache.generate(**inputs, max_new_tokens=64)
@@ -30,7 +30,6 @@ from transformers import DynamicCache
 
 from tiercache.connector.connector import Connector, connect
 from tiercache.connector.loads import Match
-from tiercache.connectors.transformers import calls
 from tiercache.connectors.transformers.model import (
     check_version,
     make_namespace,
@@ -44,6 +43,8 @@ from tiercache.ground.units import parse_bytes
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.keys import KeyChain, name_blocks
 from tiercache.protocol.messages import ModelCard
+
+from .transformers import calls
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 

@@ -59,12 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tiercache daemon: {error}", file=sys.stderr)
         return 2
 
-    from tiercache.daemon.descriptors import fit, raise_limit
     from tiercache.daemon.ground.core_dumps import leave_none
     from tiercache.daemon.ground.logs import last_words, start_logging
     from tiercache.daemon.ground.regions import check_fits
-    from tiercache.daemon.processes import beside_arena
-    from tiercache.daemon.server import Server
+
+    from .descriptors import fit, raise_limit
+    from .processes import beside_arena
+    from .server import Server
 
     config = running.config
     log = start_logging(config.log_level, config.log_format)

@@ -28,8 +28,6 @@ from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.observe.observers import Observers
 from tiercache.daemon.observe.reuse import WhatIf
-from tiercache.daemon.policies import Maker, Policies
-from tiercache.daemon.prefetch import Ahead
 from tiercache.daemon.tiers.dram.check import check_dram
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.reads import Reads
@@ -40,6 +38,9 @@ from tiercache.daemon.tiers.quotas import Quotas
 from tiercache.daemon.tiers.store_leases import process_gone, session_lost
 from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.protocol.messages import KEY_BYTES
+
+from .policies import Maker, Policies
+from .prefetch import Ahead
 
 _FLUSH_AT_ONCE = 1024
 """Entries unlinked before a flush is answered; the rest follows in the background."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from heapq import nsmallest
 from operator import attrgetter
 
-from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.index.walks import path_to
 from tiercache.daemon.tiers.dram.pins import ClientPins
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import MAX_INSPECTED, MAX_LISTED_PINS, BlockView, PinView
+
+from .cache import Cache
 
 _NAMESPACES_AT_ONCE = 256
 _PINS_AT_ONCE = 256

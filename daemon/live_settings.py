@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 from tiercache.config.daemon_config import DaemonConfig, Resolved, parse_setting
 from tiercache.config.settings import SETTINGS
-from tiercache.daemon.cache import Cache
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.protocol.messages import SettingView
+
+from .cache import Cache
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 from tiercache import __version__
 from tiercache.config.daemon_config import DaemonConfig, Resolved, control_endpoint, session_socket_path
 from tiercache.copies.arena import Region
-from tiercache.daemon.cache import Cache, CacheLimits
-from tiercache.daemon.descriptors import CONNECTIONS_PER_SESSION
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.clock import LeaseClock
@@ -35,10 +33,8 @@ from tiercache.daemon.ground.niceness import go_first
 from tiercache.daemon.ground.regions import RegionMaker
 from tiercache.daemon.ground.run_directory import RunDir, find_group
 from tiercache.daemon.ground.system_calls import check_threads
-from tiercache.daemon.live_settings import LiveSettings
 from tiercache.daemon.observe.http_process import HttpProcess
 from tiercache.daemon.observe.reuse import WhatIf
-from tiercache.daemon.processes import threads_needed
 from tiercache.daemon.requests.context import RequestContext
 from tiercache.daemon.requests.router import DRAIN_REQUESTS, Answer, Router
 from tiercache.daemon.requests.service import Service
@@ -50,6 +46,11 @@ from tiercache.daemon.tiers.below_dram import BelowDram
 from tiercache.daemon.tiers.unfinished import FLOOR_SHARE
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import Welcome
+
+from .cache import Cache, CacheLimits
+from .descriptors import CONNECTIONS_PER_SESSION
+from .live_settings import LiveSettings
+from .processes import threads_needed
 
 if TYPE_CHECKING:
     from tiercache.daemon.observe.recorder import Recorder

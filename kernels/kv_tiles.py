@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercache.kernels.kv_formats import BlockFormat
+from .kv_formats import BlockFormat
 
 RAW, E4M3, E5M2, INT8, INT4 = (tl.constexpr(number) for number in range(5))
 _KINDS = {"fp8_e4m3": E4M3.value, "fp8_e5m2": E5M2.value, "int8": INT8.value, "int4": INT4.value}

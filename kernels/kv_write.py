@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercache.kernels.kv_tiles import E4M3, INT4, INT8, KEY, VALUE, PagedKv, TileFormat, channels, load_tile
+from .kv_tiles import E4M3, INT4, INT8, KEY, VALUE, PagedKv, TileFormat, channels, load_tile
 
 _TINY = tl.constexpr(2.0**-126)
 _LEAST_BASE = tl.constexpr(255 + (0x00800000 >> 19))

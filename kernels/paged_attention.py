@@ -26,8 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercache.kernels.kv_tiles import KEY, RAW, VALUE, PagedKv, channels, load_factor, load_tile
-from tiercache.kernels.tile_shapes import TileShape
+from .kv_tiles import KEY, RAW, VALUE, PagedKv, channels, load_factor, load_tile
+from .tile_shapes import TileShape
 
 SEGMENT_FIELDS = 5
 """Fields of a segment: its first row in the batch, start, end, place of its blocks in `tables`, tail."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from tiercache.kernels.kv_tiles import INT4, RAW, TileFormat
+from .kv_tiles import INT4, RAW, TileFormat
 
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4

@@ -112,28 +112,48 @@ def modules() -> dict[str, Path]:
 def imports(importer: str, source: str, known: set[str]) -> Iterator[Import]:
     """All imports of a source text: at the top, inside functions, and by name with `import_module`."""
 
+    is_package = any(one.startswith(f"{importer}.") for one in known)
+    folder = importer if is_package else importer.rpartition(".")[0]
+
     def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             inner = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            for name in _imported(child, known):
+            for name in _imported(child, folder, known):
                 yield Import(importer, name, inner)
             yield from visit(child, inner)
 
     yield from visit(ast.parse(source), False)
 
 
-def _imported(node: ast.AST, known: set[str]) -> Iterator[str]:
+def _imported(node: ast.AST, folder: str, known: set[str]) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "import from the package by its full name"
+        assert node.level <= 1, "import from other folders by their full names"
+        source = ".".join(filter(None, (folder if node.level else "", node.module)))
         for alias in node.names:
-            inner = f"{node.module}.{alias.name}"
-            yield inner if inner in known else str(node.module)
+            inner = f"{source}.{alias.name}"
+            yield inner if inner in known else source
     elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called in ("import_module", "__import__"):
             yield str(node.args[0].value)
+
+
+def test_the_same_folder_is_imported_by_a_dot() -> None:
+    """Where a folder is reached by a symbolic link, tools follow imports within it only so."""
+    full = []
+    for importer, path in modules().items():
+        folder = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
+        if importer.startswith(("tiercache.daemon", "tiercache.connectors", "tiercache.kernels")):
+            found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+            full += [f"{importer}: {node.module}" for node in found if is_in(str(node.module), folder)]
+    assert full == []
+
+
+def is_in(module: str, folder: str) -> bool:
+    """Whether a module is a file of this folder itself."""
+    return module == folder or module.rpartition(".")[0] == folder
 
 
 def unit(module: str, house: dict[str, int] = HOUSES[0]) -> str:

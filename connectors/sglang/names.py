@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from tiercache.connectors.sglang.settings import HiCacheSettings
 from tiercache.connectors.weights.files import content_of, states_of
 from tiercache.errors import ModelRefused, TierCacheError
 from tiercache.ground import forks
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import KEY_BYTES
+
+from .settings import HiCacheSettings
 
 HASH_BYTES = 32
 OPTIONS = (

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiercache.connectors.transformers import calls
 from tiercache.errors import ConfigError, ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
 from transformers import DynamicCache, GenerationConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from . import calls
 
 ENGINE_NAME = "transformers/1"
 BLOCK_LAYOUT = "layer,2,kv_head,slot,head_dim"

@@ -28,7 +28,6 @@ import xxhash
 from torch.nn.modules import module as torch_modules
 
 import transformers
-from tiercache.connectors.transformers.model import constant_rope_tokens
 from tiercache.connectors.weights.module_facts import attributes_of, functions_of, tensors_beside
 from tiercache.connectors.weights.sample import WeightSample
 from tiercache.errors import ModelRefused
@@ -37,6 +36,8 @@ from tiercache.ground.uninterrupted import whole
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import KEY_BYTES
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .model import constant_rope_tokens
 
 logger = logging.getLogger("tiercache.connectors.transformers")
 

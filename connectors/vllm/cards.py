@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.connector.connector import Connector
-from tiercache.connectors.vllm.hashes import hash_seed
 from tiercache.ground import forks
 from tiercache.protocol.messages import ModelCard
 from tiercache.protocol.namespaces import NamespaceSpec
+
+from .hashes import hash_seed
 
 HASHING = "vllm/"
 """`ModelCard.hashing` is this and vLLM's name of the hash."""

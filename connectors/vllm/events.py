@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tiercache.connectors.vllm.compat import kv_cache_interface, kv_cache_utils
 from tiercache.protocol.messages import EventRun, pack_indices
+
+from .compat import kv_cache_interface, kv_cache_utils
 
 
 class CacheGroup(NamedTuple):

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiercache.connectors.vllm.compat import MISSING, TESTED, VERSION, Door, age, base, kv_cache_interface
-from tiercache.connectors.vllm.log import join_vllm
 from tiercache.copies.pool import Limit, Pool, make_copier
 from tiercache.errors import LayoutError
+
+from .compat import MISSING, TESTED, VERSION, Door, age, base, kv_cache_interface
+from .log import join_vllm
 
 PROBE_TIMEOUT_S = 10.0
 OWN = {"check_integrity", "unregister_kv_caches"}

@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from tiercache.connectors.vllm.compat import kv_cache_interface
 from tiercache.errors import ModelRefused
+
+from .compat import kv_cache_interface
 
 FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
 WINDOWED = {"SlidingWindowSpec"}

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 from tiercache.connector.connector import Connector
-from tiercache.connectors.vllm.costs import TIER_NAMES, TierBlocks
 from tiercache.errors import TierCacheError
 from tiercache.ground.units import format_bytes, format_duration
+
+from .costs import TIER_NAMES, TierBlocks
 
 MOST_LINES = 20
 """Lines that may follow each other closely; then one every LINE_EVERY_S, and those left out are counted."""

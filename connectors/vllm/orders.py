@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiercache.connectors.vllm.compat import base
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import EventRun
 from tiercache.protocol.namespaces import NamespaceSpec
+
+from .compat import base
 
 
 class BlockRun(NamedTuple):

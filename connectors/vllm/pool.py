@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from tiercache.connectors.vllm.compat import VERSION, kv_cache_interface
-from tiercache.connectors.vllm.groups import GroupPart, check_groups, layer_specs, parts_of, replicated
 from tiercache.copies.pool import Pool, Segment
 from tiercache.errors import LayoutError
 from tiercache.protocol.namespaces import NamespaceSpec
+
+from .compat import VERSION, kv_cache_interface
+from .groups import GroupPart, check_groups, layer_specs, parts_of, replicated
 
 
 def make_pools(

@@ -23,17 +23,18 @@ import msgspec
 
 from tiercache.connector.connector import Connector
 from tiercache.connector.loads import Match
-from tiercache.connectors.vllm.compat import CacheHitSource, block_tables, ended_by_output, local_cache
-from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks, tiers_of
-from tiercache.connectors.vllm.log import RequestLog
-from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
-from tiercache.connectors.vllm.names import Names, keys_of
-from tiercache.connectors.vllm.orders import ChainHint, Load, Orders, WorkerReport
-from tiercache.connectors.vllm.stores import EngineFacts, StorePlanner, runs_of
 from tiercache.errors import TierCacheError
 from tiercache.ground import forks
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS, Priority
+
+from .compat import CacheHitSource, block_tables, ended_by_output, local_cache
+from .costs import EngineCosts, TierBlocks, tiers_of
+from .log import RequestLog
+from .lookups import Lookup, MatchLookups
+from .names import Names, keys_of
+from .orders import ChainHint, Load, Orders, WorkerReport
+from .stores import EngineFacts, StorePlanner, runs_of
 
 MAX_LEASED = 512
 """Waiting requests that are looked up as they arrive; later ones when vLLM first asks for them."""

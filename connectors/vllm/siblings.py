@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tiercache.connectors.vllm.callers import locals_of_callers
-from tiercache.connectors.vllm.compat import base
-from tiercache.connectors.vllm.orders import RankForm, WorkerReport
 from tiercache.errors import ConfigError, ModelRefused
+
+from .callers import locals_of_callers
+from .compat import base
+from .orders import RankForm, WorkerReport
 
 WAIT_S = 5.0
 """Longest wait of a request for the forms of ranks. They come with the next step, even one without tokens."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercache.connectors.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
-from tiercache.connectors.vllm.scheduler import DECLINED
-from tiercache.connectors.vllm.worker import COUNTERS
+from .compat import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+from .scheduler import DECLINED
+from .worker import COUNTERS
 
 ALL_COUNTERS = (*COUNTERS, DECLINED)
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercache.connector.connector import Connector
-from tiercache.connectors.vllm.events import name_blocks
-from tiercache.connectors.vllm.groups import GroupPart
-from tiercache.connectors.vllm.names import keys_of
-from tiercache.connectors.vllm.orders import BlockRun, Orders, Store, WorkerReport
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
+
+from .events import name_blocks
+from .groups import GroupPart
+from .names import keys_of
+from .orders import BlockRun, Orders, Store, WorkerReport
 
 MAX_JOBS = 48
 """Stores in progress; a request that finds no place offers its blocks again with a later step."""

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiercache.connectors.vllm.callers import locals_of_callers
-from tiercache.connectors.vllm.compat import VERSION, window_in_chunks
-from tiercache.connectors.vllm.groups import GroupPart, check_groups, check_steps, layer_specs, parts_of
-from tiercache.connectors.vllm.names import check_hashes
 from tiercache.errors import ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from .callers import locals_of_callers
+from .compat import VERSION, window_in_chunks
+from .groups import GroupPart, check_groups, check_steps, layer_specs, parts_of
+from .names import check_hashes
 
 
 class Caller(NamedTuple):

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
-from tiercache.connectors.vllm.lookups import Lookup
-from tiercache.connectors.vllm.tier_lookups import Chain, ChunkPlace
 from vllm.v1.kv_offload.tiering.base import JobResult
+
+from .lookups import Lookup
+from .tier_lookups import Chain, ChunkPlace
 
 
 class ChunkRun(NamedTuple):

@@ -17,12 +17,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from tiercache.connector.connector import Connector
-from tiercache.connectors.vllm.groups import GroupPart
-from tiercache.connectors.vllm.lookups import Lookup, MatchLookups
-from tiercache.connectors.vllm.names import Names, keys_of
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_offload_group_idx, make_offload_key
+
+from .groups import GroupPart
+from .lookups import Lookup, MatchLookups
+from .names import Names, keys_of
 
 MAX_LOOKUPS = 1024
 """In progress at once; requests beyond them are looked up in later steps."""

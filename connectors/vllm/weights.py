@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from tiercache.connectors.vllm.callers import locals_of_callers
 from tiercache.connectors.weights.sample import Taken, WeightSample
 from tiercache.errors import ModelRefused
+
+from .callers import locals_of_callers
 
 DRAFTERS = ("drafter", "speculator")
 """Where vLLM's model runners keep the draft model, whose KV is in blocks too."""

@@ -9,12 +9,13 @@ from typing import Any
 from tiercache.connector.connector import Connector
 from tiercache.connector.jobs import Transfer
 from tiercache.connector.stores import StoreResult
-from tiercache.connectors.vllm.events import CacheGroup, of_group
-from tiercache.connectors.vllm.orders import BlockRun, Load, Orders, Store, WorkerReport
-from tiercache.connectors.vllm.weights import Weights
 from tiercache.copies.pool import COPY_GIVE_UP_S
 from tiercache.errors import DeadlineExceeded
 from tiercache.protocol.messages import KEY_BYTES, EventRun
+
+from .events import CacheGroup, of_group
+from .orders import BlockRun, Load, Orders, Store, WorkerReport
+from .weights import Weights
 
 FLUSH_TIMEOUT_S = 0.1
 """A step waits so long for stores whose blocks it overwrites; after that they are void."""

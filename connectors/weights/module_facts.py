@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from tiercache.connectors.weights.sample import elements, plain_tensors
+from .sample import elements, plain_tensors
 
 _OF_TORCH = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"})
 _IGNORED = _OF_TORCH | {

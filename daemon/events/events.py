@@ -20,9 +20,10 @@ from typing import Any
 
 import msgspec
 
-from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.protocol.messages import KEY_BYTES, ReceivedRun, unpack_indices
+
+from .publisher import Publisher
 
 BATCH_BYTES = 64 << 10
 """A batch with more than this is full; smaller ones are published at the next tick."""

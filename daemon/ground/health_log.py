@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 
-from tiercache.daemon.ground.logs import fields
 from tiercache.ground.units import without_quantities
+
+from .logs import fields
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from tiercache.config.setting_kinds import toml_bytes
 from tiercache.copies.arena import Beside, Region, capacity, create_region
-from tiercache.daemon.ground.niceness import go_behind
 from tiercache.errors import ArenaError, ConfigError
 from tiercache.ground.units import format_bytes, round_up
+
+from .niceness import go_behind
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from tiercache.daemon.helper_processes import packets
+from . import packets
 
 _PR_SET_PDEATHSIG = 1
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from tiercache.daemon.helper_processes import packets
 from tiercache.ground.isolated import quick_command
+
+from . import packets
 
 MAX_REPORTS = 1000
 """Read in one go: more than a socket holds, so that all that a dead process has said is read."""

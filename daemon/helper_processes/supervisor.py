@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiercache.daemon.helper_processes import packets
-from tiercache.daemon.helper_processes.limits import DEFAULT_LIMITS, ProcessLimits
-from tiercache.daemon.helper_processes.process import (
+from . import packets
+from .limits import DEFAULT_LIMITS, ProcessLimits
+from .process import (
     HelperProcess,
     ProcessError,
     ProcessProblem,

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from tiercache.daemon.hints.chain_hints import HintGroup, Mark
 from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, Touch
 from tiercache.protocol.messages import Priority
+
+from .chain_hints import HintGroup, Mark
 
 MAX_MARKS = 16_384
 """Marks of one policy; beyond that the oldest is forgotten."""

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from tiercache.daemon.hints.chain_hints import LATE_S, LATE_SHARE, HintGroup, Mark
-from tiercache.daemon.hints.hinted_policy import EXPIRE_AT_ONCE, MAX_MARKS, HintedPolicy
-from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.chain_ends import ChainEnds
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy
 from tiercache.protocol.messages import KEY_BYTES, Priority
+
+from .chain_hints import LATE_S, LATE_SHARE, HintGroup, Mark
+from .hinted_policy import EXPIRE_AT_ONCE, MAX_MARKS, HintedPolicy
+from .switched_policy import SwitchedPolicy
 
 MAX_WALK = 8192
 """Blocks that a hint can be about, of all its namespaces together: a walk of a millisecond."""

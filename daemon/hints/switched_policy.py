@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tiercache.daemon.hints.hinted_policy import HintedPolicy, Teller
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Policy
+
+from .hinted_policy import HintedPolicy, Teller
 
 
 class SwitchedPolicy:

@@ -14,8 +14,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tiercache.daemon.index.index import Index
 from tiercache.protocol.messages import KEY_BYTES
+
+from .index import Index
 
 TAIL_S = 1.0
 """How long to wait for a writer to continue."""

@@ -12,9 +12,10 @@ from itertools import islice
 from typing import Any, Protocol
 
 from tiercache.daemon.ground.slices import PINS, Steps
-from tiercache.daemon.index.allocator import NO_FRAME, Allocator
-from tiercache.daemon.index.frame_check import Entries, FrameCheck
-from tiercache.daemon.index.policy import NO_ENTRY, Columns
+
+from .allocator import NO_FRAME, Allocator
+from .frame_check import Entries, FrameCheck
+from .policy import NO_ENTRY, Columns
 
 ENTRIES = 2 * PINS
 """Entries checked in one slice."""

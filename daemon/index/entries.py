@@ -16,8 +16,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 
-from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.policy import MOVED, NO_ENTRY, Columns, Policy, Touch
+from .allocator import NO_FRAME
+from .policy import MOVED, NO_ENTRY, Columns, Policy, Touch
 
 FREE, LIVE, DEAD = 0, 1, 2
 SHARDS = 64

@@ -15,8 +15,9 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.index.allocator import Allocator, RegionFrames, SizeClass
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+
+from .allocator import Allocator, RegionFrames, SizeClass
 
 UNSEEN, FREE, WRITTEN = 0, -2, -3
 """States of a frame, beside the allocator's `MOVED`; entry + 1 for a frame met in the index."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import finish
-from tiercache.daemon.index.allocator import NO_FRAME
-from tiercache.daemon.index.check import check_index
-from tiercache.daemon.index.entries import DEAD, LIVE, SHARDS, Table
-from tiercache.daemon.index.lookups import Lookups
-from tiercache.daemon.index.policy import NO_ENTRY
+
+from .allocator import NO_FRAME
+from .check import check_index
+from .entries import DEAD, LIVE, SHARDS, Table
+from .lookups import Lookups
+from .policy import NO_ENTRY
 
 REFUSED = -2
 """Instead of an entry, from `insert_many`."""

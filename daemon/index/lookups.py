@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiercache.daemon.index.entries import LIVE, SHARDS, LinkedEntries, Table
-from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.protocol.messages import KEY_BYTES
+
+from .entries import LIVE, SHARDS, LinkedEntries, Table
+from .policy import NO_ENTRY
 
 REMEMBERED = 32
 """Of so many entries that a walk up has found attached, one is remembered."""

@@ -7,11 +7,12 @@ for the end of a chain of 65536 blocks would walk up all of it at once; a walk b
 from __future__ import annotations
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.index.entries import LIVE, Table
-from tiercache.daemon.index.index import Index
-from tiercache.daemon.index.lookups import REMEMBERED
-from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
+
+from .entries import LIVE, Table
+from .index import Index
+from .lookups import REMEMBERED
+from .policy import NO_ENTRY
 
 WALKED_AT_ONCE = 8192
 """Entries looked at in one slice on the way to a root: about a millisecond."""

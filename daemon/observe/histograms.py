@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tiercache.ground.histograms import Histogram, LatencyHistogram
 
 if TYPE_CHECKING:
-    from tiercache.daemon.observe.traffic import Traffic
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
+
+    from .traffic import Traffic
 
 
 def build_histograms(

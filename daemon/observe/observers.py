@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiercache.daemon.observe.traffic import Traffic
 from tiercache.protocol.messages import KEY_BYTES, Hint
 
+from .traffic import Traffic
+
 if TYPE_CHECKING:
-    from tiercache.daemon.observe.recorder import Recorder
-    from tiercache.daemon.observe.reuse import WhatIf
     from tiercache.daemon.tiers.dram.reads import Found
     from tiercache.daemon.tiers.dram.space import Namespace
+
+    from .recorder import Recorder
+    from .reuse import WhatIf
 
 
 class Observers:

@@ -27,10 +27,11 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from tiercache.config.daemon_config import DaemonConfig
-from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import ConfigError
 from tiercache.protocol.messages import KEY_BYTES, Hint
+
+from .traffic import PROBE_ENGINE
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -30,8 +30,11 @@ from math import ceil, inf, log2
 from typing import Any, NamedTuple
 
 from tiercache.daemon.ground.slices import Steps, finish
-from tiercache.daemon.observe.reuse_curve import RecentLookups
-from tiercache.daemon.observe.reuse_stack import (
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import KEY_BYTES
+
+from .reuse_curve import RecentLookups
+from .reuse_stack import (
     MAX_SHIFT,
     NAME_START,
     Looked,
@@ -41,9 +44,7 @@ from tiercache.daemon.observe.reuse_stack import (
     marks,
     still_chosen,
 )
-from tiercache.daemon.observe.traffic import PROBE_ENGINE
-from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.protocol.messages import KEY_BYTES
+from .traffic import PROBE_ENGINE
 
 MAX_SAMPLES = 16384
 """Blocks in the sample: about 2.5 MB."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiercache.daemon.observe.hot_prefixes import HotPaths
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram
+
+from .hot_prefixes import HotPaths
 
 MAX_NOTED = 32
 """Matches that may wait to be counted: with the longest keys, 4 MiB."""

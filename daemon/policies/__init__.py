@@ -18,9 +18,10 @@ from tiercache.daemon.hints.hints import Hints
 from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Learner, Policy
-from tiercache.daemon.policies.fresh_stores import SHARE, FreshStores
-from tiercache.daemon.policies.lru import LeafLRU
-from tiercache.daemon.policies.turnover import Turnover
+
+from .fresh_stores import SHARE, FreshStores
+from .lru import LeafLRU
+from .turnover import Turnover
 
 __all__ = ["POLICIES", "Made", "Maker", "Policies"]
 
@@ -47,8 +48,8 @@ def _lru(turnover: Turnover, secret: int) -> Made:
 
 
 def _hazard(turnover: Turnover, secret: int) -> Made:
-    from tiercache.daemon.policies.hazard import LeastWorth  # loads numpy
-    from tiercache.daemon.policies.predictor import Predictor
+    from .hazard import LeastWorth  # loads numpy
+    from .predictor import Predictor
 
     predictor = Predictor(turnover, secret)
     return Made(lambda index: LeastWorth(index, predictor), predictor, in_hits=True)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Learner, Policy, Touch
-from tiercache.daemon.policies.rings import Rings
-from tiercache.daemon.policies.turnover import Turnover
+
+from .rings import Rings
+from .turnover import Turnover
 
 SHARE = 0.1
 """Of DRAM's capacity."""

@@ -10,9 +10,10 @@ import numpy as np
 
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Touch
-from tiercache.daemon.policies.predictor import Predictor
-from tiercache.daemon.policies.rings import Rings
-from tiercache.daemon.policies.worths import (
+
+from .predictor import Predictor
+from .rings import Rings
+from .worths import (
     AGES,
     FIRST_AGE,
     Floats,

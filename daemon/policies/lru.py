@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Sequence
 
 from tiercache.daemon.index.policy import NO_ENTRY, Columns, Touch
-from tiercache.daemon.policies.rings import Rings
+
+from .rings import Rings
 
 _BUCKET_SHIFT = 6
 

@@ -23,8 +23,10 @@ import numpy.ma
 import numpy.typing as npt
 
 from tiercache.daemon.index.policy import USED, Touch
-from tiercache.daemon.policies.turnover import Turnover
-from tiercache.daemon.policies.worths import (
+from tiercache.protocol.messages import KEY_BYTES
+
+from .turnover import Turnover
+from .worths import (
     AGES,
     CLASSES,
     Floats,
@@ -35,7 +37,6 @@ from tiercache.daemon.policies.worths import (
     shared_class,
     worths_before,
 )
-from tiercache.protocol.messages import KEY_BYTES
 
 MAX_SAMPLES = 16_384
 LOOKED_AT = 8

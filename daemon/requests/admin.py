@@ -13,13 +13,14 @@ from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.inspection import chain_of, pins_of, places_of
 from tiercache.daemon.observe.traffic import PROBE_ENGINE
-from tiercache.daemon.requests.context import Method, RequestContext, check_keys, check_windows, encoder, positive
-from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.requests.store_waits import StoreWaits
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import ConfigError, RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import NO_LEASE, ErrorCode
+
+from .context import Method, RequestContext, check_keys, check_windows, encoder, positive
+from .sessions import Session
+from .store_waits import StoreWaits
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -10,13 +10,14 @@ import msgspec
 from tiercache.copies.arena import Region
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.requests.router import Answer
-from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.requests.unsent import Unsent
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES, ErrorCode
+
+from .router import Answer
+from .sessions import Session
+from .unsent import Unsent
 
 if TYPE_CHECKING:
     from tiercache.daemon.live_settings import LiveSettings

@@ -8,7 +8,13 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.requests.context import (
+from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.errors import RequestRefused
+from tiercache.protocol import messages as m
+from tiercache.protocol.messages import NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
+
+from .context import (
     Method,
     RequestContext,
     check_keys,
@@ -17,15 +23,10 @@ from tiercache.daemon.requests.context import (
     encoder,
     positive,
 )
-from tiercache.daemon.requests.router import Answer
-from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.requests.slow import SlowRequests
-from tiercache.daemon.requests.store_waits import StoreWaits
-from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
-from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.errors import RequestRefused
-from tiercache.protocol import messages as m
-from tiercache.protocol.messages import NO_LEASE, OFFSET_MASK, REGION_SHIFT, ErrorCode
+from .router import Answer
+from .sessions import Session
+from .slow import SlowRequests
+from .store_waits import StoreWaits
 
 MAX_PARKED = 64
 """Requests of one session that may wait for the tier below."""

@@ -23,9 +23,6 @@ from zmq.utils import z85
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.requests.router import Answer, Handler, Router
-from tiercache.daemon.requests.sessions import Session, SessionGate, refusal
-from tiercache.daemon.requests.unsent import Unsent
 from tiercache.errors import ConfigError
 from tiercache.protocol.curve import CLIENTS_DIR, load_allowed, load_server
 from tiercache.protocol.messages import (
@@ -39,6 +36,10 @@ from tiercache.protocol.messages import (
     Welcome,
 )
 from tiercache.protocol.wire import UNREADABLE
+
+from .router import Answer, Handler, Router
+from .sessions import Session, SessionGate, refusal
+from .unsent import Unsent
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -24,11 +24,12 @@ import zmq
 from tiercache.daemon.ground.connections import Connections
 from tiercache.daemon.ground.multipart import Multipart
 from tiercache.daemon.ground.run_directory import guard
-from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.requests.unsent import SMALL_BYTES, Receiver, SmallAnswers, Unsent
 from tiercache.errors import ConfigError
 from tiercache.ground.listening import is_ipv6, remedy
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES
+
+from .sessions import Session
+from .unsent import SMALL_BYTES, Receiver, SmallAnswers, Unsent
 
 BATCH = 64
 BATCH_NS = 2_000_000

@@ -19,19 +19,20 @@ import zmq
 
 from tiercache.daemon.ground.clock import LeaseClock
 from tiercache.daemon.ground.slices import AnswerNow, Steps
-from tiercache.daemon.requests.admin import AdminRequests
-from tiercache.daemon.requests.context import Method, RequestContext, encoder
-from tiercache.daemon.requests.reads import ReadRequests
-from tiercache.daemon.requests.router import Answer
-from tiercache.daemon.requests.sessions import Session
-from tiercache.daemon.requests.slow import SlowRequests
-from tiercache.daemon.requests.writes import MAX_SPEC_BYTES, WriteRequests
 from tiercache.errors import RequestRefused
 from tiercache.ground.histograms import LatencyHistogram
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import ErrorCode
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.protocol.wire import UNREADABLE
+
+from .admin import AdminRequests
+from .context import Method, RequestContext, encoder
+from .reads import ReadRequests
+from .router import Answer
+from .sessions import Session
+from .slow import SlowRequests
+from .writes import MAX_SPEC_BYTES, WriteRequests
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.logs import fields
-from tiercache.daemon.requests.sessions import Session
 from tiercache.protocol.messages import KEY_BYTES, Request
+
+from .sessions import Session
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from tiercache.daemon.ground.regions import RegionMaker
     from tiercache.daemon.observe.http_process import HttpProcess
     from tiercache.daemon.observe.recorder import Recorder
-    from tiercache.daemon.requests.service import Service
-    from tiercache.daemon.requests.sessions import SessionGate
     from tiercache.daemon.tiers.dram.space import Namespace
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
     from tiercache.daemon.tiers.quotas import Quotas
     from tiercache.daemon.tiers.shared.tier import SharedTier
+
+    from .service import Service
+    from .sessions import SessionGate
 
 # Clients choose the names that they give and register; the reply has to fit into one message.
 MAX_LISTED_NAMESPACES = 1024

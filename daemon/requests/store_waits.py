@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.requests.context import RequestContext
-from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES
+
+from .context import RequestContext
+from .sessions import Session
 
 MAX_WAITING = 64
 """Requests of one session that may wait for the store; further ones are answered from this host."""

@@ -7,8 +7,6 @@ from functools import partial
 
 from tiercache.daemon.events.events import Named, NamedBlocks
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.requests.context import Method, RequestContext, check_range, check_run, encoder
-from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
 from tiercache.daemon.tiers.lower_tier import Granted
@@ -16,6 +14,9 @@ from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, ErrorCode
 from tiercache.protocol.wire import UNREADABLE
+
+from .context import Method, RequestContext, check_range, check_run, encoder
+from .sessions import Session
 
 MAX_SPEC_BYTES = 8192
 

@@ -13,12 +13,14 @@ from tiercache.daemon.events.events import Events
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.lower_tier import TierBelow
+
+from .lower_tier import TierBelow
 
 if TYPE_CHECKING:
-    from tiercache.daemon.tiers.lower_tiers import LowerTiers
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
     from tiercache.daemon.tiers.shared.tier import SharedTier
+
+    from .lower_tiers import LowerTiers
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -62,7 +64,7 @@ class BelowDram:
         return SharedTier(shared_settings(self._config), self._regions, soon=self._soon)
 
     def _put_together(self, shared: SharedTier) -> LowerTiers:
-        from tiercache.daemon.tiers.lower_tiers import LowerTiers
+        from .lower_tiers import LowerTiers
 
         return LowerTiers(self.nvme, shared)
 

@@ -22,10 +22,11 @@ from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.lower_tier import Claim, FlushBelow, GrantsBelow, NoTierBelow, TierBelow
-from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.shared.tier import SharedTier
 from tiercache.protocol.messages import BlockView
+
+from .lower_tier import Claim, FlushBelow, GrantsBelow, NoTierBelow, TierBelow
+from .promotion import Promotion
 
 
 class LowerTiers:

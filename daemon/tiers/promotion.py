@@ -23,8 +23,9 @@ from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.growing_run import GrowingRun
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, LowerTier, Source
 from tiercache.protocol.messages import INSTANCE_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
+
+from .source import Fetch, FetchOutcome, FetchTally, LowerTier, Source
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
 """Per source, so that one hung disk affects one disk only."""

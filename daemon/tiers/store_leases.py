@@ -19,7 +19,8 @@ from typing import Generic, TypeVar
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, StoreLease
-from tiercache.daemon.tiers.unfinished import Unfinished
+
+from .unfinished import Unfinished
 
 PLACES_AT_ONCE = 1024
 """Places of leases that are given up or ended in one go: a millisecond or two of the event loop."""

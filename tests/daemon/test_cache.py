@@ -495,9 +495,9 @@ class DramMachine(RuleBasedStateMachine):
         free = self._free_frames(namespace)
         names: list[int | bytes] = [self.hash_of(block) for block in blocks]
         said = NamedBlocks(EventRun(names, None, bytes(4 * len(names))), 1)
-        known, broken = self.cache.counters.dedup_blocks, self.cache.space.index.invariant_failures
+        known, broken = self.cache.counters.dedup_blocks, self.cache.counters.broken_chains
         got = self.cache.reserve(session.owner, namespace, parent, b"".join(keys), ttl_s, said)
-        assert self.cache.space.index.invariant_failures == broken, "a chain is said to be broken"
+        assert self.cache.counters.broken_chains == broken, "a chain is said to be broken"
         above = (number, parent)
         if got.parent_missing:
             assert parent

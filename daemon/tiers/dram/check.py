@@ -9,11 +9,12 @@ from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.allocator import NO_ACCOUNT, NO_FRAME
 from tiercache.daemon.index.check import ENTRIES, Holding, check_blocks, check_pins
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.leases import ReadLease
-from tiercache.daemon.tiers.dram.reads import Reads
-from tiercache.daemon.tiers.dram.space import Space
-from tiercache.daemon.tiers.dram.write_lease import PendingBlock
-from tiercache.daemon.tiers.dram.writes import Writes
+
+from .leases import ReadLease
+from .reads import Reads
+from .space import Space
+from .write_lease import PendingBlock
+from .writes import Writes
 
 _TRIES = 3
 _PINS = 512

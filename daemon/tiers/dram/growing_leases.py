@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable
 
 from tiercache.daemon.ground.slices import PINS, Steps
-from tiercache.daemon.tiers.dram.growing_run import GrowingRun
-from tiercache.daemon.tiers.dram.leases import ReadLease
-from tiercache.daemon.tiers.dram.read_leases import ReadLeases
-from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.lower_tier import TierBelow
+
+from .growing_run import GrowingRun
+from .leases import ReadLease
+from .read_leases import ReadLeases
+from .space import Space
 
 
 class GrowingLeases:

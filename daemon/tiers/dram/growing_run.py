@@ -17,8 +17,9 @@ from collections import deque
 from tiercache.daemon.ground.slices import PINS
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.protocol.messages import KEY_BYTES
+
+from .space import Namespace, first_of_window
 
 
 class GrowingRun:

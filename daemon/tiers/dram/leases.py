@@ -16,8 +16,9 @@ from tiercache.protocol.messages import Extent
 
 if TYPE_CHECKING:
     from tiercache.daemon.events.events import Named
-    from tiercache.daemon.tiers.dram.growing_run import GrowingRun
-    from tiercache.daemon.tiers.dram.space import Namespace
+
+    from .growing_run import GrowingRun
+    from .space import Namespace
 
 _SPARE_NOTES = 1024
 _SWEPT_AT_ONCE = 4

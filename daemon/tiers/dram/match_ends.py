@@ -17,9 +17,10 @@ from tiercache.daemon.ground.slices import LOOKUPS, Steps
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.index.walks import walk
-from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
 from tiercache.daemon.tiers.lower_tier import Claim, TierBelow
 from tiercache.protocol.messages import KEY_BYTES
+
+from .space import Namespace, Space, first_of_window
 
 _CHAINS = 16
 """Chains looked up in the tier below in one slice: each of its directories is asked."""

@@ -11,9 +11,10 @@ from tiercache.daemon.ground.cpu_limit import CpuLimit
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.dram.write_lease import BlockPhase, PendingBlock, WriteLease, complete_run
 from tiercache.protocol.messages import REGION_SHIFT
+
+from .space import Namespace, Space
+from .write_lease import BlockPhase, PendingBlock, WriteLease, complete_run
 
 BLOCKS_AT_ONCE = 1024
 """Published or dropped in one go: a millisecond or two of the event loop. Not less than one commit may name."""

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
-from tiercache.daemon.tiers.dram.leases import ReadLease
-from tiercache.daemon.tiers.dram.read_leases import ReadLeases
-from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
+
+from .leases import ReadLease
+from .read_leases import ReadLeases
+from .space import Namespace, Space
 
 MAX_PINS = 16_384
 """Pins of clients, of any length: looking at them all takes some milliseconds."""

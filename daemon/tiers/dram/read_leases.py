@@ -7,11 +7,12 @@ from itertools import islice
 
 from tiercache.daemon.ground.slices import PINS, Steps
 from tiercache.daemon.index.entries import DEAD
-from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, ReadLease, new_lease_id
-from tiercache.daemon.tiers.dram.runs import Runs
-from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
 from tiercache.ground.histograms import LatencyHistogram
 from tiercache.protocol.messages import KEY_BYTES
+
+from .leases import Deadlines, Owner, ReadLease, new_lease_id
+from .runs import Runs
+from .space import Namespace, Space, first_of_window
 
 EXPIRED_AT_ONCE = 512
 """Leases that may expire in one tick."""

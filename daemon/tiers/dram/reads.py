@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
-from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
-from tiercache.daemon.tiers.dram.pins import ClientPins
-from tiercache.daemon.tiers.dram.read_leases import ReadLeases
-from tiercache.daemon.tiers.dram.runs import Runs
-from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.lower_tier import TierBelow
 from tiercache.protocol.messages import KEY_BYTES
+
+from .growing_leases import GrowingLeases
+from .leases import Owner, ReadLease
+from .pins import ClientPins
+from .read_leases import ReadLeases
+from .runs import Runs
+from .space import Namespace, Space
 
 PREFETCH_S = 30.0
 MAX_PREFETCHES = 256

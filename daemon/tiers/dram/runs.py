@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import PINS, AnswerNow, Steps, noted
 from tiercache.daemon.index.policy import NO_ENTRY, USED
-from tiercache.daemon.tiers.dram.leases import Owner
-from tiercache.daemon.tiers.dram.match_ends import Cuts
-from tiercache.daemon.tiers.dram.space import Namespace, Space, first_of_window
 from tiercache.daemon.tiers.lower_tier import TierBelow
 from tiercache.protocol.messages import KEY_BYTES
+
+from .leases import Owner
+from .match_ends import Cuts
+from .space import Namespace, Space, first_of_window
 
 MAX_TOGETHER = 64
 """Namespaces that are searched and used in one slice; with more, the search is a slice of its own."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.dram.leases import KeepsStores, Owner, StoreLease
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, BlockState
+
+from .leases import KeepsStores, Owner, StoreLease
 
 
 class BlockPhase(Enum):

@@ -12,7 +12,8 @@ from enum import Enum
 
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+
+from .shelf import Shelf
 
 
 class Room(Enum):

@@ -16,7 +16,8 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+
+from .shelf import Shelf
 
 FLUSH_S = 10.0
 """After so long a flush that some disk has not recorded is answered as not durable."""

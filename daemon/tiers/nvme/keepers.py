@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tiercache.daemon.tiers.nvme.keeper import Keeper
-from tiercache.daemon.tiers.nvme.runners import Runner
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from .keeper import Keeper
+from .runners import Runner
+from .shelf import Shelf
 
 log = logging.getLogger("tiercache.daemon")
 

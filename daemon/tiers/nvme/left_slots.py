@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from tiercache.daemon.tiers.nvme.parts import CatalogRows
-from tiercache.daemon.tiers.nvme.slot_numbers import place_of_slot
+from .parts import CatalogRows
+from .slot_numbers import place_of_slot
 
 DELETE_AT_ONCE = 512
 """Rows whose deletion is requested again in one go."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.parts import BlockQueue, DirectoryFiles
+
+from .parts import BlockQueue, DirectoryFiles
 
 log = logging.getLogger("tiercache.daemon")
 

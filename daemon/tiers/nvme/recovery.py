@@ -25,10 +25,11 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
     pack_placed,
     unpack_placed,
 )
-from tiercache.daemon.tiers.nvme.parts import DirectoryFiles, LoadingRows
-from tiercache.daemon.tiers.nvme.registry import Registry
-from tiercache.daemon.tiers.nvme.slot_numbers import PAGE_SHIFT, SLOT_MASK, slot_of
-from tiercache.daemon.tiers.nvme.slots import Slots
+
+from .parts import DirectoryFiles, LoadingRows
+from .registry import Registry
+from .slot_numbers import PAGE_SHIFT, SLOT_MASK, slot_of
+from .slots import Slots
 
 log = logging.getLogger("tiercache.daemon")
 

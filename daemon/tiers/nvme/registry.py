@@ -11,7 +11,8 @@ from collections.abc import Container
 
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done, SavedNamespace
-from tiercache.daemon.tiers.nvme.parts import CatalogRows
+
+from .parts import CatalogRows
 
 log = logging.getLogger("tiercache.daemon")
 

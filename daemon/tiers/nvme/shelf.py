@@ -31,12 +31,13 @@ from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, RowFields
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
-from tiercache.daemon.tiers.nvme.recovery import ROWS_AT_ONCE, Recovery
-from tiercache.daemon.tiers.nvme.registry import Registry
-from tiercache.daemon.tiers.nvme.slot_numbers import place_of_slot
-from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, Slots
 from tiercache.protocol.checksums import CHECKSUM_XXH3
+
+from .parts import BlockQueue, CatalogRows, DirectoryFiles
+from .recovery import ROWS_AT_ONCE, Recovery
+from .registry import Registry
+from .slot_numbers import place_of_slot
+from .slots import EVICT_AT_ONCE, Slots
 
 log = logging.getLogger("tiercache.daemon")
 

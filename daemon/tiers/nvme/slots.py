@@ -21,12 +21,13 @@ from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
 from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
-from tiercache.daemon.tiers.nvme.left_slots import LeftSlots
-from tiercache.daemon.tiers.nvme.new_segments import NewSegments
-from tiercache.daemon.tiers.nvme.parts import BlockQueue, CatalogRows, DirectoryFiles
-from tiercache.daemon.tiers.nvme.slot_numbers import slot_of
 from tiercache.daemon.tiers.quotas import UNLIMITED
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
+
+from .left_slots import LeftSlots
+from .new_segments import NewSegments
+from .parts import BlockQueue, CatalogRows, DirectoryFiles
+from .slot_numbers import slot_of
 
 EVICT_AT_ONCE = 64
 """Slots given up in one go of the event loop."""

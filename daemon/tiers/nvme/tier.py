@@ -35,28 +35,29 @@ from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
 from tiercache.daemon.tiers.lower_tier import FlushBelow, IndexedTier
-from tiercache.daemon.tiers.nvme import inspection as viewing
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
-from tiercache.daemon.tiers.nvme.fairness import Fairness
-from tiercache.daemon.tiers.nvme.flushes import Flushes
-from tiercache.daemon.tiers.nvme.keeper import Keeper
-from tiercache.daemon.tiers.nvme.keepers import Keepers, close_shelves
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
 from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSource, ShelfSources
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
-from tiercache.daemon.tiers.nvme.opening import Plan
-from tiercache.daemon.tiers.nvme.parts import BlockQueue, OpenDirectory
-from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.runners import Runner, runner_for
-from tiercache.daemon.tiers.nvme.shelf import Shelf
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
 from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.source import LowerTier
 from tiercache.protocol.messages import KEY_BYTES, BlockView
+
+from . import inspection as viewing
+from .fairness import Fairness
+from .flushes import Flushes
+from .keeper import Keeper
+from .keepers import Keepers, close_shelves
+from .opening import Plan
+from .parts import BlockQueue, OpenDirectory
+from .placement import ShelfPlacement
+from .runners import Runner, runner_for
+from .shelf import Shelf
+from .worker_choice import worker_processes
 
 log = logging.getLogger("tiercache.daemon")
 

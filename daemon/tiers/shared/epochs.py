@@ -6,8 +6,9 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 
-from tiercache.daemon.tiers.shared.naming import NOTE_BYTES, Naming, Scope
 from tiercache.daemon.tiers.shared.stores.store import Connection
+
+from .naming import NOTE_BYTES, Naming, Scope
 
 MAX_NOTES = 65_536
 """Notes that are remembered; beyond that all are forgotten and read again."""

@@ -13,15 +13,16 @@ from functools import partial
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.shared.epochs import EpochReader, Epochs, deadline
-from tiercache.daemon.tiers.shared.lines import SharedJob
-from tiercache.daemon.tiers.shared.memory import frame_view, thread_scratch
-from tiercache.daemon.tiers.shared.naming import Scope, lifetime_s
-from tiercache.daemon.tiers.shared.presence import Presence
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes
 from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
 from tiercache.protocol.messages import KEY_BYTES
+
+from .epochs import EpochReader, Epochs, deadline
+from .lines import SharedJob
+from .memory import frame_view, thread_scratch
+from .naming import Scope, lifetime_s
+from .presence import Presence
+from .value import HEADER_BYTES, ValueForm, announced_bytes
 
 FETCH_S = 2.0
 SLOWEST_BYTES_PER_S = 10 << 20

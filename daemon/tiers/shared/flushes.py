@@ -22,10 +22,11 @@ from concurrent.futures import TimeoutError as FuturesTimeoutError
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from tiercache.daemon.tiers.shared.epochs import Epochs, deadline, new_note
-from tiercache.daemon.tiers.shared.lines import SharedJob
 from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, StoreError, StoreProblem
 from tiercache.ground.file_systems import make_directory
+
+from .epochs import Epochs, deadline, new_note
+from .lines import SharedJob
 
 log = logging.getLogger("tiercache.daemon")
 

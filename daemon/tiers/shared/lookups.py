@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.shared.epochs import EPOCH_TRIES, EpochReader, Epochs, StaleEpoch, deadline
-from tiercache.daemon.tiers.shared.lines import SharedJob
-from tiercache.daemon.tiers.shared.naming import Scope
-from tiercache.daemon.tiers.shared.presence import PromptName, prompt_name
-from tiercache.daemon.tiers.shared.search import ChainAsk, Probe, WindowAsk, longest_run
 from tiercache.daemon.tiers.shared.stores.store import Connection
 from tiercache.protocol.messages import KEY_BYTES
+
+from .epochs import EPOCH_TRIES, EpochReader, Epochs, StaleEpoch, deadline
+from .lines import SharedJob
+from .naming import Scope
+from .presence import PromptName, prompt_name
+from .search import ChainAsk, Probe, WindowAsk, longest_run
 
 LOOKUP_S = 2.0
 """Deadline of a look-up at the store; requests wait much less than that."""

@@ -8,11 +8,12 @@ from pathlib import Path
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
-from tiercache.daemon.tiers.shared.naming import Naming
-from tiercache.daemon.tiers.shared.stores import open_store
 from tiercache.daemon.tiers.shared.stores.store import SharedStore
-from tiercache.daemon.tiers.shared.value import ValueForm
 from tiercache.errors import ConfigError
+
+from .naming import Naming
+from .stores import open_store
+from .value import ValueForm
 
 _PERSON_OF_NAMES = b"shared-names"
 

@@ -24,24 +24,25 @@ from tiercache.copies.arena import Region
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.lower_tier import Claim
-from tiercache.daemon.tiers.shared.ancestry import Ancestry
-from tiercache.daemon.tiers.shared.breaker import Breaker, BreakerState
-from tiercache.daemon.tiers.shared.byte_rate import ByteRate
-from tiercache.daemon.tiers.shared.epochs import Epochs, deadline
-from tiercache.daemon.tiers.shared.fetches import FetchJob, SharedSource
-from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
-from tiercache.daemon.tiers.shared.lines import Lines, LineUse, SharedJob, ThreadsafeCall
-from tiercache.daemon.tiers.shared.local_windows import LocalWindows, split
-from tiercache.daemon.tiers.shared.lookups import MAX_NAMESPACES, LookupJob, SharedLookups
-from tiercache.daemon.tiers.shared.naming import Scope
-from tiercache.daemon.tiers.shared.presence import Presence
-from tiercache.daemon.tiers.shared.search import ChainAsk, WindowAsk
-from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, SharedStore, StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.write_job import WriteJob
-from tiercache.daemon.tiers.shared.writes import SharedWrites
 from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
 from tiercache.protocol.messages import KEY_BYTES
+
+from .ancestry import Ancestry
+from .breaker import Breaker, BreakerState
+from .byte_rate import ByteRate
+from .epochs import Epochs, deadline
+from .fetches import FetchJob, SharedSource
+from .flushes import FlushJob, SharedFlushes
+from .lines import Lines, LineUse, SharedJob, ThreadsafeCall
+from .local_windows import LocalWindows, split
+from .lookups import MAX_NAMESPACES, LookupJob, SharedLookups
+from .naming import Scope
+from .presence import Presence
+from .search import ChainAsk, WindowAsk
+from .settings import SharedSettings
+from .write_job import WriteJob
+from .writes import SharedWrites
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -15,10 +15,11 @@ import struct
 
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, Cipher, CipherError
-from tiercache.daemon.tiers.shared.memory import address_of
-from tiercache.daemon.tiers.shared.naming import BlockIdentity
 from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.protocol.checksums import CHECKSUM_XXH3, block_checksum, block_seed
+
+from .memory import address_of
+from .naming import BlockIdentity
 
 MAGIC = b"tcKV"
 VERSION = 1

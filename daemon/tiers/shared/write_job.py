@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.shared.epochs import EPOCH_TRIES, EpochReader, Epochs, StaleEpoch, deadline
-from tiercache.daemon.tiers.shared.lines import SharedJob
-from tiercache.daemon.tiers.shared.memory import frame_view, thread_scratch
-from tiercache.daemon.tiers.shared.naming import Scope
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put
-from tiercache.daemon.tiers.shared.value import ValueForm
+
+from .epochs import EPOCH_TRIES, EpochReader, Epochs, StaleEpoch, deadline
+from .lines import SharedJob
+from .memory import frame_view, thread_scratch
+from .naming import Scope
+from .value import ValueForm
 
 WRITE_S = 10.0
 """Deadline of a job."""

@@ -17,15 +17,16 @@ from typing import NamedTuple
 from tiercache.copies.arena import Region
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.shared.ancestry import Ancestry
-from tiercache.daemon.tiers.shared.byte_rate import ByteRate
-from tiercache.daemon.tiers.shared.epochs import Epochs
-from tiercache.daemon.tiers.shared.naming import Scope, lifetime_s
-from tiercache.daemon.tiers.shared.presence import Presence
 from tiercache.daemon.tiers.shared.stores.store import Fate
-from tiercache.daemon.tiers.shared.value import ValueForm
-from tiercache.daemon.tiers.shared.write_job import SharedWrite, ValueWrite, WriteJob
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT
+
+from .ancestry import Ancestry
+from .byte_rate import ByteRate
+from .epochs import Epochs
+from .naming import Scope, lifetime_s
+from .presence import Presence
+from .value import ValueForm
+from .write_job import SharedWrite, ValueWrite, WriteJob
 
 MAX_QUEUED = 65_536
 MAX_IN_FLIGHT_BYTES = 64 << 20

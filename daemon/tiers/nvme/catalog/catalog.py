@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiercache.daemon.tiers.nvme.catalog.changes import (
+from .changes import (
     Answer,
     Burial,
     Done,
@@ -36,9 +36,9 @@ from tiercache.daemon.tiers.nvme.catalog.changes import (
     Sync,
     TableChange,
 )
-from tiercache.daemon.tiers.nvme.catalog.database import NAME, CatalogState, SavedNamespace, Tombstone, row_checksum
-from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, Loading, Row, RowFields, pack_row, place_of
-from tiercache.daemon.tiers.nvme.catalog.writer import Writer
+from .database import NAME, CatalogState, SavedNamespace, Tombstone, row_checksum
+from .rows import MAX_SLOTS, Loading, Row, RowFields, pack_row, place_of
+from .writer import Writer
 
 __all__ = ["Catalog", "CatalogState", "Done", "SavedNamespace", "Tombstone"]
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from tiercache.daemon.tiers.nvme.catalog.database import (
+from tiercache.errors import CatalogUnavailable
+
+from .database import (
     NAME,
     SQLITE_ERRORS,
     CatalogState,
@@ -22,8 +24,7 @@ from tiercache.daemon.tiers.nvme.catalog.database import (
     size_of,
     write_rows,
 )
-from tiercache.daemon.tiers.nvme.catalog.rows import MAX_SLOTS, Row, place_of, unpack_row
-from tiercache.errors import CatalogUnavailable
+from .rows import MAX_SLOTS, Row, place_of, unpack_row
 
 
 def read_state(directory: Path, directory_id: bytes | None = None) -> CatalogState:

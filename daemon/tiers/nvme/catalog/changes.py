@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tiercache.daemon.tiers.nvme.catalog.database import write_rows
-from tiercache.daemon.tiers.nvme.catalog.rows import RowFields, pack_row
+from .database import write_rows
+from .rows import RowFields, pack_row
 
 Done = Callable[[bool], None]
 """Called on the loop once a change is written (True) or cannot be written now (False)."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from tiercache.daemon.tiers.nvme.catalog.database import SQLITE_ERRORS, connect_to_read, is_malformed, read_page
+from .database import SQLITE_ERRORS, connect_to_read, is_malformed, read_page
 
 log = logging.getLogger("tiercache.daemon")
 

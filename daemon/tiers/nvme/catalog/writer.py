@@ -18,7 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tiercache.daemon.tiers.nvme.catalog.changes import (
+from tiercache.errors import CatalogUnavailable, ConfigError
+
+from .changes import (
     Answer,
     Burial,
     Change,
@@ -29,7 +31,7 @@ from tiercache.daemon.tiers.nvme.catalog.changes import (
     apply,
     rows_of,
 )
-from tiercache.daemon.tiers.nvme.catalog.database import (
+from .database import (
     SQLITE_ERRORS,
     TRUNCATE_WAL_BYTES,
     CatalogState,
@@ -39,7 +41,6 @@ from tiercache.daemon.tiers.nvme.catalog.database import (
     size_of,
     thread_written_bytes,
 )
-from tiercache.errors import CatalogUnavailable, ConfigError
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -34,7 +34,6 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
 )
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, PlacedRow, Row, segment_and_slot
-from tiercache.daemon.tiers.nvme.check.findings import Findings, Report, where
 from tiercache.daemon.tiers.nvme.disk.block_io import plausible_length
 from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, holds_data
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
@@ -45,6 +44,8 @@ from tiercache.errors import CatalogUnavailable, ConfigError
 from tiercache.ground.units import round_up
 from tiercache.protocol.checksums import KINDS, block_checksum, block_seed
 from tiercache.protocol.namespaces import NamespaceSpec
+
+from .findings import Findings, Report, where
 
 DEFAULT_SAMPLE = 1000
 DEFAULT_RATE = 200 << 20

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tiercache.daemon.tiers.nvme.disk.backlog import MAX_RUN_OPS, Backlog, DiskRun
-from tiercache.daemon.tiers.nvme.disk.block_io import (
+from .backlog import MAX_RUN_OPS, Backlog, DiskRun
+from .block_io import (
     AnyOp,
     BlockForms,
     BlockOp,
@@ -34,7 +34,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import (
     needs_bounce,
     settle,
 )
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
+from .directory import Directory
 
 log = logging.getLogger("tiercache.daemon")
 

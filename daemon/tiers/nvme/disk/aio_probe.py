@@ -9,8 +9,8 @@ import mmap
 import os
 from pathlib import Path
 
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
-from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
+from .disk import PAGE_BYTES, DiskIO
+from .kernel_aio import AioContext
 
 
 def refusal_of_aio(disk: DiskIO, path: Path) -> str:

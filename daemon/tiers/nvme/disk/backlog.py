@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, adjoins
+from .block_io import AnyOp, DiskOutcome, adjoins
 
 MAX_RUN_OPS = 16
 MAX_RUN_BYTES = 2 << 20

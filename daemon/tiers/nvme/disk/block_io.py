@@ -21,11 +21,12 @@ import xxhash
 
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, CipherError, whose
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.ground.units import round_up
 from tiercache.protocol.checksums import CHECKSUM_XXH3, KINDS, block_checksum, block_seed
 from tiercache.protocol.frames import OFFSET_MASK, REGION_SHIFT
+
+from .directory import Directory
+from .disk import PAGE_BYTES
 
 log = logging.getLogger("tiercache.daemon")
 

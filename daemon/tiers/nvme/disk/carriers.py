@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tiercache.daemon.tiers.nvme.disk.aio import AioCarrier
-from tiercache.daemon.tiers.nvme.disk.aio_probe import in_words
-from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.threads import ThreadCarrier
+from .aio import AioCarrier
+from .aio_probe import in_words
+from .backlog import Backlog, DiskRun
+from .directory import Directory
+from .threads import ThreadCarrier
 
 THREADS = 8
 """8 for throughput, 4 for the latency of single blocks."""

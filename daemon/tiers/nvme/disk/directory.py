@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.forms.cipher import Cipher
-from tiercache.daemon.tiers.nvme.disk import superblock as superblocks
-from tiercache.daemon.tiers.nvme.disk.aio_probe import refusal_of_aio
-from tiercache.daemon.tiers.nvme.disk.aside import aside_bytes, is_aside, put_aside, remove_aside
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
-from tiercache.daemon.tiers.nvme.disk.lock import LOCK_NAME, LockedBy, take_lock
-from tiercache.daemon.tiers.nvme.disk.mounts import check_mounted, device_below, mount_point_of
-from tiercache.daemon.tiers.nvme.disk.segment_files import MAX_SEGMENT_ID, SegmentLook, segment_id, segment_name
-from tiercache.daemon.tiers.nvme.disk.superblock import DamagedSuperblock, NewerSuperblock, Superblock
-from tiercache.daemon.tiers.nvme.disk.troubles import unavailable
 from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.ground.file_systems import IN_THE_WAY, what_stands_at
 from tiercache.ground.units import format_bytes
+
+from . import superblock as superblocks
+from .aio_probe import refusal_of_aio
+from .aside import aside_bytes, is_aside, put_aside, remove_aside
+from .disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
+from .lock import LOCK_NAME, LockedBy, take_lock
+from .mounts import check_mounted, device_below, mount_point_of
+from .segment_files import MAX_SEGMENT_ID, SegmentLook, segment_id, segment_name
+from .superblock import DamagedSuperblock, NewerSuperblock, Superblock
+from .troubles import unavailable
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
-from tiercache.daemon.tiers.nvme.disk.superblock import ALIGNMENT_BYTES
+from .kernel_aio import AioContext
+from .superblock import ALIGNMENT_BYTES
 
 PAGE_BYTES = ALIGNMENT_BYTES
 _NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)

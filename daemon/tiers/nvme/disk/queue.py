@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from tiercache.daemon.tiers.nvme.disk.backlog import MAX_RUN_OPS, Backlog, DiskPriority, DiskRun
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
-from tiercache.daemon.tiers.nvme.disk.carriers import AIO_DEPTH, THREADS, Carrier, start_carrier
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.disk.tally import Tally
-from tiercache.daemon.tiers.nvme.disk.threads import ThreadCarrier
+from .backlog import MAX_RUN_OPS, Backlog, DiskPriority, DiskRun
+from .block_io import AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
+from .carriers import AIO_DEPTH, THREADS, Carrier, start_carrier
+from .directory import Directory
+from .disk import PAGE_BYTES
+from .tally import Tally
+from .threads import ThreadCarrier
 
 __all__ = ["MAX_RUN_OPS", "DiskOutcome", "DiskPriority", "DiskQueue", "ReadOp", "TaskOp", "WriteOp"]
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from tiercache.daemon.tiers.forms.codecs import RAW
-from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp, by_done
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram, LatencyHistogram
+
+from .backlog import DiskPriority, DiskRun
+from .block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp, by_done
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
-from tiercache.daemon.tiers.nvme.disk.block_io import (
+from .backlog import Backlog, DiskRun
+from .block_io import (
     AnyOp,
     BlockForms,
     DiskOutcome,
@@ -21,8 +21,8 @@ from tiercache.daemon.tiers.nvme.disk.block_io import (
     settle,
     view_of,
 )
-from tiercache.daemon.tiers.nvme.disk.directory import Directory
-from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
+from .directory import Directory
+from .disk import PAGE_BYTES
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -31,10 +31,11 @@ from tiercache.daemon.ground.cpu_limit import CpuLimit
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
-from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.moves.flights import Flight, Flights, Name
 from tiercache.daemon.tiers.nvme.placement import ShelfPlacement, near
 from tiercache.daemon.tiers.nvme.shelf import Shelf
+
+from .budget import WriteBudget
+from .flights import Flight, Flights, Name
 
 MAX_QUEUED = 65_536
 MAX_LANE = 16_384

@@ -12,10 +12,11 @@ from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
-from tiercache.daemon.tiers.nvme.worker import records
-from tiercache.daemon.tiers.nvme.worker.packets import receive_now
-from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
-from tiercache.daemon.tiers.nvme.worker.regions import MappedRegions
+
+from . import records
+from .packets import receive_now
+from .records import BlockRecord, Tag
+from .regions import MappedRegions
 
 PACKETS_AT_ONCE = 8
 """Taken before those that are done are told."""

@@ -21,11 +21,12 @@ from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
-from tiercache.daemon.tiers.nvme.worker import messages
-from tiercache.daemon.tiers.nvme.worker.blocks_line import BlocksLine
-from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_message
-from tiercache.daemon.tiers.nvme.worker.rows_line import RowsLine
 from tiercache.errors import ConfigError, DirectoryUnavailable
+
+from . import messages
+from .blocks_line import BlocksLine
+from .packets import receive_message, send_message
+from .rows_line import RowsLine
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -30,13 +30,14 @@ from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.opening import Plan
 from tiercache.daemon.tiers.nvme.parts import OpenDirectory
-from tiercache.daemon.tiers.nvme.worker import messages
-from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_message
-from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-from tiercache.daemon.tiers.nvme.worker.remote_catalog import RemoteCatalog
-from tiercache.daemon.tiers.nvme.worker.remote_directory import RemoteDirectory
-from tiercache.daemon.tiers.nvme.worker.remote_queue import RemoteQueue
 from tiercache.errors import ConfigError, DirectoryUnavailable
+
+from . import messages
+from .packets import receive_message, send_message
+from .regions import ArenaFiles
+from .remote_catalog import RemoteCatalog
+from .remote_directory import RemoteDirectory
+from .remote_queue import RemoteQueue
 
 log = logging.getLogger("tiercache.daemon")
 

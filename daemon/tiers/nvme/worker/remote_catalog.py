@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from tiercache.daemon.tiers.nvme.catalog.catalog import CALLBACKS_AT_ONCE, MAX_PENDING
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields, unpack_placed
-from tiercache.daemon.tiers.nvme.worker import messages
-from tiercache.daemon.tiers.nvme.worker.packets import PART_BYTES, Joiner, give_up_line, parts_of
+
+from . import messages
+from .packets import PART_BYTES, Joiner, give_up_line, parts_of
 
 log = logging.getLogger("tiercache.daemon")
 

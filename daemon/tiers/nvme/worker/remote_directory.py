@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection
 from tiercache.daemon.tiers.nvme.disk.directory import Home, segments_within
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 from tiercache.daemon.tiers.nvme.opening import Plan
-from tiercache.daemon.tiers.nvme.worker import messages
-from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_message
+
+from . import messages
+from .packets import receive_message, send_message
 
 
 class RemoteDirectory:

@@ -22,10 +22,11 @@ from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, BlockOp, DiskOutcome, TaskOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS
 from tiercache.daemon.tiers.nvme.disk.tally import Tally
-from tiercache.daemon.tiers.nvme.worker import records
-from tiercache.daemon.tiers.nvme.worker.packets import give_up_line, send_now
-from tiercache.daemon.tiers.nvme.worker.records import Tag
-from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
+
+from . import records
+from .packets import give_up_line, send_now
+from .records import Tag
+from .regions import ArenaFiles
 
 MAX_SENT, MAX_SENT_BYTES = 1024, 64 << 20
 """Blocks with the process, and their bytes; one block at least."""

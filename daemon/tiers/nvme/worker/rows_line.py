@@ -10,8 +10,9 @@ from functools import partial
 
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
 from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Loading, Row, RowBatch, pack_placed
-from tiercache.daemon.tiers.nvme.worker import messages
-from tiercache.daemon.tiers.nvme.worker.packets import receive_message, send_message
+
+from . import messages
+from .packets import receive_message, send_message
 
 LOOK_S = 0.25
 """How often the state of the catalog is looked at while nothing is asked of it."""

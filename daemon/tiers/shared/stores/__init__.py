@@ -13,8 +13,9 @@ copying    copies between buffers
 
 from __future__ import annotations
 
-from tiercache.daemon.tiers.shared.stores.store import SharedStore
 from tiercache.errors import ConfigError
+
+from .store import SharedStore
 
 VALKEY = ("valkey", "valkeys", "redis", "rediss", "unix", "valkey+cluster", "valkeys+cluster")
 OBJECTS = ("s3", "gs", "az")
@@ -25,7 +26,7 @@ def open_store(url: str) -> SharedStore:
     """The store of a URL. Uses no network; raises ConfigError for a URL that can never work."""
     scheme = url.partition("://")[0]
     if scheme in VALKEY:
-        from tiercache.daemon.tiers.shared.stores.valkey import open_valkey
+        from .valkey import open_valkey
 
         return open_valkey(url)
     if scheme in OBJECTS:

@@ -122,7 +122,7 @@ async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(cl
     rig.store(space, chain_of("b", 1))
     await rig.settled()
     disk.failing.clear()
-    assert shelf.stats()["writing"] == os.strerror(errno.EIO)
+    assert shelf.stats()["writing"] == f"blocks cannot be written: {os.strerror(errno.EIO)}"
     size_class = shelf.allocator.size_class(PAGE)
     assert (size_class.free, rig.tier.stats()["write_failed_blocks"]) == (6, 1)
     clock.now_s += slots_module.ASIDE_S - 1

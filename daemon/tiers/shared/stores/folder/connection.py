@@ -14,9 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tiercache.daemon.tiers.shared.stores.folder.files import Files
-from tiercache.daemon.tiers.shared.stores.folder.settings import FolderSettings
-from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree, as_store_error
 from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
@@ -28,6 +25,10 @@ from tiercache.daemon.tiers.shared.stores.store import (
     StoreError,
     StoreProblem,
 )
+
+from .files import Files
+from .settings import FolderSettings
+from .tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree, as_store_error
 
 SLOW_S = 0.001
 """Look-ups that take longer go on side by side: a file system across a network takes so long for one or two."""

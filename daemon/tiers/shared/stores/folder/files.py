@@ -16,9 +16,10 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 
-from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, READ_FILE, Tree
 from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import Fate, Get, Put
+
+from .tree import CREATE_FILE, READ_FILE, Tree
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
 _NO_DIRECT_IO = (errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tiercache.daemon.tiers.shared.stores.folder.lease import JanitorLease, time_of_holder_ns
-from tiercache.daemon.tiers.shared.stores.folder.settings import FolderSettings
-from tiercache.daemon.tiers.shared.stores.folder.tree import OURS, Tree, as_store_error
 from tiercache.daemon.tiers.shared.stores.store import StoreError
 from tiercache.ground.units import format_bytes
+
+from .lease import JanitorLease, time_of_holder_ns
+from .settings import FolderSettings
+from .tree import OURS, Tree, as_store_error
 
 SLICE_FILES = 256
 SLICE_PAUSE_S = 0.01

@@ -16,7 +16,7 @@ import socket
 import stat
 import time
 
-from tiercache.daemon.tiers.shared.stores.folder.tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree
+from .tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree
 
 NAME = "janitor"
 RENEW_S = 20.0

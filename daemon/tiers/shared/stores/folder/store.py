@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tiercache.daemon.tiers.shared.stores.folder.connection import FolderConnection
-from tiercache.daemon.tiers.shared.stores.folder.janitor import Janitor
-from tiercache.daemon.tiers.shared.stores.folder.settings import parse_folder_url
 from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
+
+from .connection import FolderConnection
+from .janitor import Janitor
+from .settings import parse_folder_url
 
 
 class FolderStore:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 
 from tiercache.daemon.helper_processes.child import ControlSocket, run_child
-from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.store import Connection, Get, Put, SharedStore, StoreError, StoreProblem
+
+from . import messages
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from tiercache.daemon.helper_processes.process import HelperProcess
-from tiercache.daemon.tiers.shared.stores.helper import messages
-from tiercache.daemon.tiers.shared.stores.helper.lines import LineLost, WorkerLine
-from tiercache.daemon.tiers.shared.stores.helper.supervisor import StoreSupervisor
 from tiercache.daemon.tiers.shared.stores.store import Arrived, Exists, Fate, Get, Noted, Put, StoreError, StoreProblem
+
+from . import messages
+from .lines import LineLost, WorkerLine
+from .supervisor import StoreSupervisor
 
 T = TypeVar("T", Get, Put)
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from tiercache.daemon.tiers.shared.stores.copying import copy_view
-from tiercache.daemon.tiers.shared.stores.helper import messages
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.ground.units import round_up
+
+from . import messages
 
 STAGING_BYTES = 16 << 20
 """The buffer of one line, unless two values need more."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from tiercache.daemon.tiers.shared.stores.helper.connection import HelperConnection
-from tiercache.daemon.tiers.shared.stores.helper.supervisor import StoreSupervisor
 from tiercache.daemon.tiers.shared.stores.store import StoreError
+
+from .connection import HelperConnection
+from .supervisor import StoreSupervisor
 
 
 class HelperStore:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
 from tiercache.daemon.helper_processes.supervisor import Supervisor
-from tiercache.daemon.tiers.shared.stores.helper import messages
-from tiercache.daemon.tiers.shared.stores.helper.lines import WorkerLine
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+
+from . import messages
+from .lines import WorkerLine
 
 CHILD = "tiercache.daemon.tiers.shared.stores.helper.child"
 STEADY_S = 5.0

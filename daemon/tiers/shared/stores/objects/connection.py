@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.daemon.tiers.shared.stores.copying import copy_view
 from tiercache.daemon.tiers.shared.stores.names import file_name
-from tiercache.daemon.tiers.shared.stores.objects import troubles
-from tiercache.daemon.tiers.shared.stores.objects.requests import BucketRequests, Job
-from tiercache.daemon.tiers.shared.stores.objects.settings import ObjectSettings
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
     Arrived,
@@ -24,6 +21,10 @@ from tiercache.daemon.tiers.shared.stores.store import (
     StoreError,
     StoreProblem,
 )
+
+from . import troubles
+from .requests import BucketRequests, Job
+from .settings import ObjectSettings
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket

@@ -6,10 +6,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection, Shared
-from tiercache.daemon.tiers.shared.stores.objects.settings import CREDENTIALS, ObjectSettings, parse_object_url
 from tiercache.errors import ConfigError
 from tiercache.ground.extras import install_extra
+
+from .connection import ObjectConnection, Shared
+from .settings import CREDENTIALS, ObjectSettings, parse_object_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket

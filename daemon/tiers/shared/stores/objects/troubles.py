@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 
-from tiercache.daemon.tiers.shared.stores.objects.settings import CREDENTIALS, ObjectSettings
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+
+from .settings import CREDENTIALS, ObjectSettings
 
 _STATUS = re.compile(r"status code: ([1-5][0-9][0-9])")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,64})</Code>|\"reason\": *\"([A-Za-z]{1,64})\"")

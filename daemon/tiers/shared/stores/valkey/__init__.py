@@ -21,6 +21,6 @@ The protocol is RESP2 (https://valkey.io/topics/protocol), and nothing in it bey
 
 from __future__ import annotations
 
-from tiercache.daemon.tiers.shared.stores.valkey.store import open_valkey
+from .store import open_valkey
 
 __all__ = ["open_valkey"]

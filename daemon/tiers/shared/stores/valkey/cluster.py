@@ -15,12 +15,13 @@ from binascii import crc_hqx
 from collections.abc import Sequence
 
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.commands import Simple, ValkeyCommand, written
-from tiercache.daemon.tiers.shared.stores.valkey.connection import OPENED_ANEW, ValkeyConnection
-from tiercache.daemon.tiers.shared.stores.valkey.exchange import READING, Exchange, PipelineWindow
-from tiercache.daemon.tiers.shared.stores.valkey.line import ValkeyLine
-from tiercache.daemon.tiers.shared.stores.valkey.refusals import SLOTS, read_refusal
-from tiercache.daemon.tiers.shared.stores.valkey.url import Place, ValkeySettings, is_host
+
+from .commands import Simple, ValkeyCommand, written
+from .connection import OPENED_ANEW, ValkeyConnection
+from .exchange import READING, Exchange, PipelineWindow
+from .line import ValkeyLine
+from .refusals import SLOTS, read_refusal
+from .url import Place, ValkeySettings, is_host
 
 MOST_REDIRECTS = 5
 """How often the commands of one call are sent on to other nodes."""

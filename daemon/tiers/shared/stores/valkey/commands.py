@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from tiercache.daemon.tiers.shared.stores.store import MAX_NOTE_BYTES, Arrived, Fate, Get, Put
-from tiercache.daemon.tiers.shared.stores.valkey.line import Part, ValkeyLine
+
+from .line import Part, ValkeyLine
 
 MOST_SKIPPED_BYTES = 1 << 20
 """A value that is so much too long is read into nowhere; a longer one ends the connection."""

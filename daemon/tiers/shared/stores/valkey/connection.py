@@ -20,7 +20,8 @@ from tiercache.daemon.tiers.shared.stores.store import (
     StoreError,
     StoreProblem,
 )
-from tiercache.daemon.tiers.shared.stores.valkey.commands import (
+
+from .commands import (
     MOST_VALUE_BYTES,
     CountReplicas,
     ExistsKey,
@@ -37,11 +38,11 @@ from tiercache.daemon.tiers.shared.stores.valkey.commands import (
     Unlink,
     ValkeyCommand,
 )
-from tiercache.daemon.tiers.shared.stores.valkey.exchange import READING, WRITING, Exchange, PipelineWindow
-from tiercache.daemon.tiers.shared.stores.valkey.line import ValkeyLine
-from tiercache.daemon.tiers.shared.stores.valkey.refusals import read_refusal
-from tiercache.daemon.tiers.shared.stores.valkey.tls_line import TlsLine
-from tiercache.daemon.tiers.shared.stores.valkey.url import Place, ValkeySettings
+from .exchange import READING, WRITING, Exchange, PipelineWindow
+from .line import ValkeyLine
+from .refusals import read_refusal
+from .tls_line import TlsLine
+from .url import Place, ValkeySettings
 
 RUN_NAMES = 512
 """Names in one run: its requests are sent as one, and must leave room for others within the window."""

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.commands import ValkeyCommand
-from tiercache.daemon.tiers.shared.stores.valkey.line import Part, ValkeyLine
-from tiercache.daemon.tiers.shared.stores.valkey.refusals import Redirect, read_redirect, read_refusal
+
+from .commands import ValkeyCommand
+from .line import Part, ValkeyLine
+from .refusals import Redirect, read_redirect, read_refusal
 
 MIB = 1 << 20
 

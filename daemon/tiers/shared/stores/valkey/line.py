@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.resolve import Address, resolve
-from tiercache.daemon.tiers.shared.stores.valkey.url import Place
+
+from .resolve import Address, resolve
+from .url import Place
 
 Part = bytes | memoryview
 

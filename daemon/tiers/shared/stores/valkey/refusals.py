@@ -9,7 +9,8 @@ import re
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.url import is_host
+
+from .url import is_host
 
 SLOTS = 16384
 """Slots of a cluster; each name belongs to one."""

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.url import Place
+
+from .url import Place
 
 MOST_LOOKUPS = 16
 MOST_ADDRESSES = 8

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tiercache.daemon.tiers.shared.stores.store import Connection
-from tiercache.daemon.tiers.shared.stores.valkey.cluster import Cluster
-from tiercache.daemon.tiers.shared.stores.valkey.connection import OneServer
-from tiercache.daemon.tiers.shared.stores.valkey.url import ValkeySettings, read_url
+
+from .cluster import Cluster
+from .connection import OneServer
+from .url import ValkeySettings, read_url
 
 
 class ValkeyStore:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey.line import LATE_S, Part, ValkeyLine
-from tiercache.daemon.tiers.shared.stores.valkey.tls import Tls
-from tiercache.daemon.tiers.shared.stores.valkey.url import Place
 from tiercache.errors import ConfigError
+
+from .line import LATE_S, Part, ValkeyLine
+from .tls import Tls
+from .url import Place
 
 JOINED_BYTES = 4096
 """Parts up to this length are copied together: each call makes a record of its own."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from tiercache.daemon.tiers.shared.stores.valkey.tls import Tls
 from tiercache.errors import ConfigError
+
+from .tls import Tls
 
 DEFAULT_PORT = 6379
 DEFAULT_CONNECTIONS = 4
