@@ -216,13 +216,50 @@ def test_a_file_that_cannot_be_removed_stays_and_the_rest_goes_in_its_place(
     assert its.stuck == ""
 
 
-def test_a_full_file_system_is_cleaned_up(mount: Callable[[str], Path]) -> None:
-    folder = mount("1m,nr_inodes=40")
+@pytest.mark.parametrize("new_host", [False, True])
+@pytest.mark.parametrize(("options", "lacks"), [("1m,nr_inodes=40", "no inodes left"), ("300k", "make room")])
+def test_a_full_file_system_is_cleaned_up(
+    mount: Callable[[str], Path], options: str, lacks: str, new_host: bool
+) -> None:
+    """Also by a host that has to take over the lease first, as after a restart."""
+    folder = mount(options)
     its = holder(folder, "?ttl=1h")
     names = [b"%d" % number for number in range(100)]
-    with pytest.raises(StoreError, match="no inodes left"):
-        put(store(folder).connect(), dict.fromkeys(names, b"value!"))
+    with pytest.raises(StoreError, match=lacks):
+        put(store(folder).connect(), dict.fromkeys(names, content(1, 5000)))
     for name in left(folder, names):
         age(place(folder, name), 2 * HOUR_S)
+    if new_host:
+        with pytest.raises(OSError, match="No space left"):
+            (folder / "theirs").write_bytes(bytes(1 << 20))
+        age(the_lease(folder), lease.OLD_S + 1)
+        its = holder(folder, "?ttl=1h")
     one_pass(its)
     assert left(folder, names) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "shorter"])
+def test_where_no_room_is_left_only_an_old_lease_is_written_over(
+    folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else stands in its place may be somebody's file."""
+    put(store(folder).connect(), {b"a": b"value!"})
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(content(1, 256 if kind != "shorter" else 100))
+    if kind == "link":
+        the_lease(folder).symlink_to(theirs)
+    else:
+        os.link(theirs, the_lease(folder))
+    before = theirs.read_bytes()
+    if kind == "shorter":
+        theirs.unlink()
+    age(the_lease(folder), lease.OLD_S + 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        holds(folder, JanitorLease())
+    assert the_lease(folder).read_bytes() == before
+    assert os.listdir(folder / OURS / "tmp") == []
