@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,41 @@ def test_a_file_that_cannot_be_removed_stays_and_the_rest_goes_in_its_place(
     one_pass(its)
     one_pass(its)
     assert its.stuck == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [*product(["value", "draft", "all"], ["stat", "unlink"]), ("folder", "open")]
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_damaged_file_or_folder_does_not_end_a_pass_but_a_damaged_file_system_does(
+    folder: Path, kind: str, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [b"%d" % number for number in range(30)]
+    put(store(folder).connect(), dict.fromkeys(names, b"value!"))
+    draft = folder / OURS / "tmp" / "host-1-a"
+    draft.write_bytes(b"left")
+    for path in [draft, *(place(folder, name) for name in names)]:
+        age(path, 2 * HOUR_S)
+    files = [file_name(name) for name in names]
+    bad = {"value": files[:1], "draft": [draft.name], "folder": [fan_out(names[0])], "all": files}[kind]
+    its = holder(folder, "?ttl=1h")
+    real = getattr(os, call)
+
+    def fail(path: object, *rest: object, **more: object) -> object:
+        if path in bad:
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, call, fail)
+    if kind == "all":
+        with pytest.raises(OSError, match=os.strerror(number)):
+            one_pass(its)
+        return
+    one_pass(its)
+    gone = [name for name in names if kind == "draft" or fan_out(name) != fan_out(names[0])]
+    assert left(folder, gone) == []
+    assert its.stuck.startswith("files of the shared folder cannot be removed, such as ")
+    assert os.strerror(number) in its.stuck
 
 
 @pytest.mark.parametrize("new_host", [False, True])
