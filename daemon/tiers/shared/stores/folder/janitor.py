@@ -92,9 +92,9 @@ class Janitor:
         self.stuck = ""
         """What the last pass could not remove, and why, in words; empty if nothing."""
 
-    def run(self, tell: Callable[[str], object]) -> None:
-        """Never returns. `tell` gets what is not well, whenever that changes; empty: all is."""
-        told = ""
+    def run(self, tell: Callable[[str], bool]) -> None:
+        """Never returns. `tell` gets what is not well, whenever that changes; empty: all is. False: say it again."""
+        told = logged = ""
         while True:
             try:
                 pause_s, text = self.step(), ""
@@ -104,11 +104,11 @@ class Janitor:
                 problem = error if isinstance(error, StoreError) else as_store_error(self._settings.path, error)
                 text = f"the shared folder is not cleaned up at the moment: {problem.text}"
             text = text or self.stuck
-            if text != told:
-                if text:
-                    log.warning("%s", text)
-                tell(text)
-            told = text
+            if text and text != logged:
+                log.warning("%s", text)
+            logged = text
+            if text != told and tell(text):
+                told = text
             time.sleep(pause_s)
 
     def step(self) -> float:

@@ -299,3 +299,34 @@ def test_where_no_room_is_left_only_an_old_lease_is_written_over(
         holds(folder, JanitorLease())
     assert the_lease(folder).read_bytes() == before
     assert os.listdir(folder / OURS / "tmp") == []
+
+
+def test_what_is_not_well_is_told_until_it_is_taken_and_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The way to the daemon may be full for a moment."""
+
+    class Over(Exception):
+        pass
+
+    told: list[str] = []
+    slept = 0
+    folder = tmp_path / "kv"
+
+    def sleep(_: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept == 4:
+            folder.mkdir()
+        if slept == 8:
+            raise Over
+
+    def tell(text: str) -> bool:
+        told.append(text)
+        return len(told) % 2 == 0
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(Over):
+        Janitor(store(folder).settings).run(tell)
+    assert [text[:39] for text in told] == ["the shared folder is not cleaned up at "] * 2 + [""] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
