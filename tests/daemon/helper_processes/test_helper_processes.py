@@ -225,12 +225,14 @@ def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
         owner.supervisor.give_up(first)
-        wait_until(lambda: "hangs in the kernel" in str(owner.supervisor.stats()["problem"]), "the wait")
+        wait_until(lambda: "another one starts once one of them is gone" in caplog.text, "the wait")
     try:
         assert owner.told[1:] == [("ended", first.pid)]
         error = owner.problem()
         assert error is not None
         assert error.problem is ProcessProblem.ENDED
+        assert error.text.endswith("another one starts once one is gone")
+        assert owner.supervisor.trouble == error.text
         assert owner.supervisor.stats()["undead"] == owner.supervisor.starts == 1
         assert "the process of a test hangs in the kernel: another one starts once one of them is gone" in caplog.text
     finally:
