@@ -9,6 +9,8 @@ from __future__ import annotations
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Beside
 from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
+from tiercache.daemon.tiers.shared.stores.folder.settings import CONNECTIONS, parse_folder_url
+from tiercache.errors import ConfigError
 
 _OWN = 12
 """Regions, ZeroMQ's two, and those that come and go: reading settings, ending processes, resolving names."""
@@ -37,7 +39,7 @@ def threads_needed(config: DaemonConfig, shared_connections: int = 0) -> int:
         _OWN
         + directories * (_PER_WORKER + _OF_WORKER if beside.workers else _PER_DIRECTORY)
         + (lines + _SHARED if config.shared else 0)
-        + (lines + _OF_HELPER if beside.folder else 0)
+        + (lines + _OF_HELPER if beside.folder_connections else 0)
         + (_ZEROMQ if config.kv_events else 0)
         + (_ZEROMQ + 1 if config.listen else 0)  # and what checks keys
         + (1 + _OF_HTTP if config.http else 0)
@@ -49,4 +51,14 @@ def beside_arena(config: DaemonConfig, directories: int | None = None) -> Beside
     """What needs memory beside the arena; `directories`: of a running daemon, if these are not the settings'."""
     count = len(config.nvme_dirs) if directories is None else directories
     workers = worker_processes(config.nvme_workers, count)
-    return Beside(workers=workers, http=bool(config.http), folder=config.shared.full.startswith("file:"))
+    return Beside(workers=workers, http=bool(config.http), folder_connections=_folder_connections(config.shared.full))
+
+
+def _folder_connections(url: str) -> int:
+    """Connections of a shared folder; 0 for other stores and none."""
+    if not url.startswith("file:"):
+        return 0
+    try:
+        return parse_folder_url(url).connections
+    except ConfigError:  # who opens the store is told
+        return CONNECTIONS

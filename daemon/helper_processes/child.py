@@ -41,10 +41,16 @@ class ControlSocket:
         """From now on the daemon opens lines."""
         self._end.send(packets.READY)
 
-    def say_trouble(self, text: str) -> None:
-        """What is not well in this process from now on, for `health`; empty: all is. Any thread."""
-        with contextlib.suppress(OSError):  # without room it is said the next time
+    def say_trouble(self, text: str) -> bool:
+        """What is not well in this process from now on, for `health`; empty: all is. Any thread.
+
+        Does not block. False if there was no room for it: the caller has to say it again.
+        """
+        try:
             self._end.send(packets.trouble_packet(text), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
 
     def next_line(self) -> socket.socket | None:
         """The next line that the daemon opens; None when this process is to end. Blocks.

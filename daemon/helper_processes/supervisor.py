@@ -176,7 +176,10 @@ class Supervisor:
     def trouble(self) -> str:
         """What is not well now: why there is no process, or what the process says. Empty: all is well."""
         its = self._now
-        return its.trouble if its is not None and its.ready else self._lost
+        if its is not None and its.ready:
+            return its.trouble
+        hang = self._hang()
+        return _hang_text(hang) if hang else self._lost
 
     def stats(self) -> dict[str, object]:
         """Counts and state, as plain values."""
@@ -236,13 +239,14 @@ class Supervisor:
                 pause_s = 0.0
             else:
                 pause_s = min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
-            if len(self._undead) < limits.max_undead:
+            hang = self._hang()
+            if not hang:
                 log.warning("the %s %s: another one starts in %g s", self._name, why, pause_s)
             with self._changed:
-                self._lost = self._problem = f"its helper process {why}, and the log says why: another one starts soon"
+                self._lost = f"its helper process {why}, and the log says why: another one starts soon"
+                self._problem = _hang_text(hang) if hang else self._lost
                 self._changed.notify_all()
                 self._changed.wait_for(self._closing.is_set, pause_s)
-                self._problem = ""
         self._reap()
         for its in self._undead:
             its.close()
@@ -340,16 +344,13 @@ class Supervisor:
         return why
 
     def _wait_for_undead(self) -> None:
-        """While there are as many as may be, wait until one of them is gone."""
+        """While there are as many as may be, wait until one of them is gone. Then nothing is in the way of a start."""
         self._reap()
-        count = len(self._undead)
-        if count < self.limits.max_undead:
-            return
-        why = f"hangs in the kernel, as {count} before it do" if count > 1 else "hangs in the kernel"
-        log.warning("the %s %s: another one starts once one of them is gone", self._name, why)
-        with self._changed:
-            self._problem = f"its helper process {why}, and the log says why: another one starts once one is gone"
-            self._changed.notify_all()
+        if why := self._hang():
+            log.warning("the %s %s: another one starts once one of them is gone", self._name, why)
+            with self._changed:
+                self._problem = _hang_text(why)
+                self._changed.notify_all()
         while len(self._undead) >= self.limits.max_undead and not self._closing.is_set():
             look = select.poll()
             for fd in (self._wake, *(fd for its in self._undead for fd in its.awaited_fds())):
@@ -359,6 +360,13 @@ class Supervisor:
             self._reap()
         with self._changed:
             self._problem = ""
+
+    def _hang(self) -> str:
+        """How killed processes keep another one from being started; empty if they do not."""
+        count = len(self._undead)
+        if count < self.limits.max_undead:
+            return ""
+        return f"hangs in the kernel, as {count} before it do" if count > 1 else "hangs in the kernel"
 
     def _reap(self) -> None:
         gone = [its for its in self._undead if its.is_gone()]
@@ -377,3 +385,7 @@ class Supervisor:
             callback(*arguments)
         except Exception:
             log.exception("what is to know of the %s failed to take it in", self._name)
+
+
+def _hang_text(hang: str) -> str:
+    return f"its helper process {hang}, and the log says why: another one starts once one is gone"

@@ -56,5 +56,8 @@ def test_what_needs_memory_beside_the_arena_follows_from_the_settings() -> None:
     assert beside() == Beside()
     assert beside(http="127.0.0.1:1", shared="valkey://h", shared_plain="yes") == Beside(http=True)
     assert beside(nvme="/a,/b", nvme_workers="on", shared="file:///s", shared_plain="yes") == Beside(
-        workers=2, folder=True
+        workers=2, folder_connections=4
     )
+    assert beside(shared="file:///s?connections=64", shared_plain="yes") == Beside(folder_connections=64)
+    wrong = beside(shared="file:///s?connections=none", shared_plain="yes")
+    assert wrong == Beside(folder_connections=4), "the store itself says what is wrong"

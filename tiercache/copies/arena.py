@@ -58,8 +58,9 @@ _CGROUP_HEADROOM_BYTES = 16 << 20
 DAEMON_BYTES = 64 << 20
 """What the daemon may need beside its arena, in a container of its own; it takes about half of that."""
 HTTP_BYTES = 64 << 20
-FOLDER_BYTES = 96 << 20
-"""32 MiB, and a staging buffer of 16 MiB for each of four connections."""
+FOLDER_BYTES = 32 << 20
+FOLDER_CONNECTION_BYTES = 16 << 20
+"""A staging buffer; for blocks of more than 8 MiB, it is two blocks."""
 
 
 def available_bytes() -> int:
@@ -74,20 +75,21 @@ class Beside:
     Attributes:
         workers: that map the arena, one for each nvme directory.
         http: the HTTP process.
-        folder: the helper process of a shared folder, with its buffers.
+        folder_connections: of a shared folder, whose helper process has a buffer for each; 0: there is none.
     """
 
     workers: int = 0
     http: bool = False
-    folder: bool = False
+    folder_connections: int = 0
 
     def parts(self, arena_bytes: int) -> dict[str, int]:
         """Bytes that each kind takes at most, the daemon's own included."""
         workers = self.workers * worker_bytes(arena_bytes)
+        folder = FOLDER_BYTES + self.folder_connections * FOLDER_CONNECTION_BYTES if self.folder_connections else 0
         found = {
             "the daemon": DAEMON_BYTES,
             "http": HTTP_BYTES * self.http,
-            "the helper of the shared folder": FOLDER_BYTES * self.folder,
+            "the helper of the shared folder": folder,
             f"{self.workers} worker processes": workers,
         }
         return {kind: size_bytes for kind, size_bytes in found.items() if size_bytes}

@@ -12,6 +12,7 @@ import pytest
 from kubernetes_objects import RefusedValues, render, validate
 
 from tiercache.config.daemon_config import DaemonConfig, load_config
+from tiercache.daemon.processes import beside_arena
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.protocol.curve import load_allowed, load_server, make_client, make_server
 
@@ -20,6 +21,11 @@ GIB = 1 << 30
 SECRET_URL = "valkey://:open-sesame@kv:6379"
 """What a Secret holds."""
 SHARED = {"shared": {"enabled": True, "existingSecret": "shared-kv"}}
+
+
+def folder(query: str = "") -> dict[str, Any]:
+    """Values for a shared folder."""
+    return {"shared": {"enabled": True, "url": f"file:///kv{query}", "plain": True}}
 
 
 def daemon_set(values: dict[str, Any]) -> dict[str, Any]:
@@ -110,12 +116,27 @@ def test_memory_and_grace_follow_from_the_settings(arena: str | float, grace: st
 
 
 @pytest.mark.parametrize(
+    "values",
+    [{}, {"http": {"enabled": False}}, folder(), {**folder("?connections=64"), "settings": {"nvme_workers": "on"}}],
+    ids=str,
+)
+def test_the_chart_gives_what_the_daemon_needs_and_accepts_no_less(values: dict[str, Any]) -> None:
+    config = config_of(values)
+    least = config.arena_bytes + beside_arena(config).total_bytes(config.arena_bytes)
+    assert memory_bytes(values) >= least
+    assert memory_bytes({**values, "arenaMemoryLimit": f"{least >> 20}Mi"}) == least
+    with pytest.raises(RefusedValues, match=f"give {least >> 20}Mi at least"):
+        render(CHART, {**values, "arenaMemoryLimit": f"{(least >> 20) - 1}Mi"})
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"arena": "32 gigabytes"}, "arena"),
         ({"nvme": {"type": "disk"}}, "type"),
         ({"unknown": 1}, "unknown"),
-        ({"arenaMemoryLimit": "32Gi"}, "32Gi is too little for an arena of 32GiB"),
+        ({"arenaMemoryLimit": "32895Mi"}, "32895Mi is too little for an arena of 32GiB.* give 32896Mi at least"),
+        ({"memoryOverhead": "127Mi"}, "memoryOverhead 127Mi is too little: .* give 128Mi at least"),
         ({"settings": {"polcy": "lru"}}, "polcy"),
         ({"settings": {"policy": "arc"}}, "hazard"),
         ({"settings": {"arena": "1GiB"}}, "arena"),

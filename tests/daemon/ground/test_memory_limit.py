@@ -26,13 +26,13 @@ def have(monkeypatch: pytest.MonkeyPatch, total: int, available: int = 0, cgroup
 
 
 @pytest.mark.parametrize("arena_gib", [1, 8, 32, 500])
-@pytest.mark.parametrize("beside", [Beside(), Beside(workers=4), Beside(workers=2, http=True, folder=True)])
+@pytest.mark.parametrize("beside", [Beside(), Beside(workers=4), Beside(workers=2, http=True, folder_connections=4)])
 def test_the_sum_in_the_operators_guide_is_enough_for_a_container(
     monkeypatch: pytest.MonkeyPatch, arena_gib: int, beside: Beside
 ) -> None:
     """The limit of a container holds for the daemon alone; the Helm chart gives 256 MiB beside worker processes."""
     arena_bytes = arena_gib * GIB
-    others = (64 << 20) + beside.http * (64 << 20) + beside.folder * (96 << 20)
+    others = (64 << 20) + beside.http * (64 << 20) + (beside.folder_connections > 0) * (96 << 20)
     assert others <= 256 << 20
     limit = arena_bytes + others + beside.workers * arena.worker_bytes(arena_bytes)
     have(monkeypatch, 1024 * GIB, 1024 * GIB, (limit, 900 * GIB))
@@ -41,7 +41,7 @@ def test_the_sum_in_the_operators_guide_is_enough_for_a_container(
         check_fits(arena_bytes + (4 << 20), beside)
 
 
-ALL = Beside(workers=2, http=True, folder=True)
+ALL = Beside(workers=2, http=True, folder_connections=4)
 PARTS = "beside the arena need some of it the daemon 64.0 MiB, http 64.0 MiB, the helper of the shared folder 96.0 MiB"
 
 
@@ -50,6 +50,7 @@ PARTS = "beside the arena need some of it the daemon 64.0 MiB, http 64.0 MiB, th
     [
         ((GIB,), Beside(http=True), 'write arena = "896MiB" or less, or raise that limit to 2176MiB'),
         ((GIB,), ALL, f"the cgroup / has 1.0 GiB, and {PARTS}, 2 worker processes 72.0 MiB: write arena = "),
+        ((GIB,), Beside(folder_connections=64), "the helper of the shared folder 1.0 GiB: raise that limit to 3168MiB"),
         ((100 << 20,), Beside(workers=2), "2 worker processes 72.0 MiB: raise that limit to 2184MiB"),
         (
             (),

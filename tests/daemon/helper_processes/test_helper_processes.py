@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 from waiting import state_of, wait_until
 
-from tiercache.daemon.helper_processes import supervisor
+from tiercache.daemon.helper_processes import packets, supervisor
+from tiercache.daemon.helper_processes.child import ControlSocket
 from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
 from tiercache.daemon.helper_processes.supervisor import Supervisor
@@ -223,12 +225,14 @@ def test_with_one_at_a_time_the_next_waits_until_the_last_is_really_gone(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP))
         owner.supervisor.give_up(first)
-        wait_until(lambda: "hangs in the kernel" in str(owner.supervisor.stats()["problem"]), "the wait")
+        wait_until(lambda: "another one starts once one of them is gone" in caplog.text, "the wait")
     try:
         assert owner.told[1:] == [("ended", first.pid)]
         error = owner.problem()
         assert error is not None
         assert error.problem is ProcessProblem.ENDED
+        assert error.text.endswith("another one starts once one is gone")
+        assert owner.supervisor.trouble == error.text
         assert owner.supervisor.stats()["undead"] == owner.supervisor.starts == 1
         assert "the process of a test hangs in the kernel: another one starts once one of them is gone" in caplog.text
     finally:
@@ -252,6 +256,20 @@ def test_its_trouble_is_known_until_it_says_that_all_is_well_and_so_is_its_loss(
         os.kill(its.pid, signal.SIGKILL)
         wait_until(lambda number=number: supervisor.ends == number + 1, "its end")
     wait_until(lambda: "ended with status -9" in supervisor.trouble, "the loss")
+
+
+def test_trouble_that_finds_no_room_is_not_taken_for_said() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.send(b"start")
+        control = ControlSocket(theirs)
+        said = 0
+        while control.say_trouble(f"{said}"):
+            said += 1
+        for number in range(said):
+            assert packets.text_of(ours.recv(100)) == (0, f"{number}")
+        assert control.say_trouble("now")
+        assert packets.text_of(ours.recv(100)) == (0, "now")
 
 
 def test_one_that_is_dead_is_not_gone_before_its_sockets_are_closed(own: Own) -> None:

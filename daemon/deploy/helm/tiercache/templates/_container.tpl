@@ -50,9 +50,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{/* Memory of the container: the arena is shared memory that the daemon fills, so all of it counts. */}}
 {{- define "tiercache.memory" -}}
 {{- $arena := include "tiercache.bytes" .Values.arena | float64 }}
+{{- $workers := mulf (include "tiercache.workers" . | int) (addf 33554432 (divf $arena 512)) }}
+{{- $folder := include "tiercache.folder" . | float64 }}
+{{- $least := addf $arena 67108864 (ternary 67108864 0 .Values.http.enabled) $folder $workers }}
 {{- if .Values.arenaMemoryLimit }}
-{{- if lt (include "tiercache.bytes" .Values.arenaMemoryLimit | float64) (addf $arena 134217728) }}
-{{- fail (printf "arenaMemoryLimit %s is too little for an arena of %s, which counts for the container: leave it empty, or give 128Mi more than the arena at least" .Values.arenaMemoryLimit (include "tiercache.text" .Values.arena)) }}
+{{- if lt (include "tiercache.bytes" .Values.arenaMemoryLimit | float64) $least }}
+{{- fail (printf "arenaMemoryLimit %s is too little for an arena of %s, which counts for the container: leave it empty, or give %.0fMi at least" .Values.arenaMemoryLimit (include "tiercache.text" .Values.arena) (ceil (divf $least 1048576))) }}
 {{- end }}
 {{- .Values.arenaMemoryLimit }}
 {{- else }}
@@ -64,10 +67,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 {{- end }}
 {{- $overhead := addf 268435456 (divf (addf $arena $nvme) 2000) }}
-{{- $workers := include "tiercache.workers" . | int }}
-{{- $overhead = addf $overhead (mulf $workers (addf 33554432 (divf $arena 512))) }}
-{{- if .Values.memoryOverhead }}{{ $overhead = include "tiercache.bytes" .Values.memoryOverhead | float64 }}{{ end }}
+{{- $overhead = addf $overhead $workers (maxf 0 (subf $folder 100663296)) }}
+{{- if .Values.memoryOverhead }}
+{{- $overhead = include "tiercache.bytes" .Values.memoryOverhead | float64 }}
+{{- if lt (addf $arena $overhead) $least }}
+{{- fail (printf "memoryOverhead %s is too little: leave it empty, or give %.0fMi at least" .Values.memoryOverhead (ceil (divf (subf $least $arena) 1048576))) }}
+{{- end }}
+{{- end }}
 {{- printf "%.0fMi" (ceil (divf (addf $arena $overhead) 1048576)) }}
+{{- end }}
+{{- end }}
+
+{{/* Bytes of the helper process of a shared folder; whether the URL in a Secret names one is not known here. */}}
+{{- define "tiercache.folder" -}}
+{{- if and .Values.shared.enabled (hasPrefix "file:" .Values.shared.url) }}
+{{- $connections := regexFind "[?&]connections=[0-9]+" .Values.shared.url | regexFind "[0-9]+$" | default "4" | float64 }}
+{{- printf "%.0f" (addf 33554432 (mulf $connections 16777216)) }}
+{{- else }}0
 {{- end }}
 {{- end }}
 

@@ -107,7 +107,7 @@ class Files:
                     os.unlink(draft, dir_fd=tree.tmp)
 
     def _place(self, tree: Tree, put: Put, draft: str) -> Fate:
-        """Give the draft its place; REFUSED if a file there cannot be replaced, which concerns no other value."""
+        """Give the draft its place; REFUSED if what is there cannot be replaced, which concerns no other value."""
 
         def rename() -> None:
             with tree.home_of(put.name, make=True) as home:
@@ -120,7 +120,10 @@ class Files:
                 return Fate.REFUSED
             if error.errno not in _IN_THE_WAY:
                 raise
-            tree.put_aside(put.name)
+            try:
+                tree.put_aside(put.name)
+            except OSError:  # such as a folder of another user, or one that something is mounted on
+                return Fate.REFUSED
             rename()
         return Fate.DONE
 

@@ -3,12 +3,11 @@
 A pass looks at every value once, in slices. It removes what is older than `ttl`, and counts the rest by age. If that is
 more than `size`, the counts say how old a value must be to go, and the next pass removes those while it counts anew. So
 a pass needs no list of files, and the oldest go first, to within a minute. What cannot be removed stays and counts, so
-others go in its place, and `health` names it.
+others go in its place, and `health` names it. A damaged file or folder does not end a pass.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -36,7 +35,10 @@ DRAFT_S = 3600.0
 STEP_S = 60
 STEPS = 20_000
 """Bytes are counted by age, in steps of `STEP_S`. All that is older than so many steps counts as one more."""
-_OF_ALL_FILES = (errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EIO)
+_OF_ALL_FILES = (errno.EROFS, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OF_ONE_OR_ALL = (errno.EIO, errno.ESTALE)
+MAX_BAD_IN_A_ROW = 16
+"""With so many of `_OF_ONE_OR_ALL` and no good file in between, the file system is taken to fail as a whole."""
 KEEP_SHARE = 0.95
 """A full folder is brought down to this share of its size, so that not every pass removes."""
 _FAN = re.compile(r"[0-9a-f]{3}")
@@ -65,10 +67,12 @@ class _Pass:
     """Of files that should go and cannot be removed."""
     stuck: tuple[str, OSError] | None = None
     """The first of these by its path, and why."""
+    bad_in_a_row: int = 0
 
     def cannot_remove(self, path: str, error: OSError, size_bytes: int = 0) -> None:
         """Goes on without what concerns one file alone. Raises the error of a whole file system."""
-        if error.errno in _OF_ALL_FILES:
+        self.bad_in_a_row += error.errno in _OF_ONE_OR_ALL
+        if error.errno in _OF_ALL_FILES or self.bad_in_a_row >= MAX_BAD_IN_A_ROW:
             raise error
         self.stuck_bytes += size_bytes
         if self.stuck is None or path < self.stuck[0]:
@@ -89,9 +93,9 @@ class Janitor:
         self.stuck = ""
         """What the last pass could not remove, and why, in words; empty if nothing."""
 
-    def run(self, tell: Callable[[str], object]) -> None:
-        """Never returns. `tell` gets what is not well, whenever that changes; empty: all is."""
-        told = ""
+    def run(self, tell: Callable[[str], bool]) -> None:
+        """Never returns. `tell` gets what is not well, whenever that changes; empty: all is. False: say it again."""
+        told = logged = ""
         while True:
             try:
                 pause_s, text = self.step(), ""
@@ -101,11 +105,11 @@ class Janitor:
                 problem = error if isinstance(error, StoreError) else as_store_error(self._settings.path, error)
                 text = f"the shared folder is not cleaned up at the moment: {problem.text}"
             text = text or self.stuck
-            if text != told:
-                if text:
-                    log.warning("%s", text)
-                tell(text)
-            told = text
+            if text and text != logged:
+                log.warning("%s", text)
+            logged = text
+            if text != told and tell(text):
+                told = text
             time.sleep(pause_s)
 
     def step(self) -> float:
@@ -125,22 +129,11 @@ class Janitor:
         with Tree(self._settings.path) as tree:
             now_ns = time_of_holder_ns(tree)
             fans = _fans(tree.base)
-            this = _Pass(now_ns, self._surplus or _Surplus())
-            yield from self._remove_drafts(tree.base, this)
+        this = _Pass(now_ns, self._surplus or _Surplus())
+        yield from self._sweep("", this)
         removes, self._surplus = self._surplus is not None, None
         for fan in fans:
-            try:
-                with Tree(self._settings.path) as tree:
-                    folder = _open(tree.values, fan)
-            except PermissionError as error:
-                this.cannot_remove(f"values/{fan}", error)
-                continue
-            if folder >= 0:
-                try:
-                    yield from self._sweep(folder, fan, this)
-                finally:
-                    os.close(folder)
-            yield
+            yield from self._sweep(fan, this)
         self._surplus = self._count_up(this)
         self._in_vain = removes and not this.removed
         self._note_stuck(this)
@@ -148,30 +141,38 @@ class Janitor:
             size = format_bytes(this.removed_bytes)
             log.info("removed %d old values from the shared folder %s: %s", this.removed, self._settings.path, size)
 
-    def _remove_drafts(self, base: int, this: _Pass) -> Iterator[None]:
-        folder = _open(base, "tmp")
+    def _sweep(self, fan: str, this: _Pass) -> Iterator[None]:
+        """Look at all files of a fan-out folder; at all drafts if `fan` is empty."""
+        above, look = (f"values/{fan}", self._look_at) if fan else ("tmp", self._look_at_draft)
+        folder = -1
+        with Tree(self._settings.path) as tree:
+            try:
+                folder = _open(tree.values, fan) if fan else _open(tree.base, "tmp")
+            except OSError as error:
+                this.cannot_remove(above, error)
+        if folder < 0:
+            yield
+            return
         try:
             for names in _slices(folder):
                 for name in names:
-                    with contextlib.suppress(FileNotFoundError):
-                        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                        if stat.S_ISREG(found.st_mode) and this.now_ns - found.st_mtime_ns > DRAFT_S * 1e9:
-                            _remove(name, folder, f"tmp/{name}", this)
+                    path = f"{above}/{name}"
+                    try:
+                        look(folder, name, path, this)
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        this.cannot_remove(path, error)
                 yield
+        except OSError as error:
+            this.cannot_remove(above, error)
         finally:
             os.close(folder)
 
-    def _sweep(self, folder: int, fan: str, this: _Pass) -> Iterator[None]:
-        for names in _slices(folder):
-            for name in names:
-                path = f"values/{fan}/{name}"
-                try:
-                    self._look_at(folder, name, path, this)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    this.cannot_remove(path, error)
-            yield
+    def _look_at_draft(self, folder: int, name: str, path: str, this: _Pass) -> None:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode) and this.now_ns - found.st_mtime_ns > DRAFT_S * 1e9:
+            _remove(name, folder, path, this)
 
     def _look_at(self, folder: int, name: str, path: str, this: _Pass) -> None:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -187,6 +188,7 @@ class Janitor:
         else:
             step = min(max(0, (this.now_ns - written_ns) // (STEP_S * 10**9)), STEPS)
             this.kept[step] = this.kept.get(step, 0) + found.st_size
+            this.bad_in_a_row = 0
 
     def _note_stuck(self, this: _Pass) -> None:
         """Say what could not be removed, for as long as it is there: not each pass has to remove something."""
@@ -221,6 +223,7 @@ def _remove(name: str, folder: int, path: str, this: _Pass, size_bytes: int = 0)
     except OSError as error:
         this.cannot_remove(path, error, size_bytes)
         return False
+    this.bad_in_a_row = 0
     return True
 
 

@@ -29,8 +29,8 @@ class FolderStore:
     def close(self) -> None:
         """Its connections share nothing."""
 
-    def run_beside(self, tell: Callable[[str], object]) -> None:
-        """The janitor; never returns. The helper runs it in a thread. `tell`: what is not well; empty: all is."""
+    def run_beside(self, tell: Callable[[str], bool]) -> None:
+        """The janitor; never returns. The helper runs it in a thread. `tell`: see `Janitor.run`."""
         Janitor(self.settings).run(tell)
 
 

@@ -33,6 +33,7 @@ READ_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Of a file system without hard links."""
+_NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 _FOLDERS = (OURS, "values", "notes", "tmp", ASIDE, "janitor")
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = _FOLDER | os.O_NOFOLLOW
@@ -153,7 +154,9 @@ class Tree:
                 home = os.open(fan, _NO_LINK, dir_fd=self.values)
             except FileNotFoundError:
                 return
-            except OSError:
+            except OSError as error:
+                if error.errno not in _NO_FOLDER:  # it may well be ours, with a part of all values
+                    raise
                 os.rename(fan, f"{fan}-{token}", src_dir_fd=self.values, dst_dir_fd=aside)
             else:
                 moved = f"{moved}/{file_name(name)}"

@@ -11,7 +11,7 @@ import pytest
 from folder_rig import NAME, STRANGE, connect, drafts, place
 from store_calls import content, put, read, soon, value_of
 
-from tiercache.daemon.tiers.shared.stores.folder.tree import OURS
+from tiercache.daemon.tiers.shared.stores.folder.tree import OURS, Tree
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 from tiercache.daemon.tiers.shared.stores.store import Fate, Get, Put, StoreError, StoreProblem
 
@@ -108,23 +108,51 @@ def test_a_strange_fan_out_folder_is_put_aside_by_the_next_put(folder: Path, tmp
     assert aside.is_symlink() == (kind == "link")
 
 
-def test_a_file_that_cannot_be_replaced_is_refused_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `chattr +i`: the store is not away for one file."""
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("file", errno.EPERM), ("folder", errno.EACCES), ("folder", errno.EBUSY), ("folder", errno.EXDEV)],
+)
+def test_what_cannot_be_replaced_or_moved_is_refused_alone(
+    folder: Path, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `chattr +i`, with a folder of another user, or with one that is mounted: the store is not away for it."""
     line = connect(folder)
-    put(line, {NAME: content(6, 50)})
+    place(folder).mkdir() if kind == "folder" else place(folder).write_bytes(content(6, 50))
     real = os.rename
 
     def rename(source: str, target: str, **folders: int) -> None:
-        if target == file_name(NAME):
-            raise PermissionError(errno.EPERM, "Operation not permitted", source)
+        if (source if kind == "folder" else target) == file_name(NAME):
+            raise OSError(number, os.strerror(number), source)
         real(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", rename)
     assert put(line, {NAME: content(7, 50), b"other": content(7, 50)}) == [Fate.REFUSED, Fate.DONE]
     assert drafts(folder) == []
-    place(folder).unlink()
-    with pytest.raises(StoreError, match="a file: Operation not permitted"):
-        put(line, {NAME: content(7, 50)})
+    if kind == "file":
+        place(folder).unlink()
+        with pytest.raises(StoreError, match="a file: Operation not permitted"):
+            put(line, {NAME: content(7, 50)})
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO])
+def test_a_folder_of_values_that_cannot_be_opened_stays(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands in one value's place cannot be moved then; the other values of that folder must not go with it."""
+    line = connect(folder)
+    put(line, {b"good": content(6, 50)})
+    real, fan = os.open, fan_out(b"good")
+
+    def fail(path: object, flags: int, *rest: object, **more: object) -> int:
+        if path == fan:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    with Tree(str(folder)) as tree, monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            tree.put_aside(b"good")
+    assert read(line, [b"good"], 5, 100) == [content(6, 50)]
 
 
 def test_a_link_in_the_place_of_our_own_folder_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -216,13 +217,116 @@ def test_a_file_that_cannot_be_removed_stays_and_the_rest_goes_in_its_place(
     assert its.stuck == ""
 
 
-def test_a_full_file_system_is_cleaned_up(mount: Callable[[str], Path]) -> None:
-    folder = mount("1m,nr_inodes=40")
+@pytest.mark.parametrize(
+    ("kind", "call"), [*product(["value", "draft", "all"], ["stat", "unlink"]), ("folder", "open")]
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_damaged_file_or_folder_does_not_end_a_pass_but_a_damaged_file_system_does(
+    folder: Path, kind: str, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [b"%d" % number for number in range(30)]
+    put(store(folder).connect(), dict.fromkeys(names, b"value!"))
+    draft = folder / OURS / "tmp" / "host-1-a"
+    draft.write_bytes(b"left")
+    for path in [draft, *(place(folder, name) for name in names)]:
+        age(path, 2 * HOUR_S)
+    files = [file_name(name) for name in names]
+    bad = {"value": files[:1], "draft": [draft.name], "folder": [fan_out(names[0])], "all": files}[kind]
+    its = holder(folder, "?ttl=1h")
+    real = getattr(os, call)
+
+    def fail(path: object, *rest: object, **more: object) -> object:
+        if path in bad:
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, call, fail)
+    if kind == "all":
+        with pytest.raises(OSError, match=os.strerror(number)):
+            one_pass(its)
+        return
+    one_pass(its)
+    gone = [name for name in names if kind == "draft" or fan_out(name) != fan_out(names[0])]
+    assert left(folder, gone) == []
+    assert its.stuck.startswith("files of the shared folder cannot be removed, such as ")
+    assert os.strerror(number) in its.stuck
+
+
+@pytest.mark.parametrize("new_host", [False, True])
+@pytest.mark.parametrize(("options", "lacks"), [("1m,nr_inodes=40", "no inodes left"), ("300k", "make room")])
+def test_a_full_file_system_is_cleaned_up(
+    mount: Callable[[str], Path], options: str, lacks: str, new_host: bool
+) -> None:
+    """Also by a host that has to take over the lease first, as after a restart."""
+    folder = mount(options)
     its = holder(folder, "?ttl=1h")
     names = [b"%d" % number for number in range(100)]
-    with pytest.raises(StoreError, match="no inodes left"):
-        put(store(folder).connect(), dict.fromkeys(names, b"value!"))
+    with pytest.raises(StoreError, match=lacks):
+        put(store(folder).connect(), dict.fromkeys(names, content(1, 5000)))
     for name in left(folder, names):
         age(place(folder, name), 2 * HOUR_S)
+    if new_host:
+        with pytest.raises(OSError, match="No space left"):
+            (folder / "theirs").write_bytes(bytes(1 << 20))
+        age(the_lease(folder), lease.OLD_S + 1)
+        its = holder(folder, "?ttl=1h")
     one_pass(its)
     assert left(folder, names) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "shorter"])
+def test_where_no_room_is_left_only_an_old_lease_is_written_over(
+    folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else stands in its place may be somebody's file."""
+    put(store(folder).connect(), {b"a": b"value!"})
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(content(1, 256 if kind != "shorter" else 100))
+    if kind == "link":
+        the_lease(folder).symlink_to(theirs)
+    else:
+        os.link(theirs, the_lease(folder))
+    before = theirs.read_bytes()
+    if kind == "shorter":
+        theirs.unlink()
+    age(the_lease(folder), lease.OLD_S + 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        holds(folder, JanitorLease())
+    assert the_lease(folder).read_bytes() == before
+    assert os.listdir(folder / OURS / "tmp") == []
+
+
+def test_what_is_not_well_is_told_until_it_is_taken_and_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The way to the daemon may be full for a moment."""
+
+    class Over(Exception):
+        pass
+
+    told: list[str] = []
+    slept = 0
+    folder = tmp_path / "kv"
+
+    def sleep(_: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept == 4:
+            folder.mkdir()
+        if slept == 8:
+            raise Over
+
+    def tell(text: str) -> bool:
+        told.append(text)
+        return len(told) % 2 == 0
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(Over):
+        Janitor(store(folder).settings).run(tell)
+    assert [text[:39] for text in told] == ["the shared folder is not cleaned up at "] * 2 + [""] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
