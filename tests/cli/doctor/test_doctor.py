@@ -127,6 +127,9 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch:
     folder.chmod(0o1777)  # as /tmp
     remedies = {one.name: one.remedy for one in disk.examine(needs, (folder,), measure=False)}
     assert remedies[f"{folder} mode"].startswith(f"name a folder in it, as {folder}/")
+    folder.chmod(0o1755)
+    remedies = {one.name: one.remedy for one in disk.examine(needs, (folder,), measure=False)}
+    assert remedies[f"{folder} mode"].startswith(f"chmod 0700 {folder}")
     missing = disk.examine(replace(needs, nvme_bytes=1 << 60), (tmp_path / "new",), measure=False)
     states = [(one.name.rsplit(" ", 1)[-1], one.state.value) for one in missing]
     assert states == [("room", "warning"), ("speed", "not applicable")]
@@ -158,7 +161,9 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     remedies = {one.name: one.remedy for one in daemon.examine(tmp_path, {}, "")}
     assert remedies[f"mode of {tmp_path.name}"].startswith("name a folder in it as run_dir")
-    tmp_path.chmod(0o700)
+    for mode in (0o700, 0o1700, 0o2750):
+        tmp_path.chmod(mode)
+        assert f"mode of {tmp_path.name}" not in {one.name for one in daemon.examine(tmp_path, {}, "")}
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
 
 
