@@ -180,8 +180,9 @@ class Client:
     def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
-        Returns how many blocks were dropped. A shared store that is away is told later, which is logged. Raises
-        RequestRefused (`unconfirmed`) when a disk may bring blocks back.
+        Of a windowed namespace, only `key` itself is dropped. Returns how many blocks were dropped. A shared store
+        that is away is told later, which is logged. Raises RequestRefused (`unconfirmed`) when a disk may bring blocks
+        back.
         """
         session = self.session()
         namespace_ids = [session.namespace_id(spec) for spec in namespaces]
