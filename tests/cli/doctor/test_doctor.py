@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -171,14 +172,22 @@ def test_to_another_user_the_rest_is_said_and_the_daemon_is_named(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may enter everywhere, so the system's answer is played."""
-    stat = os.stat
+    stat, connect = os.stat, socket.socket.connect
 
-    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+    def check(path: object) -> None:
         if str(path).startswith(f"{tmp_path}/"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def stat_or_refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        check(path)
         return stat(path, *rest, **options)
 
-    monkeypatch.setattr(os, "stat", refuse)
+    def connect_or_refuse(sock: socket.socket, address: Any) -> None:
+        check(address)
+        connect(sock, address)
+
+    monkeypatch.setattr(os, "stat", stat_or_refuse)
+    monkeypatch.setattr(socket.socket, "connect", connect_or_refuse)
     status, out, err = run("doctor", "--quick", "--address", tmp_path)
     assert (status, err) == (EXIT_UNWELL, "")
     assert "# host" in out
