@@ -27,7 +27,7 @@ import zmq
 from tiercache.daemon.ground.connections import Connections
 from tiercache.daemon.ground.multipart import Multipart
 from tiercache.errors import ConfigError
-from tiercache.ground.listening import is_ipv6, remedy
+from tiercache.ground.listening import is_ipv6, remedy, wants_ipv6
 
 MAX_UNSENT = 2048
 """Batches that may wait for one subscriber; it loses further ones."""
@@ -115,7 +115,7 @@ class Publisher:
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, self._max_unsent),
             (zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES),
-            (zmq.IPV6, int(is_ipv6(endpoint))),
+            (zmq.IPV6, int(wants_ipv6(endpoint) if connects else is_ipv6(endpoint))),
         ):
             socket_.setsockopt(option, value)
         connections = Connections(socket_, MAX_SUBSCRIBERS)

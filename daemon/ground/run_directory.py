@@ -60,11 +60,12 @@ class RunDir:
             if stat.st_uid != os.geteuid():
                 text = f"--run-dir, for example {path}/daemon where we may make that (in a volume of a pod)"
                 raise ConfigError(f"run_dir {path} belongs to another user: choose one with {text}")
-            if stat.st_mode & 0o1000:  # such as /tmp
+            writable = stat.st_mode & 0o022
+            if writable and stat.st_mode & 0o1000:  # such as /tmp
                 raise ConfigError(
                     f"run_dir {path} is a folder for all users' files: name one in it, as {path}/tiercache"
                 )
-            if stat.st_mode & 0o022:
+            if writable:
                 raise ConfigError(f"run_dir {path} can be written by others: chmod 0700 it, or choose another one")
             self._fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -302,7 +302,12 @@ def _log_flush(
         named = ", ".join(f"{one.number} ({one.fingerprint[:8]})" for one in namespaces[:_NAMED])
         more = f" and {len(namespaces) - _NAMED} more" if len(namespaces) > _NAMED else ""
         where = f"namespace{'s' if len(namespaces) > 1 else ''} {named}{more}"
-    what = f"block {request.key.hex()} and all that follow it" if request.key else "all blocks"
+    what = "all blocks"
+    if request.key:
+        windowed = {one.table.windowed for one in namespaces}
+        following = " and all that follow it" if windowed != {True} else ""
+        limit = " (in windowed namespaces only that block)" if windowed == {True, False} else ""
+        what = f"block {request.key.hex()}{following}{limit}"
     log.log(
         logging.DEBUG if is_probe else logging.INFO,
         "flush by %s: %s of %s, tier %s: %d blocks in DRAM, %d on NVMe%s",

@@ -70,3 +70,12 @@ def test_the_files_of_a_killed_daemon_are_no_daemon(tmp_path: Path, run: Run, mo
     assert connection.serving_pid(tmp_path) is None
     status, _, err = run("ping", "--address", tmp_path)
     assert (status, "does not answer" in err) == (EXIT_UNWELL, False)
+
+
+def test_a_seccomp_profile_that_refuses_a_question_bars_nobody(
+    daemon: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # EPERM, which Python takes for a no
+    assert run("ping", "--address", daemon)[0] == 0
+    assert "may not be entered" not in run("doctor", "--quick", "--address", daemon)[1]
+    assert_refused(run("ping", "--address", tmp_path), f"no daemon at {tmp_path}: start", status=EXIT_UNWELL)

@@ -46,30 +46,36 @@ def test_a_flush_says_whom_it_concerns() -> None:
     assert flush.question(shared, "shared", "9f3a", None) == f"{every} all blocks of namespace 9f3a in shared?"
     one = flush.question(shared, "shared", None, "00112233" * 4)
     assert "makes the 64th part of its namespace unreachable" in one
-    assert "block 00112233... and all that follow it" in one
+    assert "block 00112233... and all that follow it (in a windowed namespace only that block)" in one
     assert flush.outcome(3, "all", False) == "3 blocks flushed"
     assert flush.outcome(0, "shared", True) == "flushed: no host finds these blocks in the shared store any more"
 
 
 def test_the_log_says_who_flushed_what(run: Run, tmp_path: Path) -> None:
-    pool, spec = tiercache.Pool.from_blocks(np.zeros((4, 4096), np.uint8)), {"layout": "x", "dtype": "uint8"}
+    pool = tiercache.Pool.from_blocks(np.zeros((4, 4096), np.uint8))
     chain = tiercache.KeyChain(tiercache.root_key("m"), 4, range(16)).packed()
+    first, third = chain[:16], chain[32:48]
+    names = []
     with tiercache.launch("16MiB", log=tmp_path / "log") as daemon:
-        for engine in ("e", "tiercache/probe"):
-            namespace = tiercache.NamespaceSpec(engine=engine, block_size=4, block_bytes=4096, **spec)
+        for engine, window in (("e", 0), ("tiercache/probe", 0), ("w", 2)):
+            namespace = tiercache.NamespaceSpec(
+                engine=engine, layout="x", dtype="uint8", block_size=4, block_bytes=4096, window_blocks=window
+            )
+            names.append(namespace.fingerprint()[:8])
             with tiercache.connect(daemon.address, namespace=namespace, pool=pool, required=True, name=engine) as one:
                 one.store(chain, range(4))
-                assert one.flush(tier="dram", key=chain[32:48]) == 2
-        assert run("flush", "--yes", "--address", daemon.address)[0] == 0
+                assert one.flush(tier="dram", key=third) == (1 if window else 2)
+        for options in (("--prefix", first.hex()), ()):
+            assert run("flush", "--yes", *options, "--address", daemon.address)[0] == 0
     log = (tmp_path / "log").read_text()
-    me, name = (
-        f"pid {os.getpid()}, uid {os.geteuid()}",
-        tiercache.NamespaceSpec(engine="e", block_size=4, block_bytes=4096, **spec).fingerprint()[:8],
-    )
+    me = f"pid {os.getpid()}, uid {os.geteuid()}"
     assert [line.partition("flush by ")[2] for line in log.splitlines() if "flush by" in line] == [
-        f"e ({me}): block {chain[32:48].hex()} and all that follow it of namespace 1 ({name}), tier dram: "
+        f"e ({me}): block {third.hex()} and all that follow it of namespace 1 ({names[0]}), tier dram: "
         "2 blocks in DRAM, 0 on NVMe",
-        f"tiercache-cli ({me}): all blocks of every namespace, tier all: 4 blocks in DRAM, 0 on NVMe",
+        f"w ({me}): block {third.hex()} of namespace 3 ({names[2]}), tier dram: 1 blocks in DRAM, 0 on NVMe",
+        f"tiercache-cli ({me}): block {first.hex()} and all that follow it (in windowed namespaces only that block) "
+        "of every namespace, tier all: 5 blocks in DRAM, 0 on NVMe",
+        f"tiercache-cli ({me}): all blocks of every namespace, tier all: 2 blocks in DRAM, 0 on NVMe",
     ]
 
 

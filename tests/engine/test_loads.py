@@ -19,7 +19,7 @@ from plain_model import (
 )
 
 from tiercache.engine import Engine
-from tiercache.engine.loads import LOOKUP_TIMEOUT_S
+from tiercache.engine.loads import LOOKUP_KEPT_S, LOOKUP_TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 PROMPT = plain_prompt(41)  # 20 blocks of 2 that can be reused; chunks end at multiples of 4
@@ -224,6 +224,33 @@ def test_a_slow_lookup_holds_up_no_other_request(windows: tuple[int, ...], end: 
         cache.behave()
         assert engine.drain()
     assert not cache.leases
+
+
+def test_an_answer_is_not_kept_for_a_sequence_that_waits_for_room() -> None:
+    cache, full, clock = filled(prompt=PROMPT[:9]), filled(prompt=PROMPT[:21]), FakeClock()
+    with plain_engine(cache.connect, clock=clock) as engine:
+        decoding = engine.add_request(plain_prompt(5, seed=5), greedy(22))
+        while not engine.step():
+            pass
+        cache.hold_lookups = True
+        waiting = engine.add_request(PROMPT[:21], greedy(2))
+        engine.step()
+        assert len(cache.lookups) == 1, "there was room"
+        for _ in range(4):
+            engine.step()
+        cache.behave()
+        clock.time_s += 100 * LOOKUP_KEPT_S
+        engine.step()
+        assert cache.leases, "an answer that comes late can be used by the next step"
+        clock.time_s += LOOKUP_KEPT_S
+        for _ in range(2):
+            engine.step()
+        assert (engine.stats()["waiting"], len(cache.leases)) == (1, 0)
+        cache.blocks.update(full.blocks)
+        done = Watch(engine).run()
+        assert done[decoding][0].external_hit_tokens == 0
+        assert done[waiting][0].external_hit_tokens == 20, "what the cache got meanwhile is found"
+        assert done[waiting][0].tokens == said(engine, PROMPT[:21], 2)
 
 
 def test_what_the_pool_got_meanwhile_needs_no_answer() -> None:

@@ -46,12 +46,13 @@ def connector(closing: ExitStack, address: str, pool: np.ndarray[Any, Any], **op
     return closing.enter_context(its)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "localhost"), ("[::1]", "[::1]")])
 def test_bytes_come_back_to_their_tenant_and_to_no_other(
-    tmp_path: Path, start_daemon: Callable[..., Daemon], closing: ExitStack, host: str
+    tmp_path: Path, start_daemon: Callable[..., Daemon], closing: ExitStack, host: str, name: str
 ) -> None:
     site = Site(tmp_path, free_port(), host)
     remote = start_daemon(*site.flags)
+    site.host = name
     pool = noise(1)
     first = connector(closing, site.address("team-a"), pool)
     assert first.store(KEYS, [0, 1, 2, 3]).stored == 4

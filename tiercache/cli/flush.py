@@ -27,6 +27,7 @@ FLUSH_DEADLINE_S = 60.0
                                       forget the blocks of one namespace (see `tiercache stats`)
   tiercache flush --yes --prefix 00112233445566778899aabbccddeeff
                                       forget one block and all that follow it
+                                      (in a windowed namespace only that block)
   tiercache flush --tier shared       forget what hosts share, for every host of the deployment
 """,
 )
@@ -109,7 +110,9 @@ def find_namespace(stats: dict[str, Any], wanted: str) -> int:
 
 def question(stats: dict[str, Any], tier: str, namespace: str | None, prefix: str | None) -> str:
     """The question that names what is about to be forgotten."""
-    what = "all blocks" if prefix is None else f"block {prefix[:8]}... and all that follow it"
+    what = "all blocks"
+    if prefix is not None:
+        what = f"block {prefix[:8]}... and all that follow it (in a windowed namespace only that block)"
     whose = "every namespace" if namespace is None else f"namespace {namespace}"
     where = "all tiers" if tier == "all" else tier
     tiers = stats.get("tiers", {})

@@ -16,9 +16,8 @@ import zmq
 
 from tiercache.errors import ProtocolError
 from tiercache.ground import forks
-from tiercache.ground.listening import is_ipv6
 from tiercache.protocol import messages
-from tiercache.protocol.curve import ClientKeys
+from tiercache.protocol.curve import Remote
 from tiercache.protocol.messages import AnyReply, Request
 from tiercache.protocol.wire import UNREADABLE
 
@@ -51,15 +50,14 @@ class Channel:
 
     __slots__ = ("_receive_timeout_ms", "_socket", "holder", "late_until_s", "owed")
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, endpoint: str, remote: Remote | None = None) -> None:
         socket = process_context().socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-        socket.set(zmq.IPV6, int(is_ipv6(endpoint)))
-        if keys is not None:
-            keys.secure(socket)
+        if remote is not None:
+            remote.prepare(socket)
         socket.connect(endpoint)
         self._socket = socket
         self._receive_timeout_ms = -1

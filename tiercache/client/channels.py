@@ -22,7 +22,7 @@ from tiercache.client.channel import Channel
 from tiercache.errors import CallInterrupted, DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused
 from tiercache.ground import forks
 from tiercache.ground.uninterrupted import interrupted
-from tiercache.protocol.curve import ClientKeys
+from tiercache.protocol.curve import Remote
 from tiercache.protocol.messages import AnyReply, Error, ErrorCode, Reply, Request
 
 PIPELINE_DEPTH = 8
@@ -65,7 +65,7 @@ class Channels:
 
     Args:
         endpoint, session, generation: from the daemon's `Welcome`.
-        keys: for a daemon on another host.
+        remote: for a daemon on another host.
         most: connections that this session may have.
         on_late: called with every reply of this generation that came too late for its caller, in the thread that finds
             it; must not block.
@@ -77,7 +77,7 @@ class Channels:
         session: bytes,
         generation: int,
         on_late: Callable[[AnyReply], None],
-        keys: ClientKeys | None = None,
+        remote: Remote | None = None,
         *,
         most: int,
     ) -> None:
@@ -85,7 +85,7 @@ class Channels:
         self._endpoint = endpoint
         self._session = session
         self._on_late = on_late
-        self._keys = keys
+        self._remote = remote
         self._changed = threading.Condition(threading.Lock())
         self._most = most
         self._holders: dict[int, int] = {}  # threads, and how many channels each has checked out
@@ -301,7 +301,7 @@ class Channels:
             self._holders[thread] = self._holders.get(thread, 0) + 1
         try:
             if channel is None:
-                channel = Channel(self._endpoint, self._keys)
+                channel = Channel(self._endpoint, self._remote)
             channel.holder = thread
         except BaseException as error:
             self._let_go(thread)

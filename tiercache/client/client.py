@@ -182,9 +182,9 @@ class Client:
     def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
 
-        Returns how many blocks were dropped. A shared store that is away is told later, which is logged. Raises
-        RequestRefused (`unconfirmed`) when a disk may bring blocks back. Blocks for some seconds where a store or a
-        disk does not answer, for `FLUSH_TIMEOUT_S` at most.
+        Of a windowed namespace, only `key` itself is dropped. Returns how many blocks were dropped. A shared store that
+        is away is told later, which is logged. Raises RequestRefused (`unconfirmed`) when a disk may bring blocks back.
+        Blocks for some seconds where a store or a disk does not answer, for `FLUSH_TIMEOUT_S` at most.
         """
         session = self.session()
         namespace_ids = [session.namespace_id(spec) for spec in namespaces]

@@ -15,7 +15,6 @@ import zmq
 from tiercache.client.channel import process_context
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused
-from tiercache.ground.listening import is_ipv6
 from tiercache.protocol.curve import Remote
 from tiercache.protocol.messages import MAX_MESSAGE_BYTES, Hello, Refused, Regions, SessionMessage, Welcome
 from tiercache.protocol.wire import UNREADABLE, send_packet
@@ -64,8 +63,7 @@ def greet_remote(remote: Remote, hello: Hello, timeout_s: float) -> Welcome:
     with context.socket(zmq.DEALER) as sock:
         sock.set(zmq.LINGER, 0)
         sock.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        sock.set(zmq.IPV6, int(is_ipv6(remote.endpoint)))
-        remote.keys.secure(sock)
+        remote.prepare(sock)
         try:
             sock.connect(remote.endpoint)
             sock.send(_encode(hello))

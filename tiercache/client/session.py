@@ -24,6 +24,7 @@ from tiercache.client.mapping import ArenaMapping
 from tiercache.client.self_report import SelfReport
 from tiercache.errors import DaemonUnavailable, ProtocolError, RequestRefused, TierCacheError
 from tiercache.ground import forks
+from tiercache.ground.listening import RESOLVE_S, wants_ipv6
 from tiercache.ground.uninterrupted import uninterrupted
 from tiercache.protocol import messages
 from tiercache.protocol.answers import ANSWERS
@@ -113,7 +114,7 @@ class Session:
     """
 
     def __init__(self, settings: SessionSettings, owner: SessionOwner) -> None:
-        """Say hello. Blocks for at most about the time of a request.
+        """Say hello. Blocks for at most about the time of a request, or twice that while a name does not resolve.
 
         Raises DaemonUnavailable, RequestRefused (version, limits), ProtocolError, ArenaError.
         """
@@ -121,6 +122,8 @@ class Session:
         self._settings = settings
         timeout_s = settings.request_timeout_s
         remote = find_remote(settings.address)
+        if remote is not None:
+            remote = remote._replace(ipv6=wants_ipv6(remote.endpoint, min(timeout_s, RESOLVE_S)))
         self.arena: ArenaMapping | None = None
         if settings.map_arena and remote is None:
             self.arena = ArenaMapping(self._arena_is_ready, cuda=settings.cuda)
@@ -162,9 +165,9 @@ class Session:
         self._remote = remote is not None
         self._asked_s = time.monotonic()
         self._clock_differs = False
-        endpoint, keys = (self.welcome.control, None) if remote is None else remote
+        endpoint = self.welcome.control if remote is None else remote.endpoint
         self._channels = Channels(
-            endpoint, self.welcome.session, self.generation, self._on_late, keys, most=self.welcome.connections
+            endpoint, self.welcome.session, self.generation, self._on_late, remote, most=self.welcome.connections
         )
 
     @property

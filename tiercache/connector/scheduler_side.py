@@ -185,8 +185,8 @@ class SchedulerSide:
     def flush(self, *, tier: str = "all", key: bytes = b"", all_namespaces: bool = False) -> int:
         """Drop blocks: `key` and all that follow it, or everything; returns how many.
 
-        Of this connector's namespace, or of every one. Unlike the rest this raises when it fails (DaemonUnavailable,
-        RequestRefused): the caller must know whether it was done.
+        Of this connector's namespace, or of every one; of a windowed one only `key` itself. Unlike the rest this
+        raises when it fails (DaemonUnavailable, RequestRefused): the caller must know whether it was done.
         """
         namespaces = () if all_namespaces else (self.namespace,)
         return self._client.flush(tier=tier, namespaces=namespaces, key=key)

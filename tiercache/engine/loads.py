@@ -1,7 +1,8 @@
 """Loads of one engine: lookups, how much of what they find is worth loading, and loads in progress.
 
 Lookups ask the daemon in the background, so that a step never waits for it: a sequence that waits for room is looked up
-as soon as there is some, and admitted by a later step, when the answer is there or late.
+as soon as there is some, and admitted by a later step, when the answer is there or late. If there is no room by then,
+the answer is kept for a moment only: it holds a lease, and does not show what the cache gets meanwhile.
 
 A load holds its own reference on every block that it copies into until its last copy has ended, even if the sequence
 ends or is preempted meanwhile. A load that failed, was late or fell short is a miss: its tokens are computed.
@@ -23,6 +24,8 @@ from tiercache.engine.settings import EngineSettings
 
 LOOKUP_TIMEOUT_S = 1.0
 """How long a sequence waits for a lookup, behind those before it, until it does without the cache."""
+LOOKUP_KEPT_S = 1.0
+"""How long an answer is kept for a sequence that finds no room; the cache is asked again once there is some."""
 _MAX_CUTS = 3
 """Most cuts to query for a sequence with a window; each takes two exchanges with the daemon."""
 _MAX_PREFETCHES = 2
@@ -88,9 +91,11 @@ class _Load:
     wanted: bool = True
 
 
-class _Lookup(NamedTuple):
+@dataclass(slots=True)
+class _Lookup:
     transfer: TransferLike  # of a list of hits
     until_s: float
+    answered_s: float | None = None  # when the answer was first seen
 
 
 class Loads:
@@ -136,6 +141,18 @@ class Loads:
         if lookup is not None:
             lookup.transfer.cancel()
             self._dropped.append(lookup.transfer)
+
+    def drop_old_answers(self) -> None:
+        """Give back what was found for sequences that still wait. To be called after each admission.
+
+        A step that comes later than `LOOKUP_KEPT_S` still finds an answer that the step before it has not seen.
+        """
+        now_s = self._clock.now_s()
+        for sequence, lookup in list(self._lookups.items()):
+            if lookup.answered_s is None:
+                lookup.answered_s = now_s if lookup.transfer.done() else None
+            elif now_s >= lookup.answered_s + LOOKUP_KEPT_S:
+                self.drop_lookup(sequence)
 
     def _may_have(self, sequence: Sequence) -> bool:
         alone = not self._settings.enable_prefix_caching and not sequence.preemptions

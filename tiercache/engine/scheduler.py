@@ -74,6 +74,7 @@ class Scheduler:
         decodes = self._plan_running(plan)
         budget = self._settings.step_tokens - len(decodes)
         self._admit(plan, budget)
+        self._offload.loads.drop_old_answers()
         plan.passes = pack(decodes, self._plan_prefills(budget))
         self._prefetch()
         return plan

@@ -3,13 +3,64 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 from tiercache.errors import ConfigError
+
+RESOLVE_S = 1.0
+"""How long a name may take to be resolved."""
+_lookups: dict[str, _Lookup] = {}
 
 
 def is_ipv6(endpoint: str) -> bool:
     """True for `tcp://[ADDRESS]:PORT`: a ZeroMQ socket serves it and connects to it only with the option IPV6."""
-    return "[" in endpoint
+    return endpoint.startswith("tcp://[")
+
+
+def wants_ipv6(endpoint: str, timeout_s: float = RESOLVE_S) -> bool:
+    """True if a ZeroMQ socket should have the option IPV6 to connect to `endpoint`, which may name a host.
+
+    With the option, ZeroMQ takes the first IPv6 address of a host that has some, otherwise the IPv4 one; without it,
+    only an IPv4 address. Servers that listen on IPv4 alone are common, so a host with an IPv4 address is reached by
+    that. Any other host has the option, also one whose name is unknown yet: ZeroMQ resolves it again and again.
+
+    Blocks for at most `timeout_s`, and only for a name.
+    """
+    if is_ipv6(endpoint) or not endpoint.startswith("tcp://"):
+        return is_ipv6(endpoint)
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return not (_has_ipv4(host, socket.AI_NUMERICHOST) or _resolves_to_ipv4(host, timeout_s))
+
+
+def _resolves_to_ipv4(host: str, timeout_s: float) -> bool:
+    lookup = _lookups.get(host)
+    if lookup is None or not lookup.is_alive():  # one at a time, since it may hang for long
+        lookup = _lookups[host] = _Lookup(host)
+        try:
+            lookup.start()
+        except RuntimeError:  # no more threads
+            return False
+    lookup.join(timeout_s)
+    return lookup.found
+
+
+class _Lookup(threading.Thread):
+    """Resolves a name. `getaddrinfo` cannot be told to end, so the thread may be left behind."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(name="tiercache-resolve", daemon=True)
+        self._host = host
+        self.found = False
+
+    def run(self) -> None:
+        self.found = _has_ipv4(self._host)
+
+
+def _has_ipv4(host: str, flags: int = 0) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM, flags=flags))
+    except (OSError, UnicodeError):
+        return False
 
 
 def remedy(address: str) -> str:

@@ -60,10 +60,16 @@ class ClientKeys(NamedTuple):
 
 
 class Remote(NamedTuple):
-    """A daemon on another host."""
+    """A daemon on another host; `ipv6` if sockets need the option IPV6 to connect to it."""
 
     endpoint: str
     keys: ClientKeys
+    ipv6: bool = False
+
+    def prepare(self, socket: zmq.Socket[bytes]) -> None:
+        """To be called before the socket is connected."""
+        socket.setsockopt(zmq.IPV6, int(self.ipv6))
+        self.keys.secure(socket)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,9 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch:
     folder.chmod(0o1777)  # as /tmp
     remedies = {one.name: one.remedy for one in disk.examine(needs, (folder,), measure=False)}
     assert remedies[f"{folder} mode"].startswith(f"name a folder in it, as {folder}/")
+    folder.chmod(0o1755)
+    remedies = {one.name: one.remedy for one in disk.examine(needs, (folder,), measure=False)}
+    assert remedies[f"{folder} mode"].startswith(f"chmod 0700 {folder}")
     missing = disk.examine(replace(needs, nvme_bytes=1 << 60), (tmp_path / "new",), measure=False)
     states = [(one.name.rsplit(" ", 1)[-1], one.state.value) for one in missing]
     assert states == [("room", "warning"), ("speed", "not applicable")]
@@ -158,7 +162,9 @@ def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     remedies = {one.name: one.remedy for one in daemon.examine(tmp_path, {}, "")}
     assert remedies[f"mode of {tmp_path.name}"].startswith("name a folder in it as run_dir")
-    tmp_path.chmod(0o700)
+    for mode in (0o700, 0o1700, 0o2750):
+        tmp_path.chmod(mode)
+        assert f"mode of {tmp_path.name}" not in {one.name for one in daemon.examine(tmp_path, {}, "")}
     assert [one.name for one in daemon.examine(tmp_path / "none", {}, "") if one.remedy] == []
 
 
@@ -166,14 +172,22 @@ def test_to_another_user_the_rest_is_said_and_the_daemon_is_named(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may enter everywhere, so the system's answer is played."""
-    stat = os.stat
+    stat, connect = os.stat, socket.socket.connect
 
-    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+    def check(path: object) -> None:
         if str(path).startswith(f"{tmp_path}/"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def stat_or_refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        check(path)
         return stat(path, *rest, **options)
 
-    monkeypatch.setattr(os, "stat", refuse)
+    def connect_or_refuse(sock: socket.socket, address: Any) -> None:
+        check(address)
+        connect(sock, address)
+
+    monkeypatch.setattr(os, "stat", stat_or_refuse)
+    monkeypatch.setattr(socket.socket, "connect", connect_or_refuse)
     status, out, err = run("doctor", "--quick", "--address", tmp_path)
     assert (status, err) == (EXIT_UNWELL, "")
     assert "# host" in out

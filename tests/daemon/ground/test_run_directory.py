@@ -57,6 +57,12 @@ def test_a_folder_for_all_users_is_not_to_be_changed(tmp_path: Path) -> None:
     assert "chmod" not in str(told.value)
 
 
+@pytest.mark.parametrize("mode", [0o1700, 0o1750, 0o2700])
+def test_mode_bits_that_let_nobody_in_are_left_alone(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    RunDir(tmp_path).close()
+
+
 @pytest.mark.parametrize("call", ["flock", "chmod"])
 def test_a_file_system_without_a_call_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def refuse(*_: object, **__: object) -> None:

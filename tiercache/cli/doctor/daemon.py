@@ -63,11 +63,11 @@ def _permissions(run_dir: Path) -> Iterator[Finding]:
             found = path.stat()
         except (FileNotFoundError, PermissionError):
             continue
-        mode = stat.S_IMODE(found.st_mode)
+        mode = found.st_mode & 0o777  # sticky and set-group-ID bits let nobody in
         looked.append(f"{path.name} {mode:04o}")
         if mode & ~most:
             do = f"chmod {most & ~0o070:04o} {path}"
-            if found.st_mode & stat.S_ISVTX:  # such as /tmp
+            if mode & 0o022 and found.st_mode & stat.S_ISVTX:  # such as /tmp
                 do = f"name a folder in it as run_dir, such as {path}/tiercache"
             remedy = f"{do}: every user who can open it can read and write all KV"
             yield failure(TOPIC, f"mode of {path.name}", f"{mode:04o}", remedy)

@@ -76,10 +76,10 @@ def _directory(path: Path, share_bytes: int, measure: bool) -> Iterator[Finding]
         yield failure(TOPIC, name, f"cannot be written to{owner}", remedy)
         return
     if place == path and path.stat().st_mode & 0o077:
-        mode = f"mode {path.stat().st_mode & 0o777:04o}"
-        sticky = path.stat().st_mode & stat.S_ISVTX  # such as /tmp
-        remedy = f"name a folder in it, as {path}/tiercache" if sticky else f"chmod 0700 {path}"
-        yield warning(TOPIC, f"{name} mode", mode, f"{remedy}: its files are the KV of prompts")
+        mode = path.stat().st_mode
+        for_all = mode & 0o022 and mode & stat.S_ISVTX  # such as /tmp
+        remedy = f"name a folder in it, as {path}/tiercache" if for_all else f"chmod 0700 {path}"
+        yield warning(TOPIC, f"{name} mode", f"mode {mode & 0o777:04o}", f"{remedy}: its files are the KV of prompts")
     yield _room(place, name, share_bytes)
     if not measure:
         yield skipped(TOPIC, f"{name} speed", "not measured: --quick")

@@ -16,7 +16,7 @@ class Flush(Request, tag="flush"):
     """Drop blocks. Answered with `Flushed`.
 
     `tier` is `all` or a tier's name. Empty `namespaces` means every one; `key` empty means
-    everything, otherwise that block and all that follow it.
+    everything, otherwise that block and all that follow it (in a windowed namespace only that block).
     """
 
     tier: str
