@@ -372,6 +372,7 @@ class Events:
 
     def _publish_one(self) -> None:
         events = [event.event() if isinstance(event, _Stored) else event for event in self._full.popleft()]
+        self.publisher.has_stored |= self.stored_blocks > 0
         self.publisher.publish(self._encode(_Batch(time.time(), events)))
 
     def work(self) -> bool:

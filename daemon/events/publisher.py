@@ -44,7 +44,8 @@ LINGER_MS = 100
 RECONNECT_S = 1.0
 """The first batches wait so long: subscribers of an earlier life come back, since ZeroMQ tries every 0.1 s."""
 FIRST_SILENCE_S, LONGEST_SILENCE_S = 2.0, 300.0
-"""An empty batch follows a silence; the next silence is twice as long, until something happens."""
+"""An empty batch follows a silence, or another `AllBlocksCleared` while nothing has been stored; the next silence is
+twice as long, until something happens."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REQUEST_PARTS, _MAX_REQUEST_BYTES = 3, 1024
 
@@ -81,6 +82,8 @@ class Publisher:
         self.batches = 0
         self.first = time.time_ns() // 1000
         self.replays = 0
+        self.has_stored = False
+        """Whether a batch of this life tells of blocks that are there."""
         self.buffer_bytes = 0
         self._endpoint = endpoint
         self._replay_endpoint = replay
@@ -176,7 +179,8 @@ class Publisher:
             self._send_new()
         if now_s >= self._speak_at_s:
             self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
-            self._publish(_batch())
+            # Until something is stored, whoever comes late is told what the first batch has said.
+            self._publish(_batch() if self.has_stored else _batch(_CLEARED))
 
     def tick(self) -> None:
         """Count subscribers that came and went, and resend a part of what they have asked for."""
@@ -215,7 +219,7 @@ class Publisher:
         address = replay.identity, b""
         try:
             if missed:
-                cleared = _batch({"type": "AllBlocksCleared"})
+                cleared = _batch(_CLEARED)
                 router.send_multipart((*address, self._topic, (oldest - 1).to_bytes(8, "big"), cleared), zmq.NOBLOCK)
             replay.following = first
             for batch in islice(self._buffer, first - oldest, first - oldest + budget):
@@ -270,4 +274,5 @@ def _batch(*events: dict[str, str]) -> bytes:
     return msgspec.msgpack.encode([time.time(), events, None])
 
 
+_CLEARED = {"type": "AllBlocksCleared"}
 _EMPTY_BYTES = len(_batch())

@@ -99,8 +99,9 @@ class Subscriber:
             batches.append(self._batch(topic, number, payload))
 
     def all(self) -> list[dict[str, Any]]:
-        """Every event so far."""
-        return [event for _, events in self.replay(0) for event in events]
+        """Every event so far; what is said again until something is stored, once."""
+        found = [event for _, events in self.replay(0) for event in events]
+        return [event for place, event in enumerate(found) if event != CLEARED or found[place - 1 : place] != [CLEARED]]
 
 
 @contextmanager
@@ -242,7 +243,8 @@ def test_an_idle_daemon_is_heard_after_a_kill(tmp_path: Path) -> None:
             for one in (sub, late):
                 if one is late:
                     one.sub.connect(f"ipc://{tmp_path}/events")
-                number, _ = one.next()
+                number, said = one.next()
+                assert said == [CLEARED], "also to one who comes when nothing happens any more"
                 begin, events = one.replay(last)[0]
                 assert number >= begin > last
                 assert events == [CLEARED]
