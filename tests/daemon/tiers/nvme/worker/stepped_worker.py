@@ -9,6 +9,7 @@ on after its lines have closed, until it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -356,7 +357,8 @@ class Child:
                 self.rows._take(self.catalog, messages.decode_row_order(message))  # type: ignore[arg-type]
 
     def tell_status(self) -> None:
-        self.rows._send_status()
+        with contextlib.suppress(BrokenPipeError):  # the daemon has closed the line: the process is about to end
+            self.rows._send_status()
 
     def answer_file(self, says: str) -> bool:
         """Answer the thread of tasks: it is `done`, or the disk is `full`; or end before the answer, `ends`."""
