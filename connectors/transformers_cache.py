@@ -232,7 +232,10 @@ class PrefixCache:
 
         Blocks until the copies have ended. A failure is 0.
         """
-        length = min(int(cache.get_seq_length()), tokens.shape[1])
+        length = int(cache.get_seq_length())
+        if length > tokens.shape[1]:
+            self._say("the cache of a call holds more tokens than the call has: nothing of it is stored")
+            return 0
         if length > self.watch.limit or not self.connector.available:
             return 0
         if reason := calls.unserved_mask(tokens, attention_mask, self._padded):

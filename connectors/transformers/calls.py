@@ -112,6 +112,8 @@ def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
         raise Unserved("use_cache is off")
     if config.cache_implementation not in (None, "dynamic"):
         raise Unserved("cache_implementation is set")
+    if getattr(config, "prefill_chunk_size", None):  # some versions begin at the first token whatever the cache has
+        raise Unserved("prefill_chunk_size is set")
     cache = inputs.get("past_key_values")
     if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False)):
         raise Unserved("it has a cache of its own")

@@ -150,6 +150,7 @@ class Kept(Publisher):
 
     def __init__(self) -> None:
         self.published: list[list[dict[str, Any]]] = []
+        self.has_stored = False
 
     def publish(self, batch: bytes) -> None:
         self.published.append(msgspec.msgpack.decode(batch)[1])

@@ -94,6 +94,7 @@ class Flushes:
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
         self._former: dict[bytes, list[_Kept]] = {}  # for replaced directories, open nowhere now
+        self._used: set[Path] = set()  # paths at which a directory was open
         self._of_this_life: list[_Kept] = []  # for directories that were open nowhere yet
         self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
@@ -167,6 +168,8 @@ class Flushes:
         """A directory has opened: it is told of earlier flushes in slices. Only then are its rows loaded."""
         here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
         is_known = here in self._former or here in self._last.values()
+        was_used = path in self._used  # perhaps by another disk, which took what was kept for the path
+        self._used.add(path)
         for other in [one for one, its in self._last.items() if its == here and one != path]:
             del self._last[other]  # mount points were swapped: what was kept there was about this directory
             moved = self._kept.get(other, [])
@@ -174,15 +177,16 @@ class Flushes:
                 flush.waiting += 1
             kept = [*kept, *moved]
         self._last[path] = here
-        if last is not None and last != here:  # another disk is there: these flushes are not durable
+        if last != here and (last is not None or is_known):  # another disk is there: these flushes are not durable
             for _, _, flush in kept:
                 flush.noted(False)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in kept]
+        if last is not None and last != here:
             self._former[last] = list(kept)
-            if not is_known:  # while another disk was in its place, nothing was kept for it
-                kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._of_this_life]
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
+        if last != here and was_used and not is_known:  # meanwhile nothing was kept for it
+            kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._of_this_life]
         self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
         self._go_on(shelf)
 

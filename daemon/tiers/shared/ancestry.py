@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 from tiercache.daemon.index.index import Index
@@ -35,7 +36,7 @@ class Ancestry:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._places: dict[tuple[str, bytes], ChainPlace] = {}
+        self._places = OrderedDict[tuple[str, bytes], ChainPlace]()
 
     def note(self, namespace: Namespace, key: bytes, before: bytes) -> ChainPlace | None:
         """The place of a block that follows `before` (empty: it is the first); None where that is not known."""
@@ -79,5 +80,5 @@ class Ancestry:
 
     def _put(self, tenant: str, key: bytes, place: ChainPlace) -> None:
         if len(self._places) >= MAX_PLACES:
-            del self._places[next(iter(self._places))]
+            self._places.popitem(last=False)
         self._places[tenant, key] = place

@@ -253,7 +253,9 @@ class SharedFlushes:
             self._again = None
         if self._job is None and self._notes and not self._away():
             self.tries += 1
-            notes = {name: wanted.value for name, wanted in self._notes.items()}
+            # Those not tried yet come first: a slow replica must not keep them from the primary.
+            wanted_first = sorted(self._notes.items(), key=lambda item: item[1].tried)
+            notes = {name: wanted.value for name, wanted in wanted_first}
             tried = {name for name, wanted in self._notes.items() if wanted.tried}
             self._job, self._job_flushes = FlushJob(notes, tried, self._ended), self._flushes
             self._submit(self._job)

@@ -6,6 +6,7 @@ The store itself is the index of the tier. This is only memory of what it said, 
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -43,6 +44,10 @@ The last key alone would do for chains, but a client may send keys that are no c
 """
 
 
+_Known = OrderedDict[tuple[int, bytes], tuple[float, int]]
+"""By namespace number and key: until when it is believed, and the generation."""
+
+
 class _Believed(NamedTuple):
     """A claim, until when it is believed, and how its namespaces stood when it was found: see `Presence._standing`."""
 
@@ -66,10 +71,10 @@ class Presence:
         self._broken: dict[int, int] = {}  # how often a claimed block of a namespace could not be fetched
         self._claims: dict[PromptName, _Believed] = {}
         self._claimed_in_windows = 0
-        self._blocks: dict[tuple[int, bytes], tuple[float, int]] = {}
-        self._unfetchable: dict[tuple[int, bytes], tuple[float, int]] = {}
-        self._bad: dict[tuple[int, bytes], tuple[float, int]] = {}
-        self._said: dict[tuple[int, bytes], tuple[float, int]] = {}
+        self._blocks = _Known()
+        self._unfetchable = _Known()
+        self._bad = _Known()
+        self._said = _Known()
 
     def generation(self, namespace: Namespace) -> int:
         """The present one of a namespace."""
@@ -218,15 +223,13 @@ class Presence:
         counted = self._claimed_in_windows
         return [] if blocks == counted else [f"shared claims: {blocks} blocks in windows, not {counted}"]
 
-    def _put(
-        self, where: dict[tuple[int, bytes], tuple[float, int]], most: int, of: Namespace, key: bytes, seconds: float
-    ) -> None:
+    def _put(self, where: _Known, most: int, of: Namespace, key: bytes, seconds: float) -> None:
         name = of.number, key
         if where.pop(name, None) is None and len(where) >= most:
-            del where[next(iter(where))]
+            where.popitem(last=False)  # of a plain dict this gets slower with each one that went before
         where[name] = self._clock_s() + seconds, self.generation(of)
 
-    def _holds(self, where: dict[tuple[int, bytes], tuple[float, int]], namespace: Namespace, key: bytes) -> bool:
+    def _holds(self, where: _Known, namespace: Namespace, key: bytes) -> bool:
         until_s, generation = where.get((namespace.number, key), (0.0, -1))
         return generation == self.generation(namespace) and self._clock_s() < until_s
 

@@ -34,13 +34,14 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no mask": ({}, {"attention_mask": None}),
     "several answers": ({}, {"num_return_sequences": 2, "do_sample": True}),
     "several answers by default": ({"num_return_sequences": 2, "do_sample": True}, {"generation_config": config()}),
-    "a prefill in chunks": ({}, {"prefill_chunk_size": 10}),
     "scores": ({}, {"output_scores": True, "return_dict_in_generate": True}),
     "its own positions": ({}, {"position_ids": torch.arange(64)[None]}),
     "hybrid by default, which transformers ignores": ({"cache_implementation": "hybrid"}, {}),
     "no cache by default, but here": ({"use_cache": False}, {"use_cache": True}),
 }
 BYPASSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a prefill in chunks": ({}, {"prefill_chunk_size": 10}),
+    "a prefill in chunks by default": ({"prefill_chunk_size": 10}, {"generation_config": config()}),
     "beams": ({}, {"num_beams": 2}),
     "beams by default": ({"num_beams": 2}, {"generation_config": config()}),
     "a static cache by default": ({"cache_implementation": "static"}, {"generation_config": config()}),

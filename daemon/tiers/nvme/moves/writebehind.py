@@ -271,8 +271,10 @@ class WriteBehind(Flights):
         if room is not Room.HERE:
             self.skipped_by_quota += room is Room.NONE
             return _Begun(shelf if room is Room.SOON else None, 0)
-        if head and not self._copy(shelf, namespace, head):
-            return _Begun(shelf, 0)
+        if head:
+            if not self._copy(shelf, namespace, head):
+                return _Begun(shelf, 0)
+            above = self._above(namespace.number, parent)  # past the copies that fly now
         entries = [entry, *self._going_on(wanted, entry, shelf, others, lane, above)]
         slots = shelf.take_slots(namespace, parent, len(entries))
         if not slots:
@@ -320,9 +322,11 @@ class WriteBehind(Flights):
     def _above(self, number: int, parent: bytes) -> bytes:
         """The first block from `parent` up that is not being written. Keys that clients make up may be no chains: a
         block that one being written waits for must not wait for that one."""
-        while parent and (write := self._flying.get((number, parent))) is not None:
+        for _ in range(len(self._flying) + 1):
+            if not parent or (write := self._flying.get((number, parent))) is None:
+                return parent
             parent = write.parent
-        return parent
+        raise AssertionError("writes under way wait for each other in a circle")
 
     def _shelf_of(self, wanted: WantedWrite, entry: int, parent: bytes) -> tuple[Shelf | None, list[int]]:
         """Where a block goes, and what has to be copied there before it, first blocks first; None: nowhere.

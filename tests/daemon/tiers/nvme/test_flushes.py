@@ -76,6 +76,22 @@ def test_a_disk_that_was_never_seen_is_told_what_was_flushed_while_another_was_i
     assert opened(flushes, B, "elsewhere, and never away").flushed == []
 
 
+def test_a_disk_that_was_never_seen_is_told_also_where_another_took_its_flush() -> None:
+    """The mount points were swapped, and the other disk came first."""
+    every: Any = ["n"]
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
+    other = opened(flushes, B, "other")
+    told: Any = [other]
+    away: Any = [(A, False)]
+    flush = flushes.begin(["n"], b"k", lambda _, durable: answers.append(durable), told, lambda: away, named=True)
+    flush.forget(every)
+    flush.end()
+    gone(flushes, other)
+    opened(flushes, A, "other")
+    assert answers == [False], "that is not the disk for which it was kept"
+    assert opened(flushes, B, "never seen").flushed == [("n", b"k")]
+
+
 def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
     every: Any = ["n", "m", "o"]

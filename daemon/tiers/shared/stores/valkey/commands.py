@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tiercache.daemon.tiers.shared.stores.store import MAX_NOTE_BYTES, Arrived, Fate, Get, Put
 
 from .line import Part, ValkeyLine
+from .refusals import Refusal
 
 MOST_SKIPPED_BYTES = 1 << 20
 """A value that is so much too long is read into nowhere; a longer one ends the connection."""
@@ -64,7 +65,7 @@ class ValkeyCommand(ABC):
         """
         return False
 
-    def passes_over(self) -> bool:
+    def passes_over(self, refusal: Refusal) -> bool:
         """The server answered with an error of any kind; True if the command needs no better answer."""
         return False
 
@@ -249,10 +250,17 @@ class ReplicatedCommand(ShortCommand):
     def read_own(self, first: bytes, line: ValkeyLine) -> None:
         """`read`, for the reply to the command itself."""
 
-    def passes_over(self) -> bool:
-        """See `ValkeyCommand`. A server without WAIT, or a user who may not run it: nobody can know more."""
+    def passes_over(self, refusal: Refusal) -> bool:
+        """See `ValkeyCommand`. A server without WAIT, or a user who may not run it: nobody can know more.
+
+        Any other error to WAIT, such as that of a primary that has just become a replica, says that it was not waited.
+        """
         self._next += 1
-        return self._next == 2
+        if self._next != 2:
+            return False
+        if not (refusal.code == "NOPERM" or (refusal.code == "ERR" and refusal.text.startswith("unknown command"))):
+            self.acked = 0
+        return True
 
 
 class Unlink(ReplicatedCommand):
@@ -308,7 +316,7 @@ class TouchNote(ShortCommand):
     def read(self, first: bytes, line: ValkeyLine) -> None:
         _read_note(first, line)
 
-    def passes_over(self) -> bool:
+    def passes_over(self, refusal: Refusal) -> bool:
         return True
 
 
@@ -324,8 +332,8 @@ class KeepNote(ReplicatedCommand):
     def read_own(self, first: bytes, line: ValkeyLine) -> None:
         self.note = _read_note(first, line)
 
-    def passes_over(self) -> bool:
-        super().passes_over()
+    def passes_over(self, refusal: Refusal) -> bool:
+        super().passes_over(refusal)
         return True
 
 
@@ -376,7 +384,7 @@ class CountReplicas(ShortCommand):
         line.read_value((memoryview(text),))
         self.count = sum(map(_keeps_up, re.findall(rb"^slave\d+:([^\r\n]*)", text, re.MULTILINE)))
 
-    def passes_over(self) -> bool:
+    def passes_over(self, refusal: Refusal) -> bool:
         return True
 
 

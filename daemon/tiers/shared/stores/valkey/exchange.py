@@ -114,12 +114,13 @@ class Exchange:
             command.read(first, self.line)
 
     def _refused(self, command: ValkeyCommand, first: bytes) -> None:
-        if command.passes_over():
-            return
         refusal = read_refusal(first)
         redirect = read_redirect(refusal) if self._follow else None
+        passes = command.passes_over(refusal)
         if redirect is not None:
             self.redirected.append((command, redirect))
+            return
+        if passes:
             return
         problem = refusal.problem
         denied = problem is StoreProblem.DENIED

@@ -174,13 +174,15 @@ def name_for(rig: TierRig, space: Namespace, name: str, home: Shelf, blocks: int
     return next(chain for chain in chains if place(space, key_of(chain, len(after) // 16)) is home)
 
 
+@pytest.mark.parametrize("between", [0, 1], ids=["at once", "with a block in between"])
 @on_clock
-async def test_a_head_is_not_copied_below_a_write_that_waits_for_what_follows_it(clock: Clock) -> None:
+async def test_a_head_is_not_copied_below_a_write_that_waits_for_what_follows_it(clock: Clock, between: int) -> None:
     """Keys that a client makes up: each of four blocks would wait for the next one, for ever."""
     rig, space, disks = await two_directories(clock)
     a, b = rig.shelves
     top, slow = name_for(rig, space, "top", a), name_for(rig, space, "slow", b)
     head, other = name_for(rig, space, "head", b), chain_of("other", 1)
+    more = name_for(rig, space, "between", a) if between else b""
     rig.store(space, top)
     await rig.settled()
     rig.store(space, top + slow)
@@ -194,8 +196,8 @@ async def test_a_head_is_not_copied_below_a_write_that_waits_for_what_follows_it
         await rig.work(2)
         disks[1].step()
     assert len(grants.commit(rig.owner, got.lease_id, [0] * len(got.extents))) == 3
-    rig.store(space, slow + head + top)
-    rig.store(space, slow + head + top + chain_of("more", 1))
+    rig.store(space, slow + head + more + top)
+    rig.store(space, slow + head + more + top + chain_of("more", 1))
     await rig.work(5)
     await rig.settled()
     rig.check()

@@ -253,8 +253,6 @@ def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() 
     [
         b"-ERR unknown command 'X', with args beginning with: '1' ",
         b"-NOPERM User x has no permissions to run the 'x' command",
-        b"-ERR WAIT cannot be used with replica instances.",
-        b"-LOADING it",
     ],
 )
 @pytest.mark.parametrize("refused", [b"INFO", WAIT])
@@ -265,6 +263,22 @@ def test_a_server_that_tells_nothing_of_its_replicas_is_told_of_flushes(refused:
         assert connection.set_note(b"n", b"v", soon()) == b"v"
         connection.delete([b"n"], soon())
         assert len(server.peers) == 1
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        b"-UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
+        b"-ERR WAIT cannot be used with replica instances.",
+        b"-LOADING it",
+    ],
+)
+def test_a_wait_that_ends_otherwise_has_not_been_waited(error: bytes) -> None:
+    """A fail-over in the midst of it: the new primary lacks the flush."""
+    with FakeServer(primary([], replication(ONLINE), error + b"\r\n")) as server:
+        connection = connect(server.url)
+        assert isinstance(failing(lambda: connection.set_note(b"n", b"v", soon())), NotReplicated)
         connection.close()
 
 
