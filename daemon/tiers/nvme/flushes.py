@@ -23,6 +23,9 @@ FLUSH_S = 10.0
 """After so long a flush that some disk has not recorded is answered as not durable."""
 MAX_KEPT = 4096
 """Flushes that wait for one directory. When there are more, all of their namespaces are flushed."""
+MAX_KEPT_NAMES = 65_536
+"""The same when a flush of so many namespaces, and each one that waits already, would name more: putting them together
+takes a slice."""
 MAX_FORMER = 64
 """Directories that were replaced by others: beyond that the oldest are forgotten."""
 TOLD_AT_ONCE = 64
@@ -248,7 +251,8 @@ def _noted(told: dict[int, _Told], number: int, flush: FlushUnderWay, ok: bool) 
 
 
 def _add(kept: list[_Kept], one: _Kept) -> None:
-    if len(kept) >= MAX_KEPT:
+    names = len(one[0] or ())
+    if len(kept) >= MAX_KEPT or len(kept) * names > MAX_KEPT_NAMES:
         for _, _, flush in kept:
             flush.noted(False)
         kept[:] = [(_named(namespaces for namespaces, _, _ in kept), b"", FlushUnderWay())]
