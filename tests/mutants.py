@@ -92,8 +92,8 @@ NAMED = (
     Named("daemon/tiers/nvme/worker/directory_worker.py", "elif lost:", "elif False:"),
     Named(
         "daemon/tiers/shared/flushes.py",
-        "(its := self._notes.get(name)) and its.number <= flushes",
-        "(its := self._notes.get(name))",
+        "(note := self._notes.get(name)) and note.number <= flushes",
+        "(note := self._notes.get(name))",
     ),
     Named(
         "daemon/tiers/shared/epochs.py",

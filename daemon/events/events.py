@@ -402,14 +402,14 @@ class Events:
 
     def check(self) -> Steps[list[str]]:
         """Where blocks and their counts by hash disagree. Hashes whose blocks come or go meanwhile are left out."""
-        blocks = [list(its.values()) for its in self._blocks.values()]
+        blocks = [list(blocks_of.values()) for blocks_of in self._blocks.values()]
         sizes, known_bytes, tenant_bytes = Counter[str](), self.known_bytes, self._tenant_bytes.copy()
         counts = {medium: defaultdict[int | None, Counter[Hash]](Counter) for medium in (self.dram, self.storage)}
         findings, touched = list[str](), set[Hash]()
         self._touched = touched
         try:
-            for its in blocks:
-                for number, block in enumerate(its, 1):
+            for blocks_of in blocks:
+                for number, block in enumerate(blocks_of, 1):
                     sizes[block.form.tenant] += block.size
                     for medium, counted in counts.items():
                         if copies := (block.copies & medium.mask) // medium.one:
@@ -428,7 +428,7 @@ class Events:
                         findings.append(f"events do not count the blocks of {medium.name} as they are")
         finally:
             self._touched = None
-        if sizes.total() != known_bytes or any(sizes[one] != its for one, its in tenant_bytes.items()):
+        if sizes.total() != known_bytes or any(sizes[one] != blocks_of for one, blocks_of in tenant_bytes.items()):
             findings.append("events do not count the bytes of what they remember as they are")
         return findings
 

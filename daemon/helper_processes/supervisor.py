@@ -39,8 +39,8 @@ class Pulse:
     time. `silent_s`: for so long it may say nothing; infinite: it is not asked.
     """
 
-    def __init__(self, its: HelperProcess, silent_s: float) -> None:
-        self._its = its
+    def __init__(self, process: HelperProcess, silent_s: float) -> None:
+        self._process = process
         self._silent_s = silent_s
         self._pinged = False
         self._missed = 0
@@ -64,7 +64,7 @@ class Pulse:
         if self._pinged:
             self._missed += 1
             return self._missed * PING_S < self._silent_s
-        self._pinged = self._its.ready and self._its.ping()
+        self._pinged = self._process.ready and self._process.ping()
         return True
 
 
@@ -134,64 +134,64 @@ class Supervisor:
         """
         self.begin()
         with self._changed:
-            while not ((its := self._now) and its.ready and not its.hangs):
+            while not ((process := self._now) and process.ready and not process.hangs):
                 left_s = deadline_s - time.monotonic()
                 if self._problem:
                     raise ProcessError(ProcessProblem.ENDED, self._problem)
                 if left_s <= 0 or self._closing.is_set():
                     raise ProcessError(ProcessProblem.STARTING, "its helper process is starting")
                 self._changed.wait(left_s)
-            its.late.close_those_over()
-            if len(its.late) >= self.limits.max_late_lines:
-                text = f"{len(its.late)} calls were not answered yet: no more are made"
+            process.late.close_those_over()
+            if len(process.late) >= self.limits.max_late_lines:
+                text = f"{len(process.late)} calls were not answered yet: no more are made"
                 raise ProcessError(ProcessProblem.LATE, text)
-            return its, its.new_line()
+            return process, process.new_line()
 
-    def give_up_line(self, its: HelperProcess, line: socket.socket, began_s: float) -> None:
+    def give_up_line(self, process: HelperProcess, line: socket.socket, began_s: float) -> None:
         """A call that began then was not answered in time: the line is never used again, and is the supervisor's to
         close, once the process has closed its end. Does not block.
         """
         with self._changed:
             self.late_calls += 1
-            if its is not self._now:
+            if process is not self._now:
                 line.close()
                 return
-            its.late.close_those_over()
-            its.late.add(line, began_s)
-            silent = its.answered_s < its.late.first_s
-            many = len(its.late) >= self.limits.max_late_lines
-            hangs = time.monotonic() - its.late.first_s >= self.limits.hung_s and (silent or many)
+            process.late.close_those_over()
+            process.late.add(line, began_s)
+            silent = process.answered_s < process.late.first_s
+            many = len(process.late) >= self.limits.max_late_lines
+            hangs = time.monotonic() - process.late.first_s >= self.limits.hung_s and (silent or many)
         if hangs:
-            self.give_up(its)
+            self.give_up(process)
 
-    def give_up(self, its: HelperProcess) -> None:
+    def give_up(self, process: HelperProcess) -> None:
         """This process hangs: kill it. Does not block, and does nothing if it is lost already."""
         with self._changed:
-            if its is self._now:
-                its.hangs = True
+            if process is self._now:
+                process.hangs = True
                 self._now = None
                 self._wake_thread()
 
     @property
     def trouble(self) -> str:
         """What is not well now: why there is no process, or what the process says. Empty: all is well."""
-        its = self._now
-        if its is not None and its.ready:
-            return its.trouble
+        process = self._now
+        if process is not None and process.ready:
+            return process.trouble
         hang = self._hang()
         return _hang_text(hang) if hang else self._lost
 
     def stats(self) -> dict[str, object]:
         """Counts and state, as plain values."""
-        its = self._now
+        process = self._now
         return {
-            "pid": its.pid if its else 0,
-            "ready": bool(its and its.ready),
+            "pid": process.pid if process else 0,
+            "ready": bool(process and process.ready),
             "starts": self.starts,
             "ends": self.ends,
             "given_up": self.given_up,
             "late_calls": self.late_calls,
-            "late_lines": len(its.late) if its else 0,
+            "late_lines": len(process.late) if process else 0,
             "undead": len(self._undead),
             "problem": self._problem,
         }
@@ -230,12 +230,12 @@ class Supervisor:
             self._wait_for_undead()
             if self._closing.is_set():
                 break
-            why, its = self._live()
+            why, process = self._live()
             if self._closing.is_set():
                 break
             limits = self.limits
-            short_lives = 0 if its is not None and its.lived_s > limits.steady_s else short_lives + 1
-            if short_lives == 0 or (short_lives == 1 and its is not None and its.ready):
+            short_lives = 0 if process is not None and process.lived_s > limits.steady_s else short_lives + 1
+            if short_lives == 0 or (short_lives == 1 and process is not None and process.ready):
                 pause_s = 0.0
             else:
                 pause_s = min(max(pause_s * 2, limits.first_pause_s), limits.longest_pause_s)
@@ -248,99 +248,99 @@ class Supervisor:
                 self._changed.notify_all()
                 self._changed.wait_for(self._closing.is_set, pause_s)
         self._reap()
-        for its in self._undead:
-            its.close()
+        for process in self._undead:
+            process.close()
 
     def _live(self) -> tuple[str, HelperProcess | None]:
         """One life of the process: how it ended, and the process if it could be started."""
         try:
-            its = start_process(self._child, self._start())
+            process = start_process(self._child, self._start())
         except OSError as error:
             why = f"could not be started ({error.strerror})"
             self._tell(self._on_ended, None, why)
             return why, None
         self.starts += 1
         with self._changed:
-            self._now = its
+            self._now = process
         try:
-            self._watch(its)
+            self._watch(process)
         finally:
             with self._changed:
                 self._now = None
-                its.late.close()
-            its.lived_s = time.monotonic() - its.started_s
-            why = self._end(its)
-        return why, its
+                process.late.close()
+            process.lived_s = time.monotonic() - process.started_s
+            why = self._end(process)
+        return why, process
 
-    def _watch(self, its: HelperProcess) -> None:
+    def _watch(self, process: HelperProcess) -> None:
         """Until the process ends, hangs, or is not wanted any more."""
         look = select.poll()
-        for fd in (self._wake, *its.awaited_fds()):
+        for fd in (self._wake, *process.awaited_fds()):
             look.register(fd, select.POLLIN)
-        pulse = Pulse(its, self.limits.silent_s)
-        while not (its.hangs or self._closing.is_set()):
+        pulse = Pulse(process, self.limits.silent_s)
+        while not (process.hangs or self._closing.is_set()):
             wait_s = pulse.wait_s
             ready = [fd for fd, _ in look.poll(None if wait_s is None else 1000 * wait_s)]
             if self._wake in ready:
                 self._clear_wake()
             # What it has said before its end is read first. Its control socket may outlive it, in a child of its own.
-            over = its.pidfd in ready
-            for report in its.reports():
+            over = process.pidfd in ready
+            for report in process.reports():
                 pulse.heard()
-                if not self._take_report(its, report):
+                if not self._take_report(process, report):
                     return
-            if over or its.control_ended:
+            if over or process.control_ended:
                 return
             if not pulse.beats():
                 log.error("the %s does not answer: it is killed", self._name)
-                self.give_up(its)
+                self.give_up(process)
 
     def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
-    def _take_report(self, its: HelperProcess, report: bytes) -> bool:
+    def _take_report(self, process: HelperProcess, report: bytes) -> bool:
         """Take what the process says; False if that cannot be."""
         kind = report[:1]
         level, text = packets.text_of(report)
         if kind == packets.LOG:
             log.log(level, "%s: %s", self._name, text)
         elif kind == packets.FAILED:
-            its.failed = text
+            process.failed = text
         elif kind == packets.TROUBLE:
-            its.trouble = text
+            process.trouble = text
         elif kind == packets.READY:
             with self._changed:
-                its.ready = True
+                process.ready = True
                 self._lost = ""
                 self._changed.notify_all()
-            self._tell(self._on_started, its)
+            self._tell(self._on_started, process)
         else:
             return kind == packets.PONG
         return True
 
-    def _end(self, its: HelperProcess) -> str:
+    def _end(self, process: HelperProcess) -> str:
         """See a process that is lost, or not wanted any more, to its end; how it ended."""
-        if self._closing.is_set() and self._orderly_s and not its.hangs:
+        if self._closing.is_set() and self._orderly_s and not process.hangs:
             with contextlib.suppress(OSError):
-                its.control.shutdown(socket.SHUT_WR)
-            its.wait_until_gone(self._orderly_s)
-        its.kill()
-        if its.hangs:
+                process.control.shutdown(socket.SHUT_WR)
+            process.wait_until_gone(self._orderly_s)
+        process.kill()
+        if process.hangs:
             self.given_up += 1
             why = "hung and was killed"
-            self._tell(self._on_ended, its, why)
-        gone = its.wait_until_gone(self.limits.reap_s)
-        if not its.hangs:
+            self._tell(self._on_ended, process, why)
+        gone = process.wait_until_gone(self.limits.reap_s)
+        if not process.hangs:
             self.ends += 1
-            code = its.process.returncode
+            code = process.process.returncode
             status = "unknown: it is still in the kernel" if code is None else str(code)
-            why = f"could not start: {its.failed}" if its.failed else f"ended with status {status}"
-            self._tell(self._on_ended, its, why)
+            why = f"could not start: {process.failed}" if process.failed else f"ended with status {status}"
+            self._tell(self._on_ended, process, why)
         if gone:
-            self._let_go(its)
+            self._let_go(process)
         else:
-            self._undead.append(its)
+            self._undead.append(process)
         return why
 
     def _wait_for_undead(self) -> None:
@@ -353,7 +353,7 @@ class Supervisor:
                 self._changed.notify_all()
         while len(self._undead) >= self.limits.max_undead and not self._closing.is_set():
             look = select.poll()
-            for fd in (self._wake, *(fd for its in self._undead for fd in its.awaited_fds())):
+            for fd in (self._wake, *(fd for process in self._undead for fd in process.awaited_fds())):
                 look.register(fd, select.POLLIN)
             look.poll()
             self._clear_wake()
@@ -369,14 +369,14 @@ class Supervisor:
         return f"hangs in the kernel, as {count} before it do" if count > 1 else "hangs in the kernel"
 
     def _reap(self) -> None:
-        gone = [its for its in self._undead if its.is_gone()]
-        self._undead = [its for its in self._undead if its not in gone]
-        for its in gone:
-            self._let_go(its)
+        gone = [process for process in self._undead if process.is_gone()]
+        self._undead = [process for process in self._undead if process not in gone]
+        for process in gone:
+            self._let_go(process)
 
-    def _let_go(self, its: HelperProcess) -> None:
-        its.close()
-        self._tell(self._on_gone, its)
+    def _let_go(self, process: HelperProcess) -> None:
+        process.close()
+        self._tell(self._on_gone, process)
 
     def _tell(self, callback: Callable[..., object] | None, *arguments: object) -> None:
         if callback is None or self._closing.is_set():

@@ -97,8 +97,8 @@ class HintedPolicy:
         for when_s in {mark.until_s, mark.late_s} - {0.0, math.inf}:
             heapq.heappush(self._due, (when_s, entry))
         if len(self._due) > 4 * MAX_MARKS:
-            its = ((when_s, entry, self._marks.get(entry)) for when_s, entry in set(self._due))
-            self._due = [(when_s, one) for when_s, one, of in its if of and when_s in (of.until_s, of.late_s)]
+            due = ((when_s, entry, self._marks.get(entry)) for when_s, entry in set(self._due))
+            self._due = [(when_s, one) for when_s, one, of in due if of and when_s in (of.until_s, of.late_s)]
             heapq.heapify(self._due)
 
     def _forget(self, entry: int) -> None:
@@ -275,8 +275,8 @@ class HintedPolicy:
         """How many blocks may be kept, counted once a second."""
         now_s = self._clock_s()
         if now_s >= self._limit_s:
-            its = (table.blocks for table in self.index.tables.values() if table.policy is self._known_as)
-            self._limit, self._limit_s = int(KEPT_SHARE * sum(its)), now_s + _LIMIT_S
+            block_counts = (table.blocks for table in self.index.tables.values() if table.policy is self._known_as)
+            self._limit, self._limit_s = int(KEPT_SHARE * sum(block_counts)), now_s + _LIMIT_S
         return self._limit
 
     def room_for(self, late_s: float) -> int:

@@ -92,8 +92,8 @@ class Hints:
 
     def count(self, said: GivenHint) -> None:
         """Count a hint."""
-        its = {"hints": True, "done": said.done, "returning": said.late_s, "ttl": said.until_s < math.inf}
-        for name, said_so in {**its, "priority": said.priority}.items():
+        kinds = {"hints": True, "done": said.done, "returning": said.late_s, "ttl": said.until_s < math.inf}
+        for name, said_so in {**kinds, "priority": said.priority}.items():
             self.counts[name] += bool(said_so)
 
     def say(

@@ -79,19 +79,19 @@ class ChainEnds:
 
     def __iter__(self) -> Iterator[int]:
         """The entries, each of which has a pin for it."""
-        return (entry for its in self._of.values() for entry in its)
+        return (entry for ends in self._of.values() for entry in ends)
 
     def stored(self, writer: bytes, entry: int) -> None:
         """The writer has committed its chain as far as this block, a live one without children."""
         if self._prompts.ends_at(self._index.key[entry]):
             return
-        its = self._of.setdefault(writer, {})
-        if its.pop(entry, None) is None:
+        ends = self._of.setdefault(writer, {})
+        if ends.pop(entry, None) is None:
             self._index.pin(entry)
-        limit = its[entry] = _Limit(self._clock_s() + TAIL_S, self._stored_bytes() + self._window_bytes())
+        limit = ends[entry] = _Limit(self._clock_s() + TAIL_S, self._stored_bytes() + self._window_bytes())
         self._first = _earlier(self._first, limit)
-        if len(its) > MAX_TAILS:
-            self._let_go(writer, next(iter(its)))
+        if len(ends) > MAX_TAILS:
+            self._let_go(writer, next(iter(ends)))
 
     def went_on(self, writer: bytes, entry: int) -> None:
         """The writer has reserved blocks below this one; that reservation keeps it from here on."""
@@ -105,8 +105,8 @@ class ChainEnds:
             return
         self._let_go_all(lambda entry, limit: _reached(limit, now))
         self._first = _NEVER
-        for its in self._of.values():
-            for limit in its.values():
+        for ends in self._of.values():
+            for limit in ends.values():
                 self._first = _earlier(self._first, limit)
 
     def give_up(self) -> bool:
@@ -129,17 +129,17 @@ class ChainEnds:
         stamp = self._index.columns.stamp
         gone = [
             (stamp[entry], writer, entry)
-            for writer, its in self._of.items()
-            for entry, limit in its.items()
+            for writer, ends in self._of.items()
+            for entry, limit in ends.items()
             if which(entry, limit)
         ]
         for _, writer, entry in sorted(gone):  # become candidates in the order in which they were used
             self._let_go(writer, entry)
 
     def _let_go(self, writer: bytes, entry: int) -> None:
-        its = self._of[writer]
-        del its[entry]
-        if not its:
+        ends = self._of[writer]
+        del ends[entry]
+        if not ends:
             del self._of[writer]
         self._index.unpin(entry)
 

@@ -114,8 +114,8 @@ def _check_entry(index: Checked, entry: int, roots: set[int]) -> list[str]:
         if index.state[parent] == FREE:
             findings.append(f"entry {entry} hangs below the free entry {parent}")
         before, after = index.prev_sibling[entry], index.next_sibling[entry]
-        its = index.first_child[parent] if before == NO_ENTRY else index.next_sibling[before]
-        if its != entry or (after != NO_ENTRY and index.prev_sibling[after] != entry):
+        listed = index.first_child[parent] if before == NO_ENTRY else index.next_sibling[before]
+        if listed != entry or (after != NO_ENTRY and index.prev_sibling[after] != entry):
             findings.append(f"entry {entry} is not among the children of {parent}")
     children = index.children[entry]
     if children <= PINS:

@@ -130,8 +130,8 @@ class Index(Lookups):
             self.key.extend(keys)
             self.frame.extend(frames)
         else:
-            self.key.extend(key for key, its in zip(keys, entries, strict=True) if its >= 0)
-            self.frame.extend(frame for frame, its in zip(frames, entries, strict=True) if its >= 0)
+            self.key.extend(key for key, entry in zip(keys, entries, strict=True) if entry >= 0)
+            self.frame.extend(frame for frame, entry in zip(frames, entries, strict=True) if entry >= 0)
         self._append_entries(table, above)
         table.blocks += len(above)
         self._adopt_many(table, first, above)

@@ -94,17 +94,17 @@ class HttpProcess:
 
     def _live(self) -> tuple[str, bool]:
         """One life of the child: how it ended, and whether it had started well."""
-        its = ours = -1
+        theirs = ours = -1
         try:
-            its, ours = os.pipe2(os.O_CLOEXEC)
+            theirs, ours = os.pipe2(os.O_CLOEXEC)
             with self._lock:
                 if self._ending.is_set():
                     return "was not wanted any more", False
                 # A session of its own: Control-C at a terminal is for the daemon, which ends the child.
                 self._child = subprocess.Popen(
-                    [*self._command, "--parent-fd", str(its)],
+                    [*self._command, "--parent-fd", str(theirs)],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[its, self._socket.fileno()],
+                    pass_fds=[theirs, self._socket.fileno()],
                     start_new_session=True,
                 )
             try:
@@ -115,7 +115,7 @@ class HttpProcess:
         except OSError as error:
             return f"could not be started (pipe, fork, setsid or exec: {error.strerror})", False
         finally:
-            for end in (its, ours):
+            for end in (theirs, ours):
                 if end >= 0:
                     os.close(end)
 

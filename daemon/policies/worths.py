@@ -120,20 +120,20 @@ def estimate(used: Floats, ended: Floats, share: float = 1.0) -> Iterator[Floats
     known = np.flatnonzero(ended.any(axis=1))
     at_risk = np.cumsum(ended[known, ::-1], axis=1)[:, ::-1]
     lean = np.maximum(LEAN, LEAN_PROMPTS * share * _BLOCKS[known, None])
-    seen, its_group, its_turn = _Seen(used[known], at_risk, lean * at_risk[:, :1]), _BY_NEW[known], _BY_TURN[known]
-    groups, turns = np.unique(its_group), np.unique(its_turn).tolist()
+    seen, row_group, row_turn = _Seen(used[known], at_risk, lean * at_risk[:, :1]), _BY_NEW[known], _BY_TURN[known]
+    groups, turns = np.unique(row_group), np.unique(row_turn).tolist()
     of_all = wider = _of_all(seen.used.sum(axis=0), at_risk.sum(axis=0))
-    of_turn, by_turn = np.empty((TURNS + 1, AGES)), seen.by(its_turn)
+    of_turn, by_turn = np.empty((TURNS + 1, AGES)), seen.by(row_turn)
     for turn in range(TURNS + 1):  # turn five resembles turn four
         if turn == TURNS:
             wider = of_all
         if turn in turns:
             row = turns.index(turn)
-            wider = _Seen(*(its[row : row + 1] for its in by_turn)).hazards(wider)[0]
+            wider = _Seen(*(column[row : row + 1] for column in by_turn)).hazards(wider)[0]
         of_turn[turn] = wider
     of_group = of_turn[_TURN_OF]
-    of_group[groups] = seen.by(its_group).hazards(of_group[groups])
-    own = seen.hazards(of_group[its_group])
+    of_group[groups] = seen.by(row_group).hazards(of_group[groups])
+    own = seen.hazards(of_group[row_group])
     hazards = np.concatenate([of_turn, of_group[groups], own])
     worth = np.empty_like(hazards)
     for row in range(0, len(hazards), ROWS_AT_ONCE):
@@ -153,8 +153,8 @@ def _of_all(used: Floats, at_risk: Floats) -> Floats:
     """Hazards of all blocks together. Each age leans on the one before it, so that an age hardly ever reached is not
     rated better than those that were."""
     hazards, before = [], PRIOR
-    for its_used, its_risk in zip(used.tolist(), at_risk.tolist(), strict=True):
-        before = (its_used + LEAN * before) / (its_risk + LEAN)
+    for row_used, row_risk in zip(used.tolist(), at_risk.tolist(), strict=True):
+        before = (row_used + LEAN * before) / (row_risk + LEAN)
         hazards.append(before)
     return np.array(hazards)
 

@@ -196,11 +196,11 @@ class AdminRequests:
         for one in list(self._context.sessions.values()):
             if session.tenant not in ("", one.tenant):
                 continue
-            its = announced_models(one) if one.tenant else one.models
-            left_bytes -= sum(map(len, its.keys() - models.keys()))
+            cards = announced_models(one) if one.tenant else one.models
+            left_bytes -= sum(map(len, cards.keys() - models.keys()))
             if left_bytes < 0:
                 break
-            models |= its
+            models |= cards
             looked += len(one.models)
             if looked >= MODELS_AT_ONCE:
                 looked = 0
@@ -325,5 +325,5 @@ def announced_models(session: Session) -> dict[bytes, m.ModelCard]:
     """What a tenant says about its models, in the daemon's numbering of its namespaces; others are left out."""
     known = session.registered
     cards = [card for card in session.models.values() if all(name in known for name in card.namespaces)]
-    its = [msgspec.structs.replace(card, namespaces=[known[name] for name in card.namespaces]) for card in cards]
-    return {encoder.encode(card): card for card in its}
+    named = [msgspec.structs.replace(card, namespaces=[known[name] for name in card.namespaces]) for card in cards]
+    return {encoder.encode(card): card for card in named}

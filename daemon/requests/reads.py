@@ -106,9 +106,9 @@ class ReadRequests:
         frames = []
         if named > 0:
             for namespace in namespaces:
-                its = self._reads.frames(found.lease, namespace, 0, named)
-                self._traffic.read(namespace, len(its) * namespace.spec.block_bytes)
-                frames.append(m.pack_frames(its))
+                found_frames = self._reads.frames(found.lease, namespace, 0, named)
+                self._traffic.read(namespace, len(found_frames) * namespace.spec.block_bytes)
+                frames.append(m.pack_frames(found_frames))
         lease_id = found.lease.lease_id
         held = found.lease.held is not None
         return m.Matched(
@@ -121,9 +121,9 @@ class ReadRequests:
         together = yield from self._reads.runs.peek(namespaces, request.keys)
         each, each_shared = [], []
         for number, namespace in enumerate(namespaces, 1):
-            its = yield from self._reads.runs.peek([namespace], request.keys)
-            each.append((its.dram, its.below + its.shared))
-            each_shared.append(its.shared)
+            counts = yield from self._reads.runs.peek([namespace], request.keys)
+            each.append((counts.dram, counts.below + counts.shared))
+            each_shared.append(counts.shared)
             if not number % _PEEKS:
                 yield
         dram, below, shared = together.dram, together.below + together.shared, together.shared

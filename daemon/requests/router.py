@@ -201,11 +201,11 @@ class Router:
             return
         assert isinstance(tracker, zmq.MessageTracker)
         self._unsent.add(reader, counted)
-        its = self._sending.get(identity)
-        if its is None:
-            its = self._sending[identity] = deque()
+        queue = self._sending.get(identity)
+        if queue is None:
+            queue = self._sending[identity] = deque()
             self._turn.append(identity)
-        its.append(_Sending(tracker, reader, counted, answer.payload_done))
+        queue.append(_Sending(tracker, reader, counted, answer.payload_done))
 
     def _cut_later(self, session: Session) -> None:
         # Deferred: ending a session drains this socket, and we may be in the middle of that.
@@ -226,12 +226,12 @@ class Router:
 
     def _collect_of(self, identity: bytes) -> None:
         """The same for one connection: ZeroMQ sends in order, so only the first waiting part is checked."""
-        its = self._sending[identity]
-        for _ in range(min(PARTS_AT_ONCE, len(its))):
-            if not its[0].tracker.done:
+        queue = self._sending[identity]
+        for _ in range(min(PARTS_AT_ONCE, len(queue))):
+            if not queue[0].tracker.done:
                 return
-            its.popleft().end(self._unsent)
-        if not its:
+            queue.popleft().end(self._unsent)
+        if not queue:
             del self._sending[identity]
 
     def _look(self) -> None:
@@ -249,8 +249,8 @@ class Router:
         self._loop.remove_reader(self._fd)
         self.connections.close()
         self._socket.close()
-        for its in self._sending.values():
-            for part in its:
+        for queue in self._sending.values():
+            for part in queue:
                 part.end(self._unsent)
         self._context.term()
 

@@ -258,13 +258,13 @@ class SessionGate:
     def _is_unfinished(self, party: str) -> bool:
         """Whether a process has so much unfinished that, continuing like this, it would leave others no sessions."""
 
-        def its_ghosts() -> int:
+        def ghost_count() -> int:
             return sum(ghost.party == party for ghost in self._ghosts)
 
         most = max(2, self._max_sessions // GHOST_SHARE)
-        if its_ghosts() >= most:
+        if ghost_count() >= most:
             self._forget_finished()
-        return its_ghosts() >= most
+        return ghost_count() >= most
 
     def _refuse(self, sock: socket.socket, code: ErrorCode, text: str) -> None:
         self._counters.sessions_refused += 1

@@ -153,11 +153,11 @@ def health_of(daemon: Daemon) -> dict[str, Any]:
         parts["shared"] += daemon.shared.reasons()
     if daemon.http is not None and daemon.http.problem:
         parts["http"].append(daemon.http.problem)
-    reasons = [reason for its in parts.values() for reason in its]
+    reasons = [reason for of_part in parts.values() for reason in of_part]
     return {
         "state": "degraded" if reasons else "ok",
         "reasons": reasons,
-        "parts": {part: len(its) for part, its in parts.items()},
+        "parts": {part: len(of_part) for part, of_part in parts.items()},
     }
 
 

@@ -63,12 +63,12 @@ class SmallAnswers:
 
     def add(self, connection: bytes, length: int) -> int:
         """Count an answer of that length. Returns the bytes to track with it; 0 if it need not be tracked."""
-        its_bytes = self._bytes.pop(connection, _UNCOUNTED_BYTES) + length + _ANSWER_BYTES
-        counts = its_bytes > _UNCOUNTED_BYTES
-        self._bytes[connection] = 0 if counts else its_bytes
+        connection_bytes = self._bytes.pop(connection, _UNCOUNTED_BYTES) + length + _ANSWER_BYTES
+        counts = connection_bytes > _UNCOUNTED_BYTES
+        self._bytes[connection] = 0 if counts else connection_bytes
         if len(self._bytes) > self._most:
             del self._bytes[next(iter(self._bytes))]
-        return its_bytes if counts else 0
+        return connection_bytes if counts else 0
 
 
 class Unsent:
@@ -102,13 +102,13 @@ class Unsent:
         return found
 
     def _found(self, reader: Receiver, length: int, spare_bytes: int) -> str | None:
-        more, its_bytes = max(length, LEAST_BYTES), self._of_party[reader.party]
-        if not its_bytes:
+        more, party_bytes = max(length, LEAST_BYTES), self._of_party[reader.party]
+        if not party_bytes:
             return None
         for waiting, limit, whose in (
             (reader.unsent_bytes, SESSION_BYTES, "this session"),
-            (its_bytes, PARTY_BYTES, reader.party),
-            (self.bytes if its_bytes > FAIR_BYTES or not spare_bytes else 0, ALL_BYTES, "all clients"),
+            (party_bytes, PARTY_BYTES, reader.party),
+            (self.bytes if party_bytes > FAIR_BYTES or not spare_bytes else 0, ALL_BYTES, "all clients"),
         ):
             if waiting + more > limit + spare_bytes:
                 return f"{limit >> 20} MiB of answers to {whose} wait to be read: read them first"

@@ -302,9 +302,9 @@ class Promotion:
         regions, key_of, namespace, urgent, done = self._regions, job.run.key, job.namespace, job.urgent, self._on_done
         fetches = list[_Fetch]()
         held = job.source.hold(namespace, job.lease.keys, numbers) if numbers else ()
-        for its, place, number, frame in zip(held, places, numbers, frames, strict=False):
+        for stored, place, number, frame in zip(held, places, numbers, frames, strict=False):
             address = regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
-            fetch = _Fetch(namespace, key_of(number), address, urgent, its, done)
+            fetch = _Fetch(namespace, key_of(number), address, urgent, stored, done)
             fetch.job, fetch.write_lease, fetch.place = job, write_lease, place
             fetches.append(fetch)
         return fetches

@@ -90,8 +90,8 @@ class StoreLeases(ABC, Generic[AStoreLease]):
         if lease.writing:
             return False
         owner = lease.owner
-        leases, its = (self.quarantined, owner.quarantined) if lease.over else (self.leases, owner.writes)
-        its.pop(lease.lease_id, None)
+        leases, owned = (self.quarantined, owner.quarantined) if lease.over else (self.leases, owner.writes)
+        owned.pop(lease.lease_id, None)
         return leases.pop(lease.lease_id, None) is not None
 
     def expire(self) -> None:

@@ -97,9 +97,9 @@ class Unfinished:
         each_bytes, all_bytes = self._limit_of_one_bytes // _TOLD_SHARE, self._limit_of_all_bytes // _TOLD_SHARE
         text = "of the arena wait in quarantine for"
         reasons = [
-            f"{format_bytes(its_bytes)} {text} {party}, which does not finish its stores: restart it"
-            for party, its_bytes in self._quarantined.most_common(_MAX_TOLD)
-            if its_bytes >= each_bytes
+            f"{format_bytes(party_bytes)} {text} {party}, which does not finish its stores: restart it"
+            for party, party_bytes in self._quarantined.most_common(_MAX_TOLD)
+            if party_bytes >= each_bytes
         ]
         if not reasons and self.quarantined_bytes >= all_bytes > 0:
             clients = len(self._quarantined)
@@ -127,7 +127,9 @@ class Unfinished:
             else:
                 counted = {"being written": (self._held, held), "in quarantine": (self._quarantined, quarantined)}
                 pairs = counted.items()
-                return [f"frames {what} are not counted as they are" for what, (ours, its) in pairs if ours != +its]
+                return [
+                    f"frames {what} are not counted as they are" for what, (ours, counted) in pairs if ours != +counted
+                ]
         return []
 
 

@@ -78,7 +78,7 @@ def commands(root: Any) -> list[Command]:
         declared = root.command.get_command(root, name)
         inner = getattr(declared, "commands", {})
         found += [Command(name, about, (), tuple(inner))] if inner else [_of_click(name, declared)]
-        found += [_of_click(f"{name} {word}", its) for word, its in inner.items()]
+        found += [_of_click(f"{name} {word}", command) for word, command in inner.items()]
     return found
 
 

@@ -65,10 +65,14 @@ def connected(address: str | None) -> Iterator[Client]:
 def _other_release(client: Client, where: str) -> str:
     """What to say of a daemon that does not understand a request of ours: a command sends none that is malformed."""
     try:
-        its = str(client.stats()["daemon"]["version"])
+        release = str(client.stats()["daemon"]["version"])
     except (TierCacheError, KeyError):
-        its = "unknown"
-    which = f"another build of release {its}" if its == __version__ else f"release {its}, this command of {__version__}"
+        release = "unknown"
+    which = (
+        f"another build of release {release}"
+        if release == __version__
+        else f"release {release}, this command of {__version__}"
+    )
     remedy = "restart it to run what is installed here, or use the command that was installed with it"
     return f"the daemon at {where} does not know this request: it is of {which}; {remedy}"
 

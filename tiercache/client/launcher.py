@@ -228,15 +228,15 @@ def _is_secret(key: str) -> bool:
 
 def _spawn(command: list[str], secrets: Mapping[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that keeps it alive."""
-    its, ours = os.pipe2(os.O_CLOEXEC)
+    theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
         with log.open("ab") as log_file:
             process = subprocess.Popen(
-                [*command, "--parent-fd", str(its)],
+                [*command, "--parent-fd", str(theirs)],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                pass_fds=[its],
+                pass_fds=[theirs],
                 env={**os.environ, **secrets},
                 # Control-C at a terminal is for the engine; the daemon ends with it, and not before.
                 start_new_session=True,
@@ -245,7 +245,7 @@ def _spawn(command: list[str], secrets: Mapping[str, str], log: Path) -> tuple[s
         os.close(ours)
         raise
     finally:
-        os.close(its)
+        os.close(theirs)
     return process, ours
 
 

@@ -56,6 +56,6 @@ def _requirements(extras: tuple[str, ...]) -> list[str]:
     wanted = [
         requirement.strip().replace(" ", "")
         for requirement, _, marker in pairs
-        if (its := _EXTRA.search(marker)) and its[1] in extras
+        if (extra := _EXTRA.search(marker)) and extra[1] in extras
     ]
     return list(dict.fromkeys(wanted)) or [f"the packages of {', '.join(extras)} in pyproject.toml"]

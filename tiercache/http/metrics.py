@@ -48,15 +48,15 @@ def _numbers(family: Family, samples: Samples) -> Iterator[str]:
 def _histograms(family: Family, samples: Samples) -> Iterator[str]:
     name, steps = family.full_name, family.steps
     ends = [*(repr(end / steps.divisor) for end in steps.ends), "+Inf"]
-    for values, its in samples:
+    for values, histogram in samples:
         labels = _labels(family, values)
         before = labels + "," if labels else ""
-        counts = [*cumulative(its["buckets"], steps.ends), its["count"]]
+        counts = [*cumulative(histogram["buckets"], steps.ends), histogram["count"]]
         for end, count in zip(ends, counts, strict=True):
             yield f'{name}_bucket{{{before}le="{end}"}} {count}'
         labels = "{" + labels + "}" if labels else ""
-        yield f"{name}_sum{labels} {its['sum'] / steps.divisor!r}"
-        yield f"{name}_count{labels} {its['count']}"
+        yield f"{name}_sum{labels} {histogram['sum'] / steps.divisor!r}"
+        yield f"{name}_count{labels} {histogram['count']}"
 
 
 def _labels(family: Family, values: tuple[str, ...]) -> str:

@@ -78,7 +78,7 @@ def run_here(found: Peeked) -> int:
 
 def runs_here(found: Peeked) -> list[int]:
     """Blocks of the run of each namespace on this host."""
-    return [dram + below - its for (dram, below), its in zip(found.each, found.each_shared, strict=True)]
+    return [dram + below - shared for (dram, below), shared in zip(found.each, found.each_shared, strict=True)]
 
 
 def _by_tier(dram_blocks: int, below_blocks: int, shared_blocks: int, block_size: int) -> dict[str, int]:

@@ -64,25 +64,29 @@ def hints(*names: str) -> Callable[[Tree], Samples]:
     """These figures of the hints, by name without the unit."""
 
     def samples(tree: Tree) -> Samples:
-        its = tree.get("hints", {})
-        return (((name.removesuffix("_blocks"),), its[name]) for name in names if name in its)
+        hints = tree.get("hints", {})
+        return (((name.removesuffix("_blocks"),), hints[name]) for name in names if name in hints)
 
     return samples
 
 
 def each_tier(name: str) -> Callable[[Tree], Samples]:
     """A number of each tier of this host that has it, by tier. The shared store has metrics of its own."""
-    return lambda tree: (((tier,), its[name]) for tier, its in tree["tiers"].items() if tier != SHARED and name in its)
+    return lambda tree: (
+        ((tier,), figures[name]) for tier, figures in tree["tiers"].items() if tier != SHARED and name in figures
+    )
 
 
 def each_directory(name: str) -> Callable[[Tree], Samples]:
     """A number of each NVMe directory, by its path."""
-    return lambda tree: (((its["path"],), its[name]) for its in _directories(tree))
+    return lambda tree: (((directory["path"],), directory[name]) for directory in _directories(tree))
 
 
 def open_directories(tree: Tree) -> Samples:
     """Whether each NVMe directory is open."""
-    return (((its["path"],), int(its["state"] not in ("opening", "away"))) for its in _directories(tree))
+    return (
+        ((directory["path"],), int(directory["state"] not in ("opening", "away"))) for directory in _directories(tree)
+    )
 
 
 def histogram(name: str, *labels: str) -> Callable[[Tree], Samples]:
@@ -117,9 +121,9 @@ def shared_states(states: Iterable[str]) -> Callable[[Tree], Samples]:
     """1 for the state that the breaker of the shared store is in, 0 for the others."""
 
     def samples(tree: Tree) -> Samples:
-        if its := _shared(tree):
+        if figures := _shared(tree):
             for state in states:
-                yield (state,), int(its["breaker"]["state"] == state)
+                yield (state,), int(figures["breaker"]["state"] == state)
 
     return samples
 
@@ -186,10 +190,10 @@ def queues(tree: Tree) -> Samples:
     yield ("pending_blocks", ""), tree["leases"]["pending_blocks"]
     if nvme := _nvme(tree):
         yield ("write_behind", ""), nvme["write_queue_blocks"]
-    for its in _directories(tree):
-        for priority, count in its["waiting"].items():
-            yield (f"disk_{priority}", its["path"]), count
-        yield ("disk_running", its["path"]), its["in_flight"] - its["queued"]
+    for directory in _directories(tree):
+        for priority, count in directory["waiting"].items():
+            yield (f"disk_{priority}", directory["path"]), count
+        yield ("disk_running", directory["path"]), directory["in_flight"] - directory["queued"]
 
 
 def skipped(tree: Tree) -> Samples:
@@ -199,8 +203,8 @@ def skipped(tree: Tree) -> Samples:
 
 def failures(tree: Tree) -> Samples:
     """By directory, with 0 from the start: Prometheus sees no rise in a counter that begins at 1."""
-    for its in _directories(tree):
-        yield (its["path"],), sum(its["errors"].values())
+    for directory in _directories(tree):
+        yield (directory["path"],), sum(directory["errors"].values())
 
 
 def engines(tree: Tree) -> Samples:
@@ -210,9 +214,9 @@ def engines(tree: Tree) -> Samples:
 
 def errors(tree: Tree) -> Samples:
     """By directory and errno."""
-    for its in _directories(tree):
-        for number, count in its["errors"].items():
-            yield (its["path"], str(number)), count
+    for directory in _directories(tree):
+        for number, count in directory["errors"].items():
+            yield (directory["path"], str(number)), count
 
 
 def namespaces_of(tree: Tree) -> list[Any]:

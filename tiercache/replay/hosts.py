@@ -86,4 +86,4 @@ class Hosts:
     def tallies(self) -> Tallies:
         """Those of all hosts together."""
         each = [host.tallies() for host in self._hosts]
-        return Tallies(**{one.name: sum(getattr(its, one.name) for its in each) for one in fields(Tallies)})
+        return Tallies(**{one.name: sum(getattr(host, one.name) for host in each) for one in fields(Tallies)})

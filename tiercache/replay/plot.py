@@ -61,17 +61,17 @@ def _draw_panel(panel: Any, swept: Swept) -> None:
     upper = "GPU, DRAM" if "gpu" in tiers else "DRAM"
     lower = " and ".join(_BELOW[name] for name in tiers if name in _BELOW)
     for number, policy in enumerate(policies):
-        its = [point for point in points if point.sizes.policy == policy]
-        sizes = [point.sizes.dram_bytes / (1 << 30) for point in its]
+        drawn = [point for point in points if point.sizes.policy == policy]
+        sizes = [point.sizes.dram_bytes / (1 << 30) for point in drawn]
         marker, name = _MARKERS[number % len(_MARKERS)], f"{policy}: " if len(policies) > 1 else ""
-        _line(panel, sizes, [_rate(point, ("gpu", "dram")) for point in its], _DRAM, f"{name}{upper}", f"{marker}-")
+        _line(panel, sizes, [_rate(point, ("gpu", "dram")) for point in drawn], _DRAM, f"{name}{upper}", f"{marker}-")
         if lower:
-            rates = [_rate(point, tuple(tiers)) for point in its]
+            rates = [_rate(point, tuple(tiers)) for point in drawn]
             _line(panel, sizes, rates, _ALL, f"{name}{upper} and {lower}", f"{marker}--")
     if all(point.best_dram is not None for point in points):
-        _line(panel, sizes, [100 * (point.best_dram or 0) for point in its], _DRAM, "optimum, DRAM alone", ":")
+        _line(panel, sizes, [100 * (point.best_dram or 0) for point in drawn], _DRAM, "optimum, DRAM alone", ":")
         if lower:
-            best = [100 * (point.best_all or 0) for point in its]
+            best = [100 * (point.best_all or 0) for point in drawn]
             _line(panel, sizes, best, _ALL, "optimum, all tiers", ":")
     if len(sizes) > 1:
         panel.set_xscale("log")

@@ -111,7 +111,7 @@ class PaperStore:
     def _note_end(self, name: bytes, value: _Value) -> None:
         heapq.heappush(self._ends, (value.until_s, next(self._orders), name))
         if len(self._ends) > 2 * len(self._values) + _SPARE_ENDS:
-            self._ends = [(one.until_s, next(self._orders), its) for its, one in self._values.items()]
+            self._ends = [(one.until_s, next(self._orders), name) for name, one in self._values.items()]
             heapq.heapify(self._ends)
 
 

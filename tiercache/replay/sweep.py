@@ -135,7 +135,7 @@ def _all_sizes(trace: Trace, wanted: Wanted, unique: int | None) -> list[tuple[s
             text = f"policy {sizes.policy}, which this release does not have: choose one, for example --policy hazard"
             raise ConfigError(f"{trace.path}: recorded with {text}")
         found = [(AS_RECORDED, replace(sizes, nvme_write_budget_bytes=budget or sizes.nvme_write_budget_bytes), 0)]
-        found = [(label, its, gpu_blocks) for label, its, _ in found]
+        found = [(label, sizes, gpu_blocks) for label, sizes, _ in found]
     return [
         (label, replace(_with_others(trace, wanted, sizes, unique), policy=policy), blocks)
         for label, sizes, blocks in found

@@ -78,7 +78,7 @@ class Shares:
         if not self._quotas.numbers:
             return None
         taken, entitled = self.taken_bytes(), self._entitled()
-        over = {number for number, its_bytes in taken.items() if its_bytes > entitled[number]}
+        over = {number for number, taken_bytes in taken.items() if taken_bytes > entitled[number]}
         if not over or account in over:
             return None
         usable = [
@@ -189,12 +189,12 @@ class Space:
         self._namespaces_of[spec.tenant] += 1
         number = len(self.namespaces) + 1
         size_class = self.allocator.size_class(spec.frame_bytes)
-        its = self._policies.setdefault(spec.frame_bytes, {})
+        by_account = self._policies.setdefault(spec.frame_bytes, {})
         account = self.quotas.enter(number, spec.tenant, fingerprint)
         below = self.quotas_below.enter(number, spec.tenant, fingerprint)
-        policy = its.get(account)
+        policy = by_account.get(account)
         if policy is None:
-            policy = its[account] = self.policies.hinted(self.index)
+            policy = by_account[account] = self.policies.hinted(self.index)
         table = self.index.add_table(number, policy, windowed=spec.window_blocks > 0)
         namespace = Namespace(number, spec, fingerprint, table, size_class, account=account, account_below=below)
         self.namespaces[number] = self._by_fingerprint[fingerprint] = namespace
@@ -272,7 +272,7 @@ class Space:
             steps -= done
         waiting_bytes = self.allocator.waiting_bytes[self.quotas.numbers[account]]
         over = self.used_bytes(account) - waiting_bytes + wanted_bytes - limit_bytes
-        accounts = [its[account] for its in self._policies.values() if account in its]
+        accounts = [by_account[account] for by_account in self._policies.values() if account in by_account]
         most = EVICT_AT_ONCE
         while over > 0 and most > 0:
             policy = coldest_of(accounts)
@@ -351,7 +351,7 @@ class Space:
         short_bytes = self._headroom_bytes - (self.allocator.arena_bytes - self.allocator.used_bytes)
         if short_bytes <= 0:
             return False
-        policy = coldest_of([one for its in self._policies.values() for one in its.values()])
+        policy = coldest_of([one for by_account in self._policies.values() for one in by_account.values()])
         if policy is None:
             return False
         victim = policy.victim()
@@ -389,8 +389,8 @@ class Space:
         alone = self.shares.at_limit(self.quotas.numbers.get(namespace.account, NO_ACCOUNT))
         coldest: tuple[int, Policy] | None = None
         for frame_bytes, accounts in self._policies.items():
-            its = [one for account, one in accounts.items() if not alone or account == namespace.account]
-            other = None if frame_bytes == size_class.frame_bytes or not its else coldest_of(its)
+            policies = [one for account, one in accounts.items() if not alone or account == namespace.account]
+            other = None if frame_bytes == size_class.frame_bytes or not policies else coldest_of(policies)
             stamp = None if other is None else other.coldest_stamp()
             if other is not None and stamp is not None and (coldest is None or stamp < coldest[0]):
                 coldest = stamp, other

@@ -173,7 +173,7 @@ class Flushes:
         is_known = here in self._former or here in self._last.values()
         was_used = path in self._used  # perhaps by another disk, which took what was kept for the path
         self._used.add(path)
-        for other in [one for one, its in self._last.items() if its == here and one != path]:
+        for other in [one for one, opened_id in self._last.items() if opened_id == here and one != path]:
             del self._last[other]  # mount points were swapped: what was kept there was about this directory
             moved = self._kept.get(other, [])
             for _, _, flush in moved:

@@ -159,9 +159,9 @@ class Keeper:
     # --- figures -----------------------------------------------------------------------------------
 
     def _keep_counters(self, shelf: Shelf) -> None:
-        its = shelf.stats()
-        self._past = {name: self._past.get(name, 0) + its[name] for name in _COUNTERS}
-        self._past_errors = self._all_errors(its["errors"])
+        figures = shelf.stats()
+        self._past = {name: self._past.get(name, 0) + figures[name] for name in _COUNTERS}
+        self._past_errors = self._all_errors(figures["errors"])
 
     def _all_errors(self, now: dict[str, int]) -> dict[str, int]:
         past = self._past_errors
@@ -169,16 +169,16 @@ class Keeper:
 
     def stats(self) -> dict[str, Any]:
         """Everything known of this directory; the same names whether it is open or not."""
-        its = _figures_of_none() if self.shelf is None else self.shelf.stats()
-        state = its["state"] if self.shelf is not None else "away" if self.problem else "opening"
+        figures = _figures_of_none() if self.shelf is None else self.shelf.stats()
+        state = figures["state"] if self.shelf is not None else "away" if self.problem else "opening"
         return {
             "path": str(self.path),
-            **its,
+            **figures,
             "state": state,
             "problem": self.problem,
             "open_failures": self.open_failures,
-            **{name: its[name] + self._past.get(name, 0) for name in _COUNTERS},
-            "errors": self._all_errors(its["errors"]),
+            **{name: figures[name] + self._past.get(name, 0) for name in _COUNTERS},
+            "errors": self._all_errors(figures["errors"]),
         }
 
     def reasons(self) -> list[str]:

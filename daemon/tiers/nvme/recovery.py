@@ -182,7 +182,7 @@ class Recovery:
                 self._released.append((number, key))
                 waiting = part
             packed += waiting
-            self._released += [(number, its) for its in keys_of_placed(waiting) if its in orphans]
+            self._released += [(number, key) for key in keys_of_placed(waiting) if key in orphans]
         return unpack_placed(packed)
 
     def _wanted(self, namespace: Namespace, rows: RowBatch) -> list[bool]:

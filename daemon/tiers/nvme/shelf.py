@@ -252,8 +252,8 @@ class Shelf:
         checksums, lengths, codecs, kinds = self._checksum, self._stored, self._codec, self._kind
         number, epoch = self.registry.number(namespace), self.registry.epochs[namespace.number]
         block_bytes, before, rows = namespace.spec.block_bytes, parent or ROOT_KEY, list[RowFields]()
-        for entry, key, its in zip(entries, keys, written, strict=True):
-            checksum, length, codec, kind = its.checksum, its.stored_length, its.codec, its.kind
+        for entry, key, row in zip(entries, keys, written, strict=True):
+            checksum, length, codec, kind = row.checksum, row.stored_length, row.codec, row.kind
             checksums[entry], lengths[entry], codecs[entry], kinds[entry] = checksum, length, codec, kind
             sequence += 1
             rows.append((key, before, number, epoch, block_bytes, length, codec, kind, checksum, sequence))

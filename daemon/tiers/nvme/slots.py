@@ -87,10 +87,10 @@ class Slots:
 
     def policy(self, frame_bytes: int, account: str = UNLIMITED) -> Policy:
         """The eviction policy for that size and account."""
-        its = self._policies.setdefault(frame_bytes, {})
-        if account not in its:
-            its[account] = self._make(self._index)
-        return its[account]
+        by_account = self._policies.setdefault(frame_bytes, {})
+        if account not in by_account:
+            by_account[account] = self._make(self._index)
+        return by_account[account]
 
     def _of_size(self, frame_bytes: int) -> list[Policy]:
         return list(self._policies.get(frame_bytes, {}).values())
@@ -197,7 +197,7 @@ class Slots:
 
     def evict_of(self, account: str, size_bytes: int) -> int:
         """Evict the coldest leaves of an account, so many bytes of them or `EVICT_AT_ONCE`; returns the bytes."""
-        policies = [its[account] for its in self._policies.values() if account in its]
+        policies = [by_account[account] for by_account in self._policies.values() if account in by_account]
         self.tails.lapse()
         evicted_bytes = 0
         with self.left.deleted_together():

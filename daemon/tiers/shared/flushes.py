@@ -236,7 +236,7 @@ class SharedFlushes:
     def _let_go(self, names: Iterable[bytes]) -> None:
         """Blocks below these notes have names again, if nothing else wants the notes replaced."""
         wanted = self._notes, *self._under_way.values()
-        self._epochs.replaced([name for name in names if not any(name in its for its in wanted)])
+        self._epochs.replaced([name for name in names if not any(name in names_of_job for names_of_job in wanted)])
         if not self._notes:
             self._put_together_at = 0
 
@@ -268,7 +268,7 @@ class SharedFlushes:
     def _ended(self, job: FlushJob) -> None:
         self._job, flushes = None, self._job_flushes
         # Those that are left out were wanted again meanwhile.
-        present = {name: its for name in job.notes if (its := self._notes.get(name)) and its.number <= flushes}
+        present = {name: note for name in job.notes if (note := self._notes.get(name)) and note.number <= flushes}
         told = [name for name in job.replaced if name in present]
         for name in job.tried & present.keys():
             self._notes[name] = _Wanted(present[name].number, job.notes[name], tried=True)

@@ -81,8 +81,8 @@ class Lines:
         self._lock = threading.Lock()
         self._running: dict[int, Connection] = {}
         self._threads = [
-            threading.Thread(target=self._work, args=(number, its), name=f"shared {number}", daemon=True)
-            for number, its in enumerate(uses)
+            threading.Thread(target=self._work, args=(number, use), name=f"shared {number}", daemon=True)
+            for number, use in enumerate(uses)
         ]
         for thread in self._threads:
             thread.start()

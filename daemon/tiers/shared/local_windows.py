@@ -37,8 +37,8 @@ class LocalWindows:
         """For each of the keys not 0 if this host has its block, in any tier."""
         found = bytes(len(keys))
         for number, has in enumerate(self._lookups(namespace)):
-            its = map(has, keys)
-            found = bytes(map(operator.or_, found, its) if number else its)
+            present = map(has, keys)
+            found = bytes(map(operator.or_, found, present) if number else present)
         return found
 
     def completes(self, claim: Claim, place: int, namespace: Namespace, keys: bytes) -> bool:

@@ -134,7 +134,7 @@ class Presence:
         """Where the run ends at the latest: at the first block that could not be fetched a short time ago."""
         end, starts, stored = claim.end, claim.starts, claim.stored
         bad = self.unfetchable(namespaces)
-        bad = [its - was for its, was in zip(bad, known, strict=True)] if known else bad
+        bad = [bad_keys - was for bad_keys, was in zip(bad, known, strict=True)] if known else bad
         # One pass over the keys, however many namespaces: prompts are long.
         keys_of_any = set().union(*bad)
         first = 0 if stored else min(starts.values(), default=end)
@@ -143,8 +143,8 @@ class Presence:
             return end
         for number, (key,) in enumerate(_KEY.iter_unpack(run), first):
             if key in keys_of_any and any(
-                key in its and (number in stored[place] if place in stored else number >= starts.get(place, end))
-                for place, its in enumerate(bad)
+                key in bad_keys and (number in stored[place] if place in stored else number >= starts.get(place, end))
+                for place, bad_keys in enumerate(bad)
             ):
                 return number
         return end

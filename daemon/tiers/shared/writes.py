@@ -188,14 +188,14 @@ class SharedWrites:
             value = self._take(self._queue.popleft())
             if value is None:
                 continue
-            its_bytes = sum(block.namespace.size_class.frame_bytes for block in value.blocks)
-            if values and (len(values) >= BLOCKS_EACH or size_bytes + its_bytes > BYTES_EACH):
+            value_bytes = sum(block.namespace.size_class.frame_bytes for block in value.blocks)
+            if values and (len(values) >= BLOCKS_EACH or size_bytes + value_bytes > BYTES_EACH):
                 self._begin(values)
                 values, size_bytes = [], 0
             values.append(value)
-            size_bytes += its_bytes
-            self.in_flight_bytes += its_bytes
-            self._budget.charge(its_bytes)
+            size_bytes += value_bytes
+            self.in_flight_bytes += value_bytes
+            self._budget.charge(value_bytes)
         if values:
             self._begin(values)
         return considered == CONSIDERED_AT_ONCE or bool(self._chains)
@@ -240,7 +240,7 @@ class SharedWrites:
             entry = index.parent[entry]
         for _, frame in found:
             self._space.allocator.hold(frame)
-        return [self._block(namespace, its, frame) for its, frame in reversed(found)]
+        return [self._block(namespace, link, frame) for link, frame in reversed(found)]
 
     def _is_to_replace(self, block: SharedWrite) -> bool:
         return self._presence.is_to_replace(block.namespace, block.key)

@@ -91,12 +91,12 @@ def _health(tree: Tree) -> Iterator[Finding]:
 def _versions(tree: Tree) -> Iterator[Finding]:
     from tiercache.protocol.messages import OLDEST_PROTOCOL, PROTOCOL
 
-    own, its = __version__, str(tree["daemon"].get("version"))
+    own, running = __version__, str(tree["daemon"].get("version"))
     spoken = {int(one.get("protocol", PROTOCOL)) for one in tree.get("sessions", [])}
-    figure = f"protocol {', '.join(map(str, sorted(spoken)))}; daemon {its}, this command {own}"
+    figure = f"protocol {', '.join(map(str, sorted(spoken)))}; daemon {running}, this command {own}"
     if any(not OLDEST_PROTOCOL <= one <= PROTOCOL for one in spoken):
         yield warning(TOPIC, "versions", figure, "use one release on both sides")
-    elif its != own:
+    elif running != own:
         yield warning(TOPIC, "versions", figure, "restart the daemon to run what is installed here")
     else:
         yield ok(TOPIC, "versions", figure)

@@ -89,8 +89,8 @@ class Host:
     def process(self, needs: Needs) -> Path:
         """The file of the daemon's own limits if it may be read, else that of this process."""
         own = self.proc / "self"
-        its = self.proc / str(needs.pid)
-        return its if needs.pid and os.access(its / "limits", os.R_OK) else own
+        process = self.proc / str(needs.pid)
+        return process if needs.pid and os.access(process / "limits", os.R_OK) else own
 
 
 def limit_of(text: str, name: str) -> tuple[int | None, int | None]:

@@ -85,12 +85,12 @@ def prefill_of(model: str, tokens_per_s: float | None) -> Prefill:
 
 def examine(config: DaemonConfig, tree: Tree, url: str, prefill: Prefill, measure: bool) -> list[Finding]:
     """Findings about the store of the settings, or of `url`; `tree`: the statistics of a running daemon, if any."""
-    its = str(tree.get("tiers", {}).get("shared", {}).get("store", ""))
+    used = str(tree.get("tiers", {}).get("shared", {}).get("store", ""))
     if url:
         config = dataclasses.replace(config, shared=StoreUrl(url), shared_plain=config.shared_key is None)
     if not config.shared:
-        if its:
-            figure = f"the daemon uses {its}, whose URL these settings do not have"
+        if used:
+            figure = f"the daemon uses {used}, whose URL these settings do not have"
             return [skipped(TOPIC, "store", f"{figure}: give the daemon's (--config, TIERCACHE_SHARED)")]
         return [skipped(TOPIC, "store", "none is configured: --shared")]
     try:
@@ -101,9 +101,9 @@ def examine(config: DaemonConfig, tree: Tree, url: str, prefill: Prefill, measur
     if found is None:
         remedy = "see whether the store or its file system hangs; the daemon goes on without it"
         return [failure(TOPIC, settings.store.address, f"does not answer within {ANSWER_S:.0f} s", remedy)]
-    if its and its != settings.store.address:
+    if used and used != settings.store.address:
         remedy = "restart the daemon, or give this command the daemon's settings"
-        found.append(warning(TOPIC, "daemon", f"uses another store: {its}", remedy))
+        found.append(warning(TOPIC, "daemon", f"uses another store: {used}", remedy))
     return found
 
 

@@ -49,8 +49,8 @@ def _tools(one: LintedPrompt, other: LintedPrompt, at: int) -> Cause | None:
     if one.tools == other.tools:
         same = "the same tools with their keys in another order"
         return Cause("tools", same, "write tools with their keys in one order, such as sorted")
-    mine, its = (sorted(json.dumps(tool, sort_keys=True) for tool in prompt.tools) for prompt in (one, other))
-    if mine != its:
+    mine, theirs = (sorted(json.dumps(tool, sort_keys=True) for tool in prompt.tools) for prompt in (one, other))
+    if mine != theirs:
         return None
     return Cause("tools", "the same tools in another order", "send tools in one order, such as by name")
 
@@ -63,14 +63,14 @@ def _json(one: LintedPrompt, other: LintedPrompt, at: int) -> Cause | None:
     for start in brackets[-MAX_BRACKETS:]:
         try:
             mine, my_end = decoder.raw_decode(one.text[: start + 2 * MAX_JSON_CHARS], start)
-            its, its_end = decoder.raw_decode(other.text[: start + 2 * MAX_JSON_CHARS], start)
+            theirs, their_end = decoder.raw_decode(other.text[: start + 2 * MAX_JSON_CHARS], start)
         except (ValueError, RecursionError):
             continue
-        if min(my_end, its_end) <= at:
+        if min(my_end, their_end) <= at:
             continue
-        if mine != its:
+        if mine != theirs:
             return None
-        if json.dumps(mine) == json.dumps(its):
+        if json.dumps(mine) == json.dumps(theirs):
             same = "the same JSON with other whitespace"
             return Cause("whitespace", same, "write JSON in one way, such as json.dumps does")
         return Cause("keys", "the same JSON with its keys in another order", "write JSON with sorted keys")
@@ -82,10 +82,10 @@ def _order(one: LintedPrompt, other: LintedPrompt, at: int) -> Cause | None:
     begin = one.text.rfind("\n", 0, at) + 1
     texts = one.text[begin:], other.text[begin:]
     separator = _BLANK_LINE if all(map(_BLANK_LINE.search, texts)) else _LINE
-    mine, its = (_paragraphs(text, separator) for text in texts)
-    places = [(place, its[paragraph]) for paragraph, place in mine.items() if paragraph in its]
+    mine, theirs = (_paragraphs(text, separator) for text in texts)
+    places = [(place, theirs[paragraph]) for paragraph, place in mine.items() if paragraph in theirs]
     in_order = places == sorted(places, key=lambda pair: pair[1])
-    if in_order and (len(mine) != len(its) or all(place == its_place for place, its_place in places)):
+    if in_order and (len(mine) != len(theirs) or all(place == their_place for place, their_place in places)):
         return None
     what = "the same documents " + ("behind other ones" if in_order else "in another order")
     numbered = any(_NUMBERED.match(part.strip()) for part in separator.split(texts[0]))
@@ -106,10 +106,10 @@ def _text(one: LintedPrompt, other: LintedPrompt, at: int, end: int, other_end: 
     start, more = _word_start(one.text, at), 0
     if seen is not None:  # what differs may be a part of it
         start, more = seen.start, max(0, seen.end - end)
-    mine, its = one.text[start : end + more].strip(), other.text[start : other_end + more].strip()
-    both = f"{shown(mine)} here, {shown(its)} in {other.source}"
-    part, its_part = one.part_at(at), other.part_at(at)
-    only = one.text[end : part.end] == other.text[other_end : its_part.end] and part.name.endswith("(system)")
+    mine, theirs = one.text[start : end + more].strip(), other.text[start : other_end + more].strip()
+    both = f"{shown(mine)} here, {shown(theirs)} in {other.source}"
+    part, their_part = one.part_at(at), other.part_at(at)
+    only = one.text[end : part.end] == other.text[other_end : their_part.end] and part.name.endswith("(system)")
     if seen is not None:
         lead = f"the system message differs only by {seen.kind.what}" if only else f"{seen.kind.what} differs"
         return Cause(seen.kind.name, f"{lead}, {both}", seen.kind.remedy)

@@ -114,11 +114,11 @@ def difference(text: str, other: str, start: int) -> tuple[int, int]:
     """Where a difference that begins at `start` ends in both texts."""
     while start and (text[start - 1].isalnum() or text[start - 1] == "_"):
         start -= 1
-    mine, its = (list(_first_words(one, start)) for one in (text, other))
-    matcher = SequenceMatcher(None, [word for word, _ in mine], [word for word, _ in its], autojunk=False)
+    mine, theirs = (list(_first_words(one, start)) for one in (text, other))
+    matcher = SequenceMatcher(None, [word for word, _ in mine], [word for word, _ in theirs], autojunk=False)
     for block in matcher.get_matching_blocks():
         if block.size >= _AGAIN:
-            return mine[block.a][1], its[block.b][1]
+            return mine[block.a][1], theirs[block.b][1]
     return len(text), len(other)
 
 

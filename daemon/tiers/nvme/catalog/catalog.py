@@ -284,8 +284,8 @@ class Catalog:
         rows = 0
         try:
             while self._answers and rows < CALLBACKS_AT_ONCE:
-                done, ok, its_rows = self._answers.popleft()
-                rows += its_rows
+                done, ok, answered_rows = self._answers.popleft()
+                rows += answered_rows
                 done(ok)
         finally:
             if self._answers:

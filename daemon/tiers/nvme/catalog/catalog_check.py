@@ -102,7 +102,7 @@ def count_rows(directory: Path, segments: Sequence[int]) -> int:
     bounds = [(place_of(segment, 0), place_of(segment, MAX_SLOTS - 1)) for segment in segments]
     try:
         with closing(connect_to_read(directory / NAME)) as db:
-            return sum(int(db.execute(query, its).fetchone()[0]) for its in bounds)
+            return sum(int(db.execute(query, bound).fetchone()[0]) for bound in bounds)
     except SQLITE_ERRORS as error:
         raise CatalogUnavailable(f"{directory / NAME} cannot be read: {error}") from error
 

@@ -142,7 +142,7 @@ class Flights(ABC):
         regions, done, flying, ops = self._regions, self._on_done, self._flying, self._taken.setdefault(shelf, [])
         self._space.allocator.hold_many(frames)
         below, above = self._below, None
-        for key, frame, slot, its in zip(keys, frames, slots, said, strict=True):
+        for key, frame, slot, known in zip(keys, frames, slots, said, strict=True):
             write = Flight(
                 done=done,
                 together=True,
@@ -158,7 +158,7 @@ class Flights(ABC):
                 shelf=shelf,
                 frame=frame,
                 epoch=epoch,
-                said=its,
+                said=known,
             )
             ops.append(write)
             name = number, key

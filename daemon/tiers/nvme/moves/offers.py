@@ -98,10 +98,10 @@ class Offers:
         """The window before a cut was used: look it up soon."""
         first = first_of_window(namespace, cut)
         before = max(0, first - 1)
-        its = keys[before * KEY_BYTES : cut * KEY_BYTES]
-        if self._bytes + len(its) <= MAX_BYTES:
-            self._windows.append((namespace, its, first - before))
-            self._bytes += len(its)
+        window = keys[before * KEY_BYTES : cut * KEY_BYTES]
+        if self._bytes + len(window) <= MAX_BYTES:
+            self._windows.append((namespace, window, first - before))
+            self._bytes += len(window)
             self._soon()
 
     def work(self) -> bool:

@@ -65,7 +65,7 @@ LEFT_S = 0.5
 class _Life:
     """A process that has the directory open."""
 
-    its: HelperProcess
+    process: HelperProcess
     files: socket.socket
     blocks: socket.socket
     rows: socket.socket
@@ -158,11 +158,11 @@ class DirectoryWorker:
             deadline_s = time.monotonic() + START_S
             for _ in range(3):
                 lines.append(self._supervisor.open_line(deadline_s))
-            if len({its for its, _ in lines}) > 1:
+            if len({process for process, _ in lines}) > 1:
                 self._supervisor.give_up(lines[-1][0])  # it has got only some of the lines
                 raise _Ended
-            (its, files), (_, blocks), (_, rows) = lines
-            return self._open_on(its, files, blocks, rows, before)
+            (process, files), (_, blocks), (_, rows) = lines
+            return self._open_on(process, files, blocks, rows, before)
         except ProcessError as error:
             _close_all(lines)
             if lines:
@@ -173,7 +173,12 @@ class DirectoryWorker:
             raise
 
     def _open_on(
-        self, its: HelperProcess, files: socket.socket, blocks: socket.socket, rows: socket.socket, before: Home | None
+        self,
+        process: HelperProcess,
+        files: socket.socket,
+        blocks: socket.socket,
+        rows: socket.socket,
+        before: Home | None,
     ) -> _Life:
         """Have a process open the directory. Blocks. Raises as `_connect`."""
         plan = self._plan
@@ -199,18 +204,18 @@ class DirectoryWorker:
         if isinstance(answer, messages.Refused):
             raise (ConfigError if answer.setting else DirectoryUnavailable)(answer.text)
         assert isinstance(answer, messages.Opened)
-        return _Life(its, files, blocks, rows, answer)
+        return _Life(process, files, blocks, rows, answer)
 
-    def _reopen(self, its: HelperProcess) -> None:
+    def _reopen(self, process: HelperProcess) -> None:
         """Have another process, `its`, open the directory as it was."""
         assert self.directory.home is not None
         with self._opening:  # if the process before has only just ended, a thread for that one may be here
-            if self._opened_by is its:
+            if self._opened_by is process:
                 return
             try:
                 life = self._connect(self.directory.home)
             except _NoProcess:
-                self._supervisor.give_up(its)  # if it is still there: it waits for lines
+                self._supervisor.give_up(process)  # if it is still there: it waits for lines
                 return
             except _Ended:
                 return  # one more follows
@@ -221,20 +226,22 @@ class DirectoryWorker:
                 log.exception("a worker process of nvme directory %s cannot be used", self._plan.path)
                 self._from_thread(partial(self._give_up, "its worker process cannot be used; the log says why"))
                 return
-            self._opened_by = life.its
+            self._opened_by = life.process
         self._from_thread(partial(self._use_again, life))
 
     # --- the process, told by the supervisor's thread ----------------------------------------------
 
-    def _on_started(self, its: HelperProcess) -> None:
+    def _on_started(self, process: HelperProcess) -> None:
         if self._first is not None:
-            threading.Thread(target=self._reopen, args=(its,), name=f"reopen {self._plan.path}", daemon=True).start()
+            threading.Thread(
+                target=self._reopen, args=(process,), name=f"reopen {self._plan.path}", daemon=True
+            ).start()
 
-    def _on_ended(self, its: HelperProcess | None, why: str) -> None:
-        self._from_thread(lambda: self._ending(its))
+    def _on_ended(self, process: HelperProcess | None, why: str) -> None:
+        self._from_thread(lambda: self._ending(process))
 
-    def _on_gone(self, its: HelperProcess) -> None:
-        self._from_thread(lambda: self._gone(its))
+    def _on_gone(self, process: HelperProcess) -> None:
+        self._from_thread(lambda: self._gone(process))
 
     def _from_thread(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended
@@ -246,7 +253,7 @@ class DirectoryWorker:
         """Begin to serve the lines: `OpenDirectory.queue`."""
         self._arena.tell(self._add_region)
         life = self._life
-        if life is None or life.its is self._last_gone:  # it has ended already
+        if life is None or life.process is self._last_gone:  # it has ended already
             self._forget_life()
             self._give_up_loading()
         elif not life.used:
@@ -259,7 +266,7 @@ class DirectoryWorker:
 
     def _use(self, life: _Life) -> None:
         life.begun, life.used, self._life = True, True, life
-        self.directory.connect(life.files, life.opened.segments, life.its.pid)
+        self.directory.connect(life.files, life.opened.segments, life.process.pid)
         self.queue.io, self.queue.io_reason = life.opened.io, life.opened.io_reason
         self.queue.connect(life.blocks)
         self.catalog.connect(life.rows)
@@ -271,7 +278,7 @@ class DirectoryWorker:
         """Use another process than before, if it has the directory as it was."""
         first, opened = self._first, life.opened
         assert first is not None
-        if self._closed or self._given_up or life.its is self._last_gone:
+        if self._closed or self._given_up or life.process is self._last_gone:
             life.close()
             return
         lost = set(self.directory.segments) - set(opened.segments)
@@ -305,7 +312,7 @@ class DirectoryWorker:
         if not readable(line):
             self._drop(life)
             # A process that has closed a line and goes on running is at fault.
-            self._loop.call_later(LEFT_S, self._supervisor.give_up, life.its)
+            self._loop.call_later(LEFT_S, self._supervisor.give_up, life.process)
 
     def _drop(self, life: _Life) -> None:
         """The process is ending: use it no more."""
@@ -321,17 +328,17 @@ class DirectoryWorker:
         if loading is None or not loading.finished:
             self._give_up_loading()
 
-    def _ending(self, its: HelperProcess | None) -> None:
+    def _ending(self, process: HelperProcess | None) -> None:
         life = self._life
-        if life is not None and its is life.its:
+        if life is not None and process is life.process:
             self._drop(life)
             self.directory.trouble = "its worker process hangs in the kernel: what it had taken stays in use"
 
-    def _gone(self, its: HelperProcess) -> None:
+    def _gone(self, process: HelperProcess) -> None:
         """Nothing is left of a process: no I/O of it is under way."""
-        self._last_gone = its
+        self._last_gone = process
         life = self._life
-        if life is not None and its is life.its:
+        if life is not None and process is life.process:
             self._drop(life)
             self._forget_life()
             self.directory.trouble = "its worker process has ended; another one starts"
@@ -341,8 +348,8 @@ class DirectoryWorker:
                 self._give_up(f"{MAX_FRUITLESS} worker processes in a row have ended at once, without writing a row")
 
     def _was_fruitless(self, life: _Life) -> bool:
-        its, catalog = life.its, self.catalog
-        by_itself = not its.hangs and its.process.returncode != -signal.SIGKILL
+        process, catalog = life.process, self.catalog
+        by_itself = not process.hangs and process.process.returncode != -signal.SIGKILL
         soon = self._down_s - life.used_s < FRUITLESS_S
         return by_itself and soon and catalog.pending > 0 and catalog.answered == life.answered
 
@@ -373,7 +380,7 @@ class DirectoryWorker:
         elif now_s - life.pinged_s > HUNG_S:
             log.error("the worker process of nvme directory %s does not answer: it is killed", self._plan.path)
             life.pinged_s = now_s
-            self._supervisor.give_up(life.its)
+            self._supervisor.give_up(life.process)
 
     # --- the end ---------------------------------------------------------------------------------
 

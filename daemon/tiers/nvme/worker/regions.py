@@ -22,8 +22,8 @@ class ArenaFiles:
         """A region that is mapped here. The descriptor stays the caller's, who may close it."""
         kept = os.dup(fd)
         self.regions.append((region, kept))
-        self.regions.sort(key=lambda its: its[0].address)
-        self._starts = [its.address for its, _ in self.regions]
+        self.regions.sort(key=lambda region: region[0].address)
+        self._starts = [region.address for region, _ in self.regions]
         for tell in self._told:
             tell(region, kept)
 

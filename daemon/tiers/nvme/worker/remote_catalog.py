@@ -212,8 +212,8 @@ class RemoteCatalog:
         changes = sorted((self._kept | self._open).items())
         self._kept.clear()
         # This process does not know which rows an earlier one has refused (see `Catalog.remove_tombstone`).
-        refused = {number for number, its in changes if its.method in _BURIALS} if self._refused_rows else set()
-        self._unsent = deque(its for its in changes if its[0] not in refused)
+        refused = {number for number, change in changes if change.method in _BURIALS} if self._refused_rows else set()
+        self._unsent = deque(change for change in changes if change[0] not in refused)
         self._open = dict(self._unsent)
         self._open_rows = sum(change.rows for change in self._open.values())
         for number, change in changes:

@@ -25,7 +25,7 @@ class HelperConnection:
     def __init__(self, supervisor: StoreSupervisor) -> None:
         self._supervisor = supervisor
         self._calling = threading.Lock()
-        self._its: HelperProcess | None = None
+        self._process: HelperProcess | None = None
         self._line: WorkerLine | None = None
         self._closed = threading.Event()
 
@@ -118,9 +118,9 @@ class HelperConnection:
             began_s = time.monotonic()
             if self._closed.is_set():
                 raise StoreError(StoreProblem.UNREACHABLE, "the connection is closed")
-            if self._its is None or self._line is None:
-                self._its, self._line = self._supervisor.open_line(deadline_s)
-            call = _Call(self._its, self._line, deadline_s)
+            if self._process is None or self._line is None:
+                self._process, self._line = self._supervisor.open_line(deadline_s)
+            call = _Call(self._process, self._line, deadline_s)
             try:
                 yield call
             except LineLost:
@@ -132,25 +132,25 @@ class HelperConnection:
                 raise StoreError(StoreProblem.UNREACHABLE, what) from None
             finally:
                 if call.under_way:
-                    self._supervisor.give_up(self._its, self._line, began_s)
-                    self._its = self._line = None
+                    self._supervisor.give_up(self._process, self._line, began_s)
+                    self._process = self._line = None
                 if self._closed.is_set():  # meanwhile, by another thread
                     self._drop_line()
 
     def _drop_line(self) -> None:
         if self._line is not None:
             self._line.close()
-        self._its = self._line = None
+        self._process = self._line = None
 
 
 class _Call:
     """One call of the store, which may be several messages. Methods raise StoreError and LineLost."""
 
-    def __init__(self, its: HelperProcess, line: WorkerLine, deadline_s: float) -> None:
+    def __init__(self, process: HelperProcess, line: WorkerLine, deadline_s: float) -> None:
         self.line = line
         self.under_way = 0
         """Messages that are not answered yet. If there are any when the call ends, its line is given up."""
-        self._its = its
+        self._process = process
         self._deadline_s = deadline_s
 
     def ask(self, asked: messages.Asked) -> None:
@@ -159,7 +159,7 @@ class _Call:
 
     def next_answer(self) -> messages.Answered:
         answer = self.line.receive(self._deadline_s)
-        self._its.answered_s = time.monotonic()
+        self._process.answered_s = time.monotonic()
         if not isinstance(answer, (messages.Settled, messages.Notes)):
             self.under_way -= 1
         return answer

@@ -65,12 +65,12 @@ class StoreSupervisor:
     def open_line(self, deadline_s: float) -> tuple[HelperProcess, WorkerLine]:
         """A new line. Blocks until the process is ready. Raises StoreError."""
         with _problems_of_a_store():
-            its, end = self.processes.open_line(deadline_s)
-        return its, WorkerLine(end)
+            process, end = self.processes.open_line(deadline_s)
+        return process, WorkerLine(end)
 
-    def give_up(self, its: HelperProcess, line: WorkerLine, began_s: float) -> None:
+    def give_up(self, process: HelperProcess, line: WorkerLine, began_s: float) -> None:
         """A call that began then was not answered in time: never use its line again. Does not block."""
-        self.processes.give_up_line(its, line.let_go(), began_s)
+        self.processes.give_up_line(process, line.let_go(), began_s)
 
     def stats(self) -> dict[str, object]:
         """Counts and state, as plain values."""

@@ -84,8 +84,8 @@ def _broken_tls(error: Exception) -> tuple[str, str] | None:
     found = _CERTIFICATE.search(text)
     if found is not None and found[1] in _NAMES:
         presented = _PRESENTED.search(text)
-        its = ", ".join(_NAME.findall(presented[1])) if presented is not None else ""
-        return f"its certificate is for {its or 'another name'}", "write that name into the URL's endpoint"
+        names = ", ".join(_NAME.findall(presented[1])) if presented is not None else ""
+        return f"its certificate is for {names or 'another name'}", "write that name into the URL's endpoint"
     if found is not None:
         return _CERTIFICATES.get(found[1], (f"its certificate is not good ({found[1]})", _TRUST))
     if _NOT_TLS.search(text):
@@ -101,8 +101,11 @@ def _judge(settings: ObjectSettings, error: Exception, status: int, code: str) -
     if code in _FULL or status == 507:
         return StoreProblem.FULL, "make room, or have a lifecycle rule of the bucket remove old values"
     if status in (401, 403):
-        its = "see that these credentials may read, write and delete in the bucket"
-        return StoreProblem.DENIED, f"{CREDENTIALS[settings.scheme]}; {its}, and that the clock of this host is right"
+        remedy = "see that these credentials may read, write and delete in the bucket"
+        return (
+            StoreProblem.DENIED,
+            f"{CREDENTIALS[settings.scheme]}; {remedy}, and that the clock of this host is right",
+        )
     if status in _BUSY:
         return StoreProblem.BUSY, "the server asks to come back later"
     if status in (301, 307, 308) or code == "AuthorizationHeaderMalformed":
