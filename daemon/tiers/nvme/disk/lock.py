@@ -22,7 +22,7 @@ LOCK_NAME = "lock"
 class LockedBy(Exception):
     """The directory is in use; the text is the pid of its user, perhaps in another container.
 
-    ourselves: this daemon. ending: the lock may be let go any moment.
+    ourselves: this daemon. ending: the lock may be released, or have another name, at any moment.
     """
 
     def __init__(self, pid: str, *, ourselves: bool, ending: bool) -> None:
@@ -65,7 +65,7 @@ def _name_of(pid: int) -> str:
 
 
 def _runs(name: str) -> bool:
-    """Whether there is the process that the file names, as far as can be seen from here."""
+    """True if there is the process that the file names, as far as can be seen from here."""
     pid, _, began = name.partition(" ")
     if not pid.isdigit():
         return True
@@ -79,10 +79,12 @@ def _take_now(path: Path, daemon_pid: int) -> int:
             raise OSError(errno.EEXIST, "is no plain file", str(path / LOCK_NAME))
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        name = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+        name = os.pread(fd, 64, 0).decode(errors="replace").strip()
         our_worker = daemon_pid > 0 and name == _name_of(daemon_pid)
         ourselves = _is_open_twice(fd) or our_worker
         os.close(fd)
+        if not name:  # it has just been locked, and its name is being written; or the disk had no room for it
+            raise LockedBy("unknown", ourselves=ourselves, ending=not ourselves) from None
         raise LockedBy(name.split()[0], ourselves=ourselves, ending=our_worker or not _runs(name)) from None
     except OSError as error:
         os.close(fd)
@@ -90,13 +92,21 @@ def _take_now(path: Path, daemon_pid: int) -> int:
             raise OSError(errno.ENOLCK, f"flock is refused ({error.strerror})") from None
         raise
     with contextlib.suppress(OSError):  # the pid is for the other one's message; a full disk may lack it
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{_name_of(daemon_pid or os.getpid())}\n".encode(), 0)
+        _write_name(fd, _name_of(daemon_pid or os.getpid()))
     return fd
 
 
+def _write_name(fd: int, name: str) -> None:
+    """Others see the former name, which belongs to no process now, until they see this one."""
+    written = 0
+    try:
+        written = os.pwrite(fd, f"{name}\n".encode(), 0)
+    finally:
+        os.ftruncate(fd, written)
+
+
 def _is_open_twice(fd: int) -> bool:
-    """Whether this process has the file open by another descriptor too."""
+    """True if this process has the file open by another descriptor too."""
     mine = os.fstat(fd)
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -77,6 +77,22 @@ def test_a_daemon_that_runs_is_not_waited_for(tmp_path: Path) -> None:
     os.close(take_lock(tmp_path))
 
 
+def test_a_holder_that_has_yet_to_write_its_name_is_not_called_another_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where two workers of one daemon open one directory, by two paths, at the same moment."""
+    holder = Holder(tmp_path, os.getpid())
+    name = (tmp_path / "lock").read_text()
+    (tmp_path / "lock").write_text("")
+    monkeypatch.setattr(lock, "OWN_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lock.time, "sleep", lambda _: (tmp_path / "lock").write_text(name))
+    try:
+        problem = refusal(tmp_path, os.getpid())
+        assert (str(problem), problem.ourselves) == (str(os.getpid()), True)
+    finally:
+        holder.end()
+
+
 @pytest.mark.parametrize("whose", ["of a daemon that has ended", "of ours"])
 def test_the_end_of_a_worker_is_waited_for(tmp_path: Path, ended_pid: int, whose: str) -> None:
     holder = Holder(tmp_path, os.getpid() if whose == "of ours" else ended_pid)
