@@ -162,7 +162,7 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
         return max(0, found - len(before))
 
     def _all_in_dram(self, packed: bytes, specs: list[NamespaceSpec]) -> bool:
-        """Whether there is nothing to promote, and nothing to look for in other stores; at a quarter of the cost."""
+        """True if there is nothing to promote, and nothing to look for in other stores; at a quarter of the cost."""
         assert self.connector is not None
         try:
             session = self.connector.client.session()
@@ -261,7 +261,7 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- the interface for single pages, which SGLang uses without interface_v1 ----------------------
 
     def exists(self, key: str) -> bool:
-        """Whether the page is stored."""
+        """True if the page is stored."""
         return self._count([key], [KV]) > 0
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:

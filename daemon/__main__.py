@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_ended(parent_fd: int | None) -> bool:
-    """Whether the parent, which never writes to its pipe, has exited. A living parent removes its directory itself."""
+    """True if the parent, which never writes to its pipe, has exited. A living parent removes its directory itself."""
     return parent_fd is not None and bool(select.select([parent_fd], [], [], 0)[0])
 
 

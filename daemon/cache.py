@@ -233,7 +233,7 @@ class Cache:
         yield from process_gone(owner)
 
     def has_quarantine(self, owner: Owner) -> bool:
-        """Whether places are quarantined until this session's process exits, or may be soon."""
+        """True if places are quarantined until this session's process exits, or may be soon."""
         return bool(owner.writes or owner.quarantined)
 
     def check(self) -> Steps[list[str]]:

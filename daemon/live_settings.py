@@ -118,12 +118,12 @@ class LiveSettings:
         return views, problem
 
     def _differs(self, found: DaemonConfig, key: str) -> bool:
-        """Whether a setting has changed. Texts do not tell: they have no passwords."""
+        """True if a setting has changed. Texts do not tell: they have no passwords."""
         field = SETTINGS[key].field
         return bool(getattr(self.config, field) != getattr(found, field))
 
     def _is_new(self, found: Resolved, key: str) -> bool:
-        """Whether somebody has changed a setting; else its value follows from others that were changed."""
+        """True if somebody has changed a setting; else its value follows from others that were changed."""
         field = SETTINGS[key].field
         return bool(self._given.get(field) != found.given.get(field))
 

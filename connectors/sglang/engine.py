@@ -71,7 +71,7 @@ class BackendMaker(NamedTuple):
 
     @property
     def stops(self) -> bool:
-        """Whether SGLang waits for the threads of its storage to end: it gives them 10 s, and ends if they take longer.
+        """True if SGLang waits for the threads of its storage to end: it gives them 10 s, and ends if they take longer.
 
         It does so when it flushes, and the threads would first finish the whole request that they are at.
         """
@@ -80,7 +80,7 @@ class BackendMaker(NamedTuple):
 
     @property
     def says_prefixes(self) -> bool:
-        """Whether SGLang says what pages follow."""
+        """True if SGLang says what pages follow."""
         return bool(getattr(self.tree, "hicache_storage_pass_prefix_keys", True))
 
     def windows(self) -> dict[str, int]:

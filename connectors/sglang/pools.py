@@ -104,5 +104,5 @@ def form_of(
 
 
 def is_replicated(host: Any, config: Any) -> bool:
-    """Whether all tensor parallel ranks have the same bytes in this pool."""
+    """True if all tensor parallel ranks have the same bytes in this pool."""
     return config.is_mla_model and isinstance(host, REPLICATED) and not getattr(host, "_layer_shard_enabled", False)

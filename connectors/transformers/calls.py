@@ -150,7 +150,7 @@ def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...], padded: 
 
 
 def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
-    """Whether the position of each token is the number of tokens before it, without padding."""
+    """True if the position of each token is the number of tokens before it, without padding."""
     if positions is None:
         return True
     seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) == 1

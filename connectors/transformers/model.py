@@ -142,7 +142,7 @@ def _first(cache: DynamicCache, tokens: int) -> DynamicCache:
 
 
 def _alike(cache: DynamicCache, other: DynamicCache, skipped: int = 0, bound: float = 0.0) -> bool:
-    """Whether K and V of all tokens of `cache` are nearly those of `other` behind its first `skipped` ones."""
+    """True if K and V of all tokens of `cache` are nearly those of `other` behind its first `skipped` ones."""
     for layer, others in zip(cache.layers, other.layers, strict=True):
         for mine, theirs in ((layer.keys, others.keys), (layer.values, others.values)):
             expected, found = mine.float(), theirs[:, :, skipped : skipped + mine.shape[2]].float()

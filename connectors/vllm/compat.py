@@ -20,7 +20,7 @@ MISSING: list[str] = []
 
 
 def age(version: str = VERSION) -> int:
-    """Whether a version is older than those tested (-1), one of them (0), or newer (1)."""
+    """-1 if a version is older than those tested, 0 if it is one of them, 1 if it is newer."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     return (numbers > TESTED[-1]) - (numbers < TESTED[0])
 
@@ -94,7 +94,7 @@ def come_before_writes(runner: Any, hook: Callable[[Any], None]) -> None:
 
 
 def ended_by_output(request: Any) -> bool:
-    """Whether a request was ended by the output of a step: then the results of all earlier steps are known."""
+    """True if a request was ended by the output of a step: then the results of all earlier steps are known."""
     ends = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION
     return request.status in ends
 

@@ -66,7 +66,7 @@ logger = logging.getLogger("tiercache.connectors.vllm")
 
 
 def fit(ours: type, who: str, answers: Mapping[str, Callable[..., Any]]) -> bool:
-    """Whether a class of ours can serve this version, as far as can be seen before it runs.
+    """True if a class of ours can serve this version, as far as can be seen before it runs.
 
     If not, `who` runs as without it: each hook does what vLLM's base class does, or answers so.
     """
@@ -114,7 +114,7 @@ def _function(value: Any) -> Any:
 
 
 def _accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Whether we can be called as theirs is, by position or by name."""
+    """True if we can be called as theirs is, by position or by name."""
     mine, other = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(parameter.kind is variable[0] for parameter in mine.values()):

@@ -42,7 +42,7 @@ class GroupPart(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether a block of it ends with a block of the cache."""
+        """True if a block of it ends with a block of the cache."""
         return self.offset == self.every - 1
 
 
@@ -121,7 +121,7 @@ def retained_blocks(spec: Any) -> int:
 
 
 def leaves_last_token(kv_cache_config: Any) -> bool:
-    """Whether a match must end before the last token of a request.
+    """True if a match must end before the last token of a request.
 
     vLLM computes that token again even if all blocks are there. A state would then have it twice, and a window may
     begin one block earlier.
@@ -135,7 +135,7 @@ def leaves_last_token(kv_cache_config: Any) -> bool:
 
 
 def replicated(vllm_config: Any, group: Any) -> bool:
-    """Whether all tensor-parallel ranks hold the same blocks of a group."""
+    """True if all tensor-parallel ranks hold the same blocks of a group."""
     specs = layer_specs(group).values()
     if all(type(spec).__name__ in STATES and spec.tp_replicated for spec in specs):
         return True

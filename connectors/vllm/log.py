@@ -113,7 +113,7 @@ class RequestLog:
             logger.debug("%s: nothing in the cache for %d prompt tokens", request_id, of_tokens)
 
     def _may(self) -> bool:
-        """Whether there is room for a line."""
+        """True if there is room for a line."""
         now_s = self._clock()
         self._room = min(MOST_LINES, self._room + (now_s - self._last_s) / LINE_EVERY_S)
         self._last_s = now_s

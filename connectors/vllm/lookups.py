@@ -105,7 +105,7 @@ class MatchLookups:
             lookup.done = True
 
     def overdue(self, lookup: Lookup, *, slow: bool = False) -> bool:
-        """Whether a request should wait no longer for a lookup that is not done. While lookups are quick it waits on.
+        """True if a request should wait no longer for a lookup that is not done. While lookups are quick it waits on.
 
         `slow`: they are for this request. Begins what is collected.
         """

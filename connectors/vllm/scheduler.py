@@ -260,7 +260,7 @@ class RequestPlanner:
             lookup.done = True
 
     def _own(self, request: Any) -> bool:
-        """Whether a request's blocks are for this engine only: an apparent image hash may be an id set by a user.
+        """True if a request's blocks are for this engine only: an apparent image hash may be an id set by a user.
 
         A prompt that comes in parts may have images in a later one.
         """
@@ -336,7 +336,7 @@ class RequestPlanner:
         return (state.end - local) * self._block_size
 
     def _await_stored(self, state: _Request) -> bool:
-        """Whether a request waits on for what another engine is storing; looks it up again from time to time."""
+        """True if a request waits on for what another engine is storing; looks it up again from time to time."""
         now_s = time.monotonic()
         if now_s - state.arrived_s > STORED_WAIT_S:
             return False

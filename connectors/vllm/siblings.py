@@ -93,7 +93,7 @@ class Roll:
         self.waiting[request.request_id] = request
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request that vLLM asks about should wait; if not, it is computed without the cache."""
+        """True if a request that vLLM asks about should wait; if not, it is computed without the cache."""
         if request_id not in self.waiting:
             return False
         now_s = self._clock()

@@ -30,7 +30,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return dict(sorted(self.data.items()))
 
     def is_empty(self) -> bool:
-        """Whether nothing was moved."""
+        """True if nothing was moved."""
         return not self.data
 
 

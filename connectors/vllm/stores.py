@@ -100,7 +100,7 @@ class EngineFacts:
 
     @property
     def windowed(self) -> bool:
-        """Whether vLLM forgets the early blocks of any KV cache group."""
+        """True if vLLM forgets the early blocks of any KV cache group."""
         return any(spec.window_blocks for spec in self.ranks[0])
 
 
@@ -126,7 +126,7 @@ class _Storing:
     ranks_left: int  # that have not ended it yet
 
     def exposed(self) -> bool:
-        """Whether vLLM may give the blocks to others: it has taken them from the request."""
+        """True if vLLM may give the blocks to others: it has taken them from the request."""
         request = self.chain.request
         return request is None or bool(request.num_preemptions != self.preemptions)
 
@@ -318,7 +318,7 @@ class StorePlanner:
                 del self._jobs[job_id]
 
     def brought(self, block_ids: set[int]) -> bool:
-        """Whether another connector was to load any of these blocks within a step."""
+        """True if another connector was to load any of these blocks within a step."""
         return not all(map(block_ids.isdisjoint, self._brought))
 
     # --- the rest

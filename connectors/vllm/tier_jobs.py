@@ -86,7 +86,7 @@ class StoreJob:
 
 
 def has_ended(job: LoadJob | StoreJob) -> bool:
-    """Whether its last copy has ended."""
+    """True if its last copy has ended."""
     return job.begun and all(transfer.done() for _, transfer in job.parts)
 
 

@@ -62,7 +62,7 @@ class ChunkPlaces:
         return None if rest or number is None else ChunkPlace(number, position)
 
     def is_split(self, key: bytes) -> bool:
-        """Whether several chunks of the group of this key of vLLM's make one of the cache."""
+        """True if several chunks of the group of this key of vLLM's make one of the cache."""
         return self._mixed and self._every.get(get_offload_group_idx(key), 1) > 1
 
 
@@ -145,7 +145,7 @@ class TierLookups:
         self._requests[request_id] = _TierRequest()
 
     def lookup(self, key: bytes, context: Any) -> LookupResult:
-        """Whether the cache has a chunk of a request; RETRY while that is not known."""
+        """HIT if the cache has a chunk of a request, else MISS; RETRY while that is not known."""
         state = self._requests.get(context.req_id)
         if state is None or state.closed or (key in state.answered and not state.known):
             return LookupResult.MISS

@@ -39,7 +39,7 @@ class Look:
         self._digest = b""
 
     def known(self) -> bool:
-        """Whether `digest` answers at once."""
+        """True if `digest` answers at once."""
         taken = self._taken
         return taken is None or all(event.query() for event in taken.copied)
 
@@ -155,7 +155,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def weights_stay() -> bool:
-    """Whether vLLM resets its caches because it goes to sleep at level 1, which keeps the weights.
+    """True if vLLM resets its caches because it goes to sleep at level 1, which keeps the weights.
 
     vLLM does not tell a connector why it resets it. Where vLLM has to wait for requests first, the cause cannot be
     told: the answer is False.

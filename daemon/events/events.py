@@ -142,7 +142,7 @@ class NamedBlocks:
 
     @property
     def too_large(self) -> bool:
-        """Whether a block's event data exceeds the limit. Counted per block: a store may keep only one of its run."""
+        """True if a block's event data exceeds the limit. Counted per block: a store may keep only one of its run."""
         run = self._run
         longest = max(map(len, run.extra_keys or ()), default=0)
         hashes = max(map(_hash_bytes, (run.parent, *run.hashes)))
@@ -150,7 +150,7 @@ class NamedBlocks:
         return _BLOCK_BYTES + self._size + longest + 2 * hashes > MAX_BLOCK_BYTES or names > MAX_FORM_BYTES
 
     def check(self) -> bool:
-        """Whether the extra keys are few enough to be decoded.
+        """True if the extra keys are few enough to be decoded.
 
         Raises one of `wire.UNREADABLE` for what subscribers could not read: they would lose the whole batch with it.
         """
@@ -247,7 +247,7 @@ class Events:
         return [blocks.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
     def waits(self, party: str, named: NamedBlocks) -> bool:
-        """Whether there is room for what a store says of its blocks; it then counts for as long as it is kept."""
+        """True if there is room for what a store says of its blocks; it then counts for as long as it is kept."""
         if self._waiting_bytes[party] + named.bytes > MAX_WAITING_BYTES:
             return False
         self._waiting_bytes[party] += named.bytes
@@ -345,7 +345,7 @@ class Events:
         self._pending.append(AllBlocksCleared())
 
     def _has_room(self, block: Block) -> bool:
-        """Whether one more block can be remembered. Without room it is in no events, and is cached as any other."""
+        """True if one more block can be remembered. Without room it is in no events, and is cached as any other."""
         tenant = block.form.tenant
         most = self.known_bytes + block.size <= MAX_KNOWN_BYTES
         if most and (not tenant or self._tenant_bytes[tenant] + block.size <= MAX_TENANT_BYTES):

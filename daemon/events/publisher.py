@@ -83,7 +83,7 @@ class Publisher:
         self.first = time.time_ns() // 1000
         self.replays = 0
         self.has_stored = False
-        """Whether a batch of this life tells of blocks that are there."""
+        """True if a batch of this life tells of blocks that are there."""
         self.buffer_bytes = 0
         self._endpoint = endpoint
         self._replay_endpoint = replay

@@ -20,7 +20,7 @@ class CpuLimit:
 
     @property
     def over(self) -> bool:
-        """Whether it has run out. For the thread that made it."""
+        """True if it has run out. For the thread that made it."""
         if time.perf_counter_ns() < self._wall_end_ns:
             return False
         left_ns = self._cpu_end_ns - time.thread_time_ns()

@@ -85,7 +85,7 @@ class Repetitions:
         self._kinds: dict[tuple[int, str], _Kind] = {}
 
     def admit(self, record: logging.LogRecord, now_s: float) -> bool:
-        """Whether to write the line. Its kind is the text before arguments are filled in."""
+        """True if the line should be written. Its kind is the text before arguments are filled in."""
         name = (record.levelno, str(record.msg))
         with self._lock:
             if name not in self._kinds and len(self._kinds) >= MAX_KINDS:

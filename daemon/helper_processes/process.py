@@ -170,7 +170,7 @@ class HelperProcess:
         return True
 
     def is_gone(self) -> bool:
-        """Whether nothing of it is left, not even in the kernel: it is reaped, and its sockets are closed.
+        """True if nothing of it is left, not even in the kernel: it is reaped, and its sockets are closed.
 
         Unread reports are dropped.
         """

@@ -60,7 +60,7 @@ class Mark:
 
     @property
     def empty(self) -> bool:
-        """Whether it says nothing any more."""
+        """True if it says nothing any more."""
         return not (self.done or self.late_s) and self.until_s == math.inf and self.priority is Priority.NORMAL
 
     def hand_on(self, earlier: Mark | None) -> None:

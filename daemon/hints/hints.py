@@ -44,7 +44,7 @@ class GivenHint(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Whether it is about every block, not about keeping what the next request needs."""
+        """True if it is about every block, not about keeping what the next request needs."""
         return self.done or self.until_s < math.inf or self.priority is Priority.LOW
 
 

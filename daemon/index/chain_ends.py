@@ -42,7 +42,7 @@ class PromptEnds:
             del self._ends[next(iter(self._ends))]
 
     def ends_at(self, key: bytes) -> bool:
-        """Whether one of those prompts ends at this block."""
+        """True if one of those prompts ends at this block."""
         return key in self._ends
 
 

@@ -70,7 +70,7 @@ class LinkedEntries:
         """Called with the frame of each dropped block whose children are gone and whose pins still keep its frame; its
         ancestors become FREE before it does."""
         self.has_cut = False
-        """Whether a pinned entry was unlinked; holders of pins check this flag and clear it."""
+        """True if a pinned entry was unlinked; holders of pins check this flag and clear it."""
         self.drops = 0
         """How many drops there were: while this number is unchanged, what was attached still is."""
         self.columns = Columns()

@@ -111,7 +111,7 @@ class FrameCheck:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether `written_again` must be called."""
+        """True if `written_again` must be called."""
         return bool(self._met_again)
 
     def end(self, leaving: Container[int]) -> Steps[None]:

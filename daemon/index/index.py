@@ -249,7 +249,7 @@ class Index(Lookups):
         self._unlink(entry)
 
     def is_untouched(self, table: Table) -> bool:
-        """Whether a namespace has no blocks, no store in progress below its root, and none to be unlinked there."""
+        """True if a namespace has no blocks, no store in progress below its root, and none to be unlinked there."""
         return not self.children[table.root] and self.pins[table.root] == 1
 
     def drop_table(self, table: Table) -> int:
@@ -322,7 +322,7 @@ class Index(Lookups):
 
     @property
     def is_unlinking(self) -> bool:
-        """Whether anything waits to be unlinked."""
+        """True if anything waits to be unlinked."""
         return bool(self._unlinking)
 
     def unlinking_entries(self) -> list[int]:

@@ -92,7 +92,7 @@ class Lookups(LinkedEntries):
         return frames
 
     def attached(self, entry: int) -> bool:
-        """Whether the entry and all before it are live. O(1), except for a first walk up while unlinking."""
+        """True if the entry and all before it are live. O(1), except for a first walk up while unlinking."""
         if self.state[entry] != LIVE:
             return False
         if not self.tables[self.table[entry]].unlinking:
@@ -112,7 +112,7 @@ class Lookups(LinkedEntries):
         return True
 
     def all_attached(self, entries: Sequence[int]) -> bool:
-        """Whether each of these blocks is `attached`: one or two milliseconds for the widest windows.
+        """True if each of these blocks is `attached`: one or two milliseconds for the widest windows.
 
         They hang below the same root, so the path before them is checked once for all of them.
         """

@@ -57,7 +57,7 @@ class Touch(NamedTuple):
     by_client: bool
     """A client uses the block; the daemon merely moves it otherwise."""
     counts: bool = False
-    """Whether policies learn from it: not from a prompt that is looked up again, nor where others came in between."""
+    """True if policies learn from it: not from a prompt that is looked up again, nor where others came in between."""
     request_class: int = 0
     """Of the request, by a policy that predicts."""
 
@@ -98,7 +98,7 @@ class Policy(Protocol):
         """`entry`, a candidate below `parent`, is evicted, and `parent` does not take its place at once."""
 
     def follows(self, entry: int, child: int) -> bool:
-        """Whether `entry`, if it became a candidate in the place of the victim `child`, would be the next victim.
+        """True if `entry`, if it became a candidate in the place of the victim `child`, would be the next victim.
 
         If so it is evicted too, before anything else is asked; `child` stands for both from here on.
         """

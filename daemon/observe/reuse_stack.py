@@ -60,7 +60,7 @@ def marks(keys: bytes, shift: int) -> bytes:
 
 
 def is_chosen(name: bytes, shift: int) -> bool:
-    """Whether a name is in the sample at this rate."""
+    """True if a name is in the sample at this rate."""
     return name[0] < 256 >> shift if shift <= 8 else name[0] == 0 and name[1] < 256 >> (shift - 8)
 
 

@@ -34,9 +34,9 @@ class Made(NamedTuple):
     learner: Learner | None = None
     """Told of every request; None where the policy does not ask for that."""
     in_hits: bool = False
-    """Whether its worths are in hits a second."""
+    """True if its worths are in hits a second."""
     alike_in_runs: bool = True
-    """Whether it evicts the same blocks when asked once for a run of blocks and once for each of them."""
+    """True if it evicts the same blocks when asked once for a run of blocks and once for each of them."""
 
 
 Maker = Callable[[Turnover, int], Made]

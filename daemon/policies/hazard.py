@@ -200,7 +200,7 @@ class LeastWorth:
         return self._predictor.worth.item(cell >> _CLASS_SHIFT, age_bucket(age))
 
     def _due(self, evictions: int) -> bool:
-        """Whether the ranks are too old after so many evictions; they stay valid while the clock stands still."""
+        """True if the ranks are too old after so many evictions; they stay valid while the clock stands still."""
         return evictions > self._ranked_for and self._turnover.now >= self._ranked_until
 
     def _rank(self) -> None:

@@ -74,7 +74,7 @@ class Again:
         self._last = b"", 0
 
     def asked(self, keys: bytes) -> bool:
-        """Whether this prompt was also the last one looked up, with nothing stored since."""
+        """True if this prompt was also the last one looked up, with nothing stored since."""
         before, self._last = self._last, (keys[-KEY_BYTES:], self._turnover.stored_bytes)
         return before == self._last
 

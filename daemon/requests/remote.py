@@ -119,7 +119,7 @@ class _Authenticator(ThreadAuthenticator):
         self.configure_curve_callback(_DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the owner of a key may connect."""
+        """True if the owner of a key may connect."""
         self._clients.read()
         known = self._clients.name_of(key) is not None
         if not known:

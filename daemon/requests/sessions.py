@@ -67,7 +67,7 @@ class Ends(Protocol):
         """The process has exited. Comes after `session_ended`."""
 
     def has_quarantine(self, session: Session) -> bool:
-        """Whether the exit of the process still matters."""
+        """True if the exit of the process still matters."""
 
 
 class Session:
@@ -256,7 +256,7 @@ class SessionGate:
                 self._send_regions(session, self._regions[first : first + MAX_FDS_PER_MESSAGE])
 
     def _is_unfinished(self, party: str) -> bool:
-        """Whether a process has so much unfinished that, continuing like this, it would leave others no sessions."""
+        """True if a process has so much unfinished that, continuing like this, it would leave others no sessions."""
 
         def ghost_count() -> int:
             return sum(ghost.party == party for ghost in self._ghosts)

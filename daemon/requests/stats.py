@@ -139,7 +139,7 @@ def _daemon(daemon: Daemon) -> dict[str, Any]:
 
 
 def health_of(daemon: Daemon) -> dict[str, Any]:
-    """Whether all is well, and if not, why.
+    """The state, `ok` or `degraded`, and why.
 
     `parts` says in how many ways each part is not well; reasons are for people and may change their wording.
     """

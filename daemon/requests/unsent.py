@@ -90,7 +90,7 @@ class Unsent:
         return self._over(reader, length, 0)
 
     def is_too_much(self, reader: Receiver, length: int) -> bool:
-        """Whether an answer of that length, that cannot be refused, exceeds what may wait."""
+        """True if an answer of that length, that cannot be refused, exceeds what may wait."""
         return self._over(reader, length, SPARE_BYTES) is not None
 
     def _over(self, reader: Receiver, length: int, spare_bytes: int) -> str | None:

@@ -112,7 +112,7 @@ class TierBelow(Protocol):
 
     @property
     def unlinking(self) -> bool:
-        """Whether something dropped is being unlinked: a look-up may walk up to the root meanwhile."""
+        """True if something dropped is being unlinked: a look-up may walk up to the root meanwhile."""
 
     def matched(
         self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
@@ -127,7 +127,7 @@ class TierBelow(Protocol):
 
     @property
     def may_extend(self) -> bool:
-        """Whether there is a shared store that may extend what this host has."""
+        """True if there is a shared store that may extend what this host has."""
 
     def wait(
         self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
@@ -172,7 +172,7 @@ class TierBelow(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether no block waits to be written there, or is being promoted."""
+        """True if no block waits to be written there, or is being promoted."""
 
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:

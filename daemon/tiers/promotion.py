@@ -84,7 +84,7 @@ class _Job:
 
     @property
     def waits(self) -> bool:
-        """Whether the blocks before its own have not all been requested."""
+        """True if the blocks before its own have not all been requested."""
         return self.after is not None and self.after.asking
 
     def give_up(self) -> None:
@@ -432,7 +432,7 @@ class Promotion:
 
     @property
     def has_landed(self) -> bool:
-        """Whether `take_landed` or `look_again` has something to do."""
+        """True if `take_landed` or `look_again` has something to do."""
         return self._landed or bool(self._to_grow or self._again or self._ended)
 
 

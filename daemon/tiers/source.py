@@ -88,15 +88,15 @@ class Source(Protocol):
 
     @property
     def offline(self) -> bool:
-        """Whether nothing should be asked of it now."""
+        """True if nothing should be asked of it now."""
 
     @property
     def retired(self) -> bool:
-        """Whether it is gone for good: no fetch begins any more."""
+        """True if it is gone for good: no fetch begins any more."""
 
     @property
     def trusted(self) -> bool:
-        """Whether it has what it is said to have. If not, one batch is under way at a time: frames are made free for
+        """True if it has what it is said to have. If not, one batch is under way at a time: frames are made free for
         it."""
 
     def kept_word(self, kept: bool) -> None:

@@ -78,7 +78,7 @@ def _other_release(client: Client, where: str) -> str:
 
 
 def is_barred(where: str | Path) -> bool:
-    """Whether this user may not enter a run directory, or not open the socket in it."""
+    """True if this user may not enter a run directory, or not open the socket in it."""
     path = session_socket_path(where)
     if os.access(path, os.W_OK):
         return False

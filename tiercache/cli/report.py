@@ -177,7 +177,7 @@ def _table(title: str, rows: list[tuple[str, dict[str, Any]]], *, first: str = "
 
 
 def _numeric(section: Section, column: int) -> bool:
-    """Whether a column reads better aligned to the right."""
+    """True if a column reads better aligned to the right."""
     cells = [row[column] for row in section.rows]
     return column > 0 and all(cell[:1].isdigit() or cell in ("-", "yes", "no") for cell in cells)
 

@@ -138,7 +138,7 @@ class Client:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child's copy of its parent's client."""
+        """True if this is a child's copy of its parent's client."""
         return self._keeper.forked
 
     @property
@@ -153,7 +153,7 @@ class Client:
 
     @property
     def wants_events(self) -> bool:
-        """Whether the daemon publishes KV events; False when DOWN."""
+        """True if the daemon publishes KV events; False when DOWN."""
         session = self._keeper.up
         return session is not None and session.welcome.kv_events
 

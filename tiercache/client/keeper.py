@@ -377,7 +377,7 @@ class SessionKeeper:
 
 
 def _is_absence(error: Exception) -> bool:
-    """Whether no daemon answers; else there is one, which cannot be used as it is."""
+    """True if no daemon answers; else there is one, which cannot be used as it is."""
     return isinstance(error, (DaemonUnavailable, OSError))
 
 

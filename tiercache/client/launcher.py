@@ -79,7 +79,7 @@ class LaunchedDaemon:
         return self._process.poll()
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether it lets in a new client, and answers it, within `timeout_s` each. Blocks for so long at most."""
+        """True if it lets in a new client, and answers it, within `timeout_s` each. Blocks for so long at most."""
         try:
             with Client.connect(
                 self.address, name="launch", map_arena=False, timeout_s=timeout_s, request_timeout_s=timeout_s
@@ -222,7 +222,7 @@ def _grace_s(config: Mapping[str, object]) -> float:
 
 
 def _is_secret(key: str) -> bool:
-    """Whether a setting belongs in the environment: a command line can be read by every user of the host."""
+    """True if a setting belongs in the environment: a command line can be read by every user of the host."""
     return key in SETTINGS and SETTINGS[key].kind.secret
 
 

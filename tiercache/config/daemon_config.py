@@ -144,7 +144,7 @@ class DaemonConfig:
 
     @property
     def has_secrets(self) -> bool:
-        """Whether the daemon gets to know a key, or the password of a store."""
+        """True if the daemon gets to know a key, or the password of a store."""
         return bool(self.curve_keys or self.nvme_key or self.shared_key or self.shared)
 
     @property

@@ -41,9 +41,9 @@ class SettingKind(NamedTuple):
     schema: Mapping[str, Any] = {"type": "string"}
     """The values allowed in YAML or TOML, as JSON Schema."""
     takes_bool: bool = False
-    """Whether `parse` also takes true and false."""
+    """True if `parse` also takes true and false."""
     secret: bool = False
-    """Whether a value may hold a password: `launch` keeps it off the command line, which every user can read."""
+    """True if a value may hold a password: `launch` keeps it off the command line, which every user can read."""
 
 
 class Setting(NamedTuple):
@@ -224,7 +224,7 @@ def split_http(value: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host can reach that address."""
+    """True if only this host can reach that address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -60,7 +60,7 @@ class SchedulerSide:
 
     @property
     def wants_events(self) -> bool:
-        """Whether the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
+        """True if the daemon publishes KV events, so that stores should bring an `EventRun`. False while it is down."""
         return self._client.wants_events
 
     def _is_up(self, counter: str) -> bool:

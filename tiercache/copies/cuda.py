@@ -157,7 +157,7 @@ class CudaCopier:
             return lane.mark("")
 
     def idle(self) -> bool:
-        """Whether everything submitted is over, so that the pool may be freed. Never blocks."""
+        """True if everything submitted is over, so that the pool may be freed. Never blocks."""
         return self._loads.last.done() and self._stores.last.done()
 
     def _start(

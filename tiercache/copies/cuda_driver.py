@@ -80,7 +80,7 @@ class Driver:
 
     @property
     def batches(self) -> bool:
-        """Whether many copies can go in one call."""
+        """True if many copies can go in one call."""
         return self._batch is not None
 
     def error_name(self, code: int) -> str:
@@ -141,7 +141,7 @@ class Driver:
         return int(self._unregister(address))
 
     def is_mapped_in_place(self, address: int) -> bool:
-        """Whether kernels see registered host memory at its host address."""
+        """True if kernels see registered host memory at its host address."""
         seen = ctypes.c_void_p()
         return self._mapped(ctypes.byref(seen), address, 0) == 0 and seen.value == address
 

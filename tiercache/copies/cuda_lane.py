@@ -29,7 +29,7 @@ class CudaCopy:
         self._lost = lost
 
     def done(self) -> bool:
-        """Whether nothing of this copy is in progress any more. Never blocks."""
+        """True if nothing of this copy is in progress any more. Never blocks."""
         if self._lost:
             return False
         event = self.event  # another thread may find it done meanwhile

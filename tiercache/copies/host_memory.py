@@ -39,7 +39,7 @@ class Registered(NamedTuple):
     mapped_in_place: bool
 
     def covers(self, addresses: Addresses, length: int) -> bool:
-        """Whether every `addresses[i] ..< addresses[i] + length` is inside a registered region."""
+        """True if every `addresses[i] ..< addresses[i] + length` is inside a registered region."""
         if not len(self.starts):
             return False
         region = np.searchsorted(self.starts, addresses, side="right") - 1

@@ -185,7 +185,7 @@ def _segments(view: _View, block_axis: int, name: str) -> list[Segment]:
 
 
 def _overlap(segments: Sequence[Segment], num_blocks: int) -> bool:
-    """Whether two segments share a byte."""
+    """True if two segments share a byte."""
     by_address = sorted(segments)
     ends: list[tuple[int, Segment]] = []  # of those whose memory may reach the next ones
     for segment in by_address:
@@ -197,7 +197,7 @@ def _overlap(segments: Sequence[Segment], num_blocks: int) -> bool:
 
 
 def _share(one: Segment, other: Segment, num_blocks: int) -> bool:
-    """Whether two segments share a byte; the first begins first, and their memory interleaves."""
+    """True if two segments share a byte; the first begins first, and their memory interleaves."""
     if num_blocks == 1:
         return one.base + one.bytes > other.base
     if one.stride == other.stride:
@@ -230,7 +230,7 @@ class Limit:
 
     @property
     def void(self) -> bool:
-        """Whether what has been copied must not be committed."""
+        """True if what has been copied must not be committed."""
         return self._void or (self.proof is not None and not self.proof())
 
     def stop(self) -> None:

@@ -115,7 +115,7 @@ class VllmWorker:
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed: a plain folder of that name, which Python would import too, does not count."""
+    """True if vLLM is installed: a plain folder of that name, which Python would import too, does not count."""
     found = find_spec("vllm")
     return found is not None and found.origin is not None
 

@@ -55,7 +55,7 @@ class BlockTable:
         self.ids = [*block_ids[:kept], *[NO_BLOCK] * (self._left_blocks - kept), *block_ids[kept:]]
 
     def can_go_on_from(self, cut: int) -> bool:
-        """Whether the table has all blocks needed to continue from block `cut`."""
+        """True if the table has all blocks needed to continue from block `cut`."""
         return self.window.first_block(cut * self.window.block_size) >= self._left_blocks
 
     def take(self, keep: int) -> list[int]:

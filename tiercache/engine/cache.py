@@ -166,7 +166,7 @@ class GuardedCache:
 
     @property
     def wants_events(self) -> bool:
-        """Whether stores should bring the tokens of their blocks, for KV events."""
+        """True if stores should bring the tokens of their blocks, for KV events."""
         return self._cache is not None and self._cache.wants_events
 
     def ask_async(self, question: Callable[[], T], miss: T) -> TransferLike:

@@ -178,12 +178,12 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        """Whether any request still has tokens to come."""
+        """True if any request still has tokens to come."""
         return self._scheduler.unfinished
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do: compute, or handle transfers that end."""
+        """True if a step has anything to do: compute, or handle transfers that end."""
         return self.unfinished or self._offload.busy
 
     def step(self) -> list[StepOutput]:

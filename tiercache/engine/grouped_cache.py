@@ -47,7 +47,7 @@ class GroupLoad:
         return max((transfer.ended_s for transfer in self._under_way), default=0.0)
 
     def done(self) -> bool:
-        """Whether no copy runs or will run."""
+        """True if no copy runs or will run."""
         # Ask all of them, since that is how a staged transfer takes its next step.
         return sum(not transfer.done() for transfer in self._under_way) == 0
 

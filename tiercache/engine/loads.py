@@ -59,7 +59,7 @@ class LoadOrder(NamedTuple):
         return min(count - len(positions) for count, positions in zip(needed, self.positions, strict=True))
 
     def is_own(self, cut: int) -> bool:
-        """Whether the blocks from block `cut` on are not shared: blocks found in the pool are shared."""
+        """True if the blocks from block `cut` on are not shared: blocks found in the pool are shared."""
         return all([*positions, self.choice.end][0] <= cut for positions in self.positions)
 
     def end_of(self, good_blocks: list[int]) -> int:
@@ -117,7 +117,7 @@ class Loads:
     # --- finding
 
     def looked_up(self, sequence: Sequence) -> bool:
-        """Whether it is known what the cache has for a sequence that waits; begins to look it up. Never blocks.
+        """True if it is known what the cache has for a sequence that waits; begins to look it up. Never blocks.
 
         False for `LOOKUP_TIMEOUT_S` at most: then the sequence does without the cache.
         """

@@ -31,7 +31,7 @@ class Offload:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a cache, reachable or not."""
+        """True if there is a cache, reachable or not."""
         return self._cache.exists
 
     @property
@@ -44,7 +44,7 @@ class Offload:
         return self.loads.poll()
 
     def makes_room(self, count: int) -> bool:
-        """Whether idle blocks will become available without taking a sequence's; `count` are wanted."""
+        """True if idle blocks will become available without taking a sequence's; `count` are wanted."""
         self.stores.ask_for(count)
         if self._blocks.idle_count > self._blocks.clean_count:
             return True

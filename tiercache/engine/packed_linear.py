@@ -13,7 +13,7 @@ import torch
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `pack_linears` applies to a model of this dtype on this device."""
+    """True if `pack_linears` applies to a model of this dtype on this device."""
     if dtype is not torch.float32 or device.type != "cpu":
         return False
     return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -93,7 +93,7 @@ class Prompts:
         return tokens
 
     def _is_too_long(self, text: str) -> bool:
-        """Whether a text certainly has too many tokens; it may miss some that do."""
+        """True if a text certainly has too many tokens; it may miss some that do."""
         if len(text) > self._max_tokens * self._max_token_chars:
             return True
         beginning = self._max_tokens * _USUAL_TOKEN_CHARS

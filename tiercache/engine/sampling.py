@@ -139,7 +139,7 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the most probable token is chosen from unchanged logits."""
+        """True if the most probable token is chosen from unchanged logits."""
         waits = self.generated < self.params.min_tokens
         return self.greedy and not (self.penalised or self.params.logit_bias or waits)
 

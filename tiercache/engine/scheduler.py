@@ -123,7 +123,7 @@ class Scheduler:
         return tail if shared else len(table.ids)
 
     def _waits_for_room(self, sequence: Sequence, count: int) -> bool:
-        """Whether transfers are about to free blocks, of which `count` are wanted. Limited in time: a copy may hang."""
+        """True if transfers are about to free blocks, of which `count` are wanted. Limited in time: a copy may hang."""
         now_s = self._clock.now_s()
         if sequence.short_since_s is None:
             sequence.short_since_s = now_s
@@ -144,7 +144,7 @@ class Scheduler:
         self._give_back(victim)
 
     def _is_worth_storing(self, victim: Sequence) -> bool:
-        """Whether loading what is not stored yet is expected to take less time than computing it again."""
+        """True if loading what is not stored yet is expected to take less time than computing it again."""
         first, end = victim.stored_blocks, victim.keyed_full_blocks()
         size, cost = self._settings.block_size, self._offload.cost
         runs = (run for table in victim.tables for run in table.held_runs(first, end))
@@ -225,7 +225,7 @@ class Scheduler:
                 promised += self._placement.new_blocks(sequence, kept)
 
     def _is_coming(self, key: bytes, index: int) -> bool:
-        """Whether another sequence is loading or computing block `index` of the same chain."""
+        """True if another sequence is loading or computing block `index` of the same chain."""
         return any(
             one.registered_blocks <= index < len(one.chain) and one.chain.key(index) == key
             for one in (*self.loading, *self.running)

@@ -237,12 +237,12 @@ class Sequence:
         return min(edge, len(self.tokens))
 
     def is_reusable(self, start: int) -> bool:
-        """Whether others may reuse the result of the chunk at `start`, so that its bits must not vary."""
+        """True if others may reuse the result of the chunk at `start`, so that its bits must not vary."""
         return self._settings.exact and start < self.last_edge
 
     @property
     def prefilling(self) -> bool:
-        """Whether more than one token is to be computed: the prompt, or everything again after a preemption."""
+        """True if more than one token is to be computed: the prompt, or everything again after a preemption."""
         return self.computed < max(self.prompt_count, len(self.tokens) - 1)
 
     # --- blocks
@@ -276,7 +276,7 @@ class Sequence:
 
     @property
     def has_room(self) -> bool:
-        """Whether all tables reach far enough for the next step."""
+        """True if all tables reach far enough for the next step."""
         return all(len(table.ids) >= self.blocks_due(table) for table in self.tables)
 
     def _blocks_for(self, tokens: int) -> int:
@@ -289,7 +289,7 @@ class Sequence:
         return min(window.most_blocks_of(len(self.tokens), self._settings), whole - gone)
 
     def can_go_on_from(self, cut: int) -> bool:
-        """Whether its tables have all blocks needed to continue from block `cut`."""
+        """True if its tables have all blocks needed to continue from block `cut`."""
         return all(table.can_go_on_from(cut) for table in self.tables)
 
     def take_blocks(self) -> list[int]:

@@ -140,7 +140,7 @@ class EngineSettings:
 
     @property
     def quantised(self) -> bool:
-        """Whether the pool quantises full blocks."""
+        """True if the pool quantises full blocks."""
         return self.kv_cache_dtype != "auto"
 
     @property

@@ -85,5 +85,5 @@ class TextEngine:
         self._texts.pop(request_id, None)
 
     def is_unfinished(self, request_id: int) -> bool:
-        """Whether a request has tokens to come."""
+        """True if a request has tokens to come."""
         return request_id in self._texts

@@ -74,7 +74,7 @@ class _Staged(ABC):
         self.began_s = self.ended_s = 0.0
 
     def done(self) -> bool:
-        """Whether no copy runs or will run. Takes the next step if the last is over."""
+        """True if no copy runs or will run. Takes the next step if the last is over."""
         if self._piece is not None and self._piece.done():
             piece, self._piece = self._piece, None
             self.began_s, self.ended_s = self.began_s or piece.began_s, piece.ended_s

@@ -65,7 +65,7 @@ class _Deferral:
 
     def __init__(self) -> None:
         self.active = False
-        """Whether signals are noted; else they are handled as usual, even by a stand-in that was left behind."""
+        """True if signals are noted; else they are handled as usual, even by a stand-in that was left behind."""
         self.error: BaseException | None = None
         """What a handler has raised."""
         self.thread = threading.get_ident()

@@ -47,7 +47,7 @@ class LimitedConnection(H11Protocol):
 
     @property
     def _is_silent(self) -> bool:
-        """Whether no request, or not its whole head, has come since the last one was answered."""
+        """True if no request, or not its whole head, has come since the last one was answered."""
         return self._armed_s > 0 and (self.cycle is None or self.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -205,7 +205,7 @@ class OrderSearch:
         return _Node(chosen, blocks, place, tokens[whole * size :], before)
 
     def _look(self, before: bytes, keys: bytes, end: int, matched: int) -> tuple[bool, int]:
-        """Whether the run may go on behind these keys, and the longest match, which was `matched` before them.
+        """True if the run may go on behind these keys, and the longest match, which was `matched` before them.
 
         The keys may begin in the middle of a prompt. In a chain, a block is only there with all before it; with a
         window, a match needs no more than the blocks before that are sent too.

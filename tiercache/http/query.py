@@ -81,7 +81,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def is_meant(card: ModelCard, query: Query) -> bool:
-    """Whether the model has that name. A query names an adapter with `lora`, or as a model, as engines do."""
+    """True if the model has that name. A query names an adapter with `lora`, or as a model, as engines do."""
     if query.model == card.content.hex() or (card.adapter and query.model == card.adapter and not query.lora):
         return True
     return query.model in card.names and query.lora == card.adapter

@@ -83,7 +83,7 @@ def each_directory(name: str) -> Callable[[Tree], Samples]:
 
 
 def open_directories(tree: Tree) -> Samples:
-    """Whether each NVMe directory is open."""
+    """True if each NVMe directory is open."""
     return (
         ((directory["path"],), int(directory["state"] not in ("opening", "away"))) for directory in _directories(tree)
     )

@@ -227,7 +227,7 @@ def _feed_forward(fields: Fields, number: int, hidden: int) -> tuple[int, int, i
 
 
 def _has_experts(fields: Fields, number: int) -> bool:
-    """Whether this layer of a mixture of experts has them."""
+    """True if this layer of a mixture of experts has them."""
     first = max(fields.number("first_k_dense_replace", 0), fields.number("num_dense_layers", 0))
     if number < first or number in fields.numbers("mlp_only_layers"):
         return False

@@ -84,7 +84,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
 
 
 def is_remote(address: str | os.PathLike[str]) -> bool:
-    """Whether an address is that of a daemon on another host."""
+    """True if an address is that of a daemon on another host."""
     return str(address).startswith(_SCHEME)
 
 

@@ -104,7 +104,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def dram_only(self) -> bool:
-        """Whether blocks are kept out of the tiers below DRAM."""
+        """True if blocks are kept out of the tiers below DRAM."""
         return self.extra.get("tiers") == "dram"
 
     def problem(self) -> str | None:

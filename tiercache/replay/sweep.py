@@ -221,7 +221,7 @@ def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes,
 
 
 def _has_prompts_alone(trace: Trace) -> bool:
-    """Whether a trace is prompts of one namespace, and tells of no host's stores, hints or flushes."""
+    """True if a trace is prompts of one namespace, and tells of no host's stores, hints or flushes."""
     return trace.format.name in ("mooncake", "bailian")
 
 

@@ -72,7 +72,7 @@ class Piece:
 
     @property
     def empty(self) -> bool:
-        """Whether the piece holds nothing that a client would see."""
+        """True if the piece holds nothing that a client would see."""
         return not (self.text or self.logprobs or self.finish_reason)
 
 

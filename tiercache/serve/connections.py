@@ -37,7 +37,7 @@ def cut_unsent(connections: Iterable[object]) -> None:
 
 
 def _waits_for_client(connection: H11Protocol) -> bool:
-    """Whether the client has to act: read, or send a request. A body that does not come has its own deadline."""
+    """True if the client has to act: read, or send a request. A body that does not come has its own deadline."""
     cycle = connection.cycle
     return cycle is None or bool(cycle.response_complete) or connection.flow.write_paused
 

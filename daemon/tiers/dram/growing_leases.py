@@ -162,7 +162,7 @@ class GrowingLeases:
 
     @property
     def busy(self) -> bool:
-        """Whether `work` has more to do."""
+        """True if `work` has more to do."""
         return bool(self._stopping or self._touching)
 
     def _touch_more(self, lease: ReadLease, run: GrowingRun, first: int) -> None:

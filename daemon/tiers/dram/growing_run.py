@@ -43,7 +43,7 @@ class GrowingRun:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is in DRAM, and pinned."""
+        """True if all of it is in DRAM, and pinned."""
         return self.end == self.target
 
     def key(self, number: int) -> bytes:

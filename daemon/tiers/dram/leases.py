@@ -57,7 +57,7 @@ class Owner:
         self.quarantined: dict[int, StoreLease] = {}  # over, with places quarantined until its process exits
 
     def same_engine(self, other: Owner) -> bool:
-        """Whether one session may continue what the other has begun."""
+        """True if one session may continue what the other has begun."""
         return self.instance == other.instance and self.internal is other.internal
 
 
@@ -74,7 +74,7 @@ class HeldBelow(Protocol):
 
     @property
     def intact(self) -> bool:
-        """Whether nothing of the run was flushed meanwhile."""
+        """True if nothing of the run was flushed meanwhile."""
 
     def let_go(self, good: bool) -> None:
         """The lease has ended; `good` if the copies made under it were found right."""
@@ -140,7 +140,7 @@ class ReadLease:
 
     @property
     def has_windows(self) -> bool:
-        """Whether any of its namespaces is windowed: then it only holds whole cuts."""
+        """True if any of its namespaces is windowed: then it only holds whole cuts."""
         return any(namespace.table.windowed for namespace in self.namespaces)
 
     def pinned(self) -> list[int]:

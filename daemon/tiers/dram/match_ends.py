@@ -61,7 +61,7 @@ class Cuts:
         return here, claim.end
 
     def _still_begins(self, claim: Claim, namespaces: Sequence[Namespace], keys: bytes) -> bool:
-        """Whether this host still has what a claim was to be the end of. Blocks of windows are looked for again."""
+        """True if this host still has what a claim was to be the end of. Blocks of windows are looked for again."""
         for place, namespace in enumerate(namespaces):
             if place in claim.starts:
                 start = claim.starts[place]

@@ -84,7 +84,7 @@ class PendingBlocks:
         namespace.use.pending_blocks += len(frames)
 
     def is_orphan(self, block: PendingBlock) -> bool:
-        """Whether it hangs below a block that was dropped meanwhile: its commit will drop it too."""
+        """True if it hangs below a block that was dropped meanwhile: its commit will drop it too."""
         while block.parent_block is not None:
             block = block.parent_block
         if block.phase is _DROPPED:
@@ -103,7 +103,7 @@ class PendingBlocks:
 
     @property
     def publishing(self) -> bool:
-        """Whether complete blocks wait for `work` to publish them."""
+        """True if complete blocks wait for `work` to publish them."""
         return bool(self._ready)
 
     def _publish_some(self, ready: deque[PendingBlock]) -> None:
@@ -117,7 +117,7 @@ class PendingBlocks:
             done += self._publish_run(ready)
 
     def _tells(self, block: PendingBlock) -> bool:
-        """Whether events tell of a block, perhaps at length: then few are published between two looks at the time."""
+        """True if events tell of a block, perhaps at length: then few are published between two looks at the time."""
         return self._events is not None and block.lease.named is not None
 
     def _publish_run(self, ready: deque[PendingBlock]) -> int:
@@ -232,11 +232,11 @@ class PendingBlocks:
 
     @property
     def emptying(self) -> bool:
-        """Whether a region is emptied for which there is more to check."""
+        """True if a region is emptied for which there is more to check."""
         return bool(self._taken_back)
 
     def is_taken_back(self, block: PendingBlock) -> bool:
-        """Whether it belongs to a client without the mapping, in a region that is emptied."""
+        """True if it belongs to a client without the mapping, in a region that is emptied."""
         regions = self._taken_back
         return bool(regions) and block.frame >> REGION_SHIFT in regions and not block.lease.owner.mapped
 
@@ -267,5 +267,5 @@ class PendingBlocks:
 
     @property
     def busy(self) -> bool:
-        """Whether there is more to publish, drop or check."""
+        """True if there is more to publish, drop or check."""
         return bool(self.publishing or self._doomed or self._flushed or self._taken_back)

@@ -113,7 +113,7 @@ class ReadLeases:
         return lease
 
     def is_whole(self, lease: ReadLease) -> bool:
-        """Whether all that the lease pins can still be found. Checked at every use, so that leases need not be ended
+        """True if all that the lease pins can still be found. Checked at every use, so that leases need not be ended
         before the frames they hold go to new owners."""
         index = self._space.index
         if lease.whole_at != index.drops:

@@ -63,7 +63,7 @@ class Shares:
         return entitled
 
     def at_limit(self, account: int) -> bool:
-        """Whether one more region would be more than an account may take from others."""
+        """True if one more region would be more than an account may take from others."""
         if account == NO_ACCOUNT:
             return False
         entitled = self._entitled()[account]
@@ -166,7 +166,7 @@ class Space:
         self.on_taken_back: Callable[[int], None] = lambda region_id: None
         """Called with a region that is emptied no matter what keeps it."""
         self.populating = False
-        """Whether regions of the arena are still to come."""
+        """True if regions of the arena are still to come."""
         self._headroom_bytes = headroom_bytes
         policies.turnover.room_bytes = lambda: self.allocator.arena_bytes - headroom_bytes
         self._emptying: tuple[int, int] | None = None  # region id, next frame to look at

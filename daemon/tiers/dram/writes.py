@@ -247,7 +247,7 @@ class Writes(StoreLeases[WriteLease]):
         return block if block is not None and block.phase is BlockPhase.WRITING else None
 
     def _is_whole(self, block: PendingBlock) -> bool:
-        """Whether its writer can have written all of it. Bytes that did not come as payload are a former owner's."""
+        """True if its writer can have written all of it. Bytes that did not come as payload are a former owner's."""
         needed = self._space.namespaces[block.table.number].spec.block_bytes
         return block.lease.owner.mapped or block.written >= needed
 
@@ -345,7 +345,7 @@ class Writes(StoreLeases[WriteLease]):
 
 
 def _some_coming(blocks: Iterable[PendingBlock | None]) -> bool:
-    """Whether any of these blocks is to be published: it is complete, and so is each block before it.
+    """True if any of these blocks is to be published: it is complete, and so is each block before it.
 
     False if that takes very long to see.
     """

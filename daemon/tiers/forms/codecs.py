@@ -65,7 +65,7 @@ def unsealed(codec: int) -> int:
 
 
 def known(codec: int) -> bool:
-    """Whether this version can decode blocks of that number (given its library)."""
+    """True if this version can decode blocks of that number (given its library)."""
     plain = unsealed(codec)
     return plain == RAW or (plain & _ALGORITHM in (_LZ4, _ZSTD) and plain >> 4 in ELEMENT_BYTES)
 

@@ -17,7 +17,7 @@ from .shelf import Shelf
 
 
 class Room(Enum):
-    """Whether a quota has room for one more block."""
+    """True if a quota has room for one more block."""
 
     HERE = "here"
     SOON = "soon"  # so much must be evicted that it happens in slices

@@ -69,7 +69,7 @@ class Keeper:
         self.refusal: ConfigError | None = None
         """What is wrong with the setting itself, if it was tried while `strict`."""
         self.strict = True
-        """Whether a wrong setting keeps the daemon from starting, instead of running without the directory."""
+        """True if a wrong setting keeps the daemon from starting, instead of running without the directory."""
         self.tried = asyncio.Event()
         self.open_failures = 0
         self._runner = runner
@@ -81,7 +81,7 @@ class Keeper:
 
     @property
     def away(self) -> bool:
-        """Whether it is known to be unusable now."""
+        """True if it is known to be unusable now."""
         return bool(self.problem)
 
     async def keep(self) -> None:

@@ -53,7 +53,7 @@ class Keepers:
 
     @property
     def may_write(self) -> bool:
-        """Whether to write: a chain in a directory not yet open must not begin anew in another one."""
+        """True if blocks may be written: a chain in a directory not yet open must not begin anew in another one."""
         return all(keeper.tried.is_set() for keeper in self._keepers) or self._clock_s() >= self._writing_from_s
 
     def closed(self) -> list[tuple[Path, bool]]:

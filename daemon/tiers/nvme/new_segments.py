@@ -49,7 +49,7 @@ class NewSegments:
 
     @property
     def is_possible(self) -> bool:
-        """Whether one more may be made now, as far as known."""
+        """True if one more may be made now, as far as known."""
         room = len(self._directory.segments) < self._directory.max_segments
         return room and self._clock_s() >= self._again_s
 

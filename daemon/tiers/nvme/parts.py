@@ -66,7 +66,7 @@ class LoadingRows(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether every batch has been taken and no more will come."""
+        """True if every batch has been taken and no more will come."""
 
     def cancel(self) -> None:
         """Stop reading."""

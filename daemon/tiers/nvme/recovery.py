@@ -124,7 +124,7 @@ class Recovery:
         self._sort_out(number, namespace, rows, entries)
 
     def _admission(self, namespace: Namespace, table: Table, epochs: Sequence[int]) -> Callable[[int, int, int], bool]:
-        """Whether a row may hang below an entry.
+        """True if a row may hang below an entry.
 
         A child is written after its parent, so an older epoch is what a flush by key has left of a chain whose first
         part was stored again.
@@ -206,7 +206,7 @@ class Recovery:
         return [self._is_wanted(namespace, place, row) for place, row in rows]
 
     def _is_wanted(self, namespace: Namespace, place: int, row: Row) -> bool:
-        """Whether a row is not flushed, has the right length, and lies where a slot of its size can be."""
+        """True if a row is not flushed, has the right length, and lies where a slot of its size can be."""
         segment, frame_bytes = place >> SLOT_BITS, self._shelf.slot_bytes(namespace)
         if bool(row.codec & SEALED) is not self._sealed or (self._sealed and row.sequence < self._key_since):
             self.other_key_rows += 1

@@ -33,7 +33,7 @@ class Registry:
         self.oldest_epochs: dict[int, int] = {}
         self.tombstones: dict[Stone, int] = {}
         self.loading = True
-        """Whether rows may still come that a tombstone is about."""
+        """True if rows may still come that a tombstone is about."""
         self._name = name
         self._catalog = catalog
         self._space = space
@@ -78,7 +78,7 @@ class Registry:
             self._catalog.add_namespace(number, namespace.fingerprint, self._space.save(namespace))
 
     def knows(self, namespace: Namespace) -> bool:
-        """Whether the catalog knows the namespace, or will: else it has no rows."""
+        """True if the catalog knows the namespace, or will: else it has no rows."""
         return namespace.fingerprint in self._numbers
 
     def number(self, namespace: Namespace) -> int:

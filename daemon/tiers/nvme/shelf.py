@@ -81,7 +81,7 @@ class Shelf:
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.retired = False
-        """Whether its directory has gone: operations still under way are void."""
+        """True if its directory has gone: operations still under way are void."""
         self.recovery: Recovery | None = None
         self._has_cut = False  # tails may hang below what was dropped
         self._soon = soon
@@ -113,7 +113,7 @@ class Shelf:
 
     @property
     def health(self) -> WriteHealth:
-        """Whether the disk can be written to."""
+        """True if the disk can be written to."""
         return self.slots.health
 
     def table(self, namespace: Namespace) -> Table:
@@ -149,7 +149,7 @@ class Shelf:
         return None if table is None else self.index.lookup(table)
 
     def has(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether this block is here, or was and is about to be unlinked: no other one can be added."""
+        """True if this block is here, or was and is about to be unlinked: no other one can be added."""
         table = self.index.tables.get(namespace.number)
         return table is not None and table.get(key) != NO_ENTRY
 
@@ -165,7 +165,7 @@ class Shelf:
         return list(keys) if table is None else table.missing(keys)
 
     def has_any(self, numbers: Iterable[int], key: bytes) -> bool:
-        """Whether a block of that key is here, in any of these namespaces."""
+        """True if a block of that key is here, in any of these namespaces."""
         tables = self.index.tables
         return any(number in tables and tables[number].get(key) != NO_ENTRY for number in numbers)
 
@@ -193,11 +193,11 @@ class Shelf:
     # --- changing --------------------------------------------------------------------------------
 
     def has_room(self, namespace: Namespace) -> bool:
-        """Whether blocks can be added without evicting others, as far as known while rows are loading."""
+        """True if blocks can be added without evicting others, as far as known while rows are loading."""
         return self.loading or self.slots.has_room(self.slot_bytes(namespace))
 
     def admits(self, namespace: Namespace, worth: float) -> bool:
-        """Whether a block of that worth is worth more than the one that would be evicted for it."""
+        """True if a block of that worth is worth more than the one that would be evicted for it."""
         return self.slots.admits(self.slot_bytes(namespace), worth)
 
     def take_slot(self, namespace: Namespace, parent: bytes) -> int:
@@ -380,22 +380,22 @@ class Shelf:
 
     @property
     def offline(self) -> bool:
-        """Whether the disk hangs: no request goes to it until its oldest I/O has come back."""
+        """True if the disk hangs: no request goes to it until its oldest I/O has come back."""
         return self.retired or self.queue.oldest_age_s() > OFFLINE_AGE_S
 
     @property
     def _catalog_hangs(self) -> bool:
-        """Whether rows wait for the disk while blocks, perhaps, do not: blocks that are there can be read."""
+        """True if rows wait for the disk while blocks, perhaps, do not: blocks that are there can be read."""
         return self.catalog.age_s() > OFFLINE_AGE_S
 
     @property
     def works(self) -> bool:
-        """Whether the disk is in order, as far as known."""
+        """True if the disk is in order, as far as known."""
         return not (self.offline or self._catalog_hangs or self.catalog.error) and self.health.may_write
 
     @property
     def may_write(self) -> bool:
-        """Whether a write begun now may succeed. If not, nothing is evicted for one either."""
+        """True if a write begun now may succeed. If not, nothing is evicted for one either."""
         return not self.loading and not self.catalog.full and self.works
 
     def reasons(self) -> list[str]:

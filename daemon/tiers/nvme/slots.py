@@ -98,14 +98,14 @@ class Slots:
     # --- taking ----------------------------------------------------------------------------------
 
     def admits(self, frame_bytes: int, worth: float) -> bool:
-        """Whether the next victim of that size is worth no more than `worth`; always true while there is room."""
+        """True if the next victim of that size is worth no more than `worth`; always true while there is room."""
         policy = coldest_of(self._of_size(frame_bytes))
         if policy is None or not self._is_short(self.allocator.size_class(frame_bytes)):
             return True
         return policy.worth(policy.victim()) <= worth
 
     def has_room(self, frame_bytes: int) -> bool:
-        """Whether there is room beyond what is kept free in a full directory."""
+        """True if there is room beyond what is kept free in a full directory."""
         if self.growth.under_way or self.growth.is_possible or self.allocator.unassigned:
             return True
         size_class = self.allocator.size_class(frame_bytes)
@@ -159,7 +159,7 @@ class Slots:
             self.evicted_blocks += 1
 
     def _is_short(self, size_class: SizeClass) -> bool:
-        """Whether slots of a size run out: few are left, and there is no segment to divide."""
+        """True if slots of a size run out: few are left, and there is no segment to divide."""
         few = size_class.free * size_class.frame_bytes < FREE_AHEAD_BYTES and not self.allocator.unassigned
         return few and size_class.free < self._ahead(size_class)
 
@@ -319,7 +319,7 @@ class Slots:
         return True
 
     def is_slot(self, place: int, slot_bytes: int) -> bool:
-        """Whether a slot of that size can be at a place of an earlier life."""
+        """True if a slot of that size can be at a place of an earlier life."""
         offset, slots = slot_of(place) & OFFSET_MASK, self.owned.get(place >> SLOT_BITS, b"")
         return offset % slot_bytes == 0 and offset // slot_bytes < len(slots)
 
@@ -343,5 +343,5 @@ class Slots:
         return False
 
     def __contains__(self, slot: object) -> bool:
-        """Whether a slot in use has no owner: its row is to be deleted, or it could not be written to."""
+        """True if a slot in use has no owner: its row is to be deleted, or it could not be written to."""
         return slot in self.left or any(one == slot for _, one in self._aside)

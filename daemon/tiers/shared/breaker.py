@@ -57,7 +57,7 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Whether jobs may be given to the store."""
+        """True if jobs may be given to the store."""
         return self.state is BreakerState.CLOSED
 
     @property
@@ -67,20 +67,20 @@ class Breaker:
 
     @property
     def may_write(self) -> bool:
-        """Whether it takes writes, as far as we know."""
+        """True if it takes writes, as far as we know."""
         return self.closed and self._clock_s() >= self._no_writes_until_s
 
     @property
     def refuses_writes(self) -> bool:
-        """Whether it said that it is full or takes no writes, and has taken none of that kind since."""
+        """True if it said that it is full or takes no writes, and has taken none of that kind since."""
         return bool(self._refused)
 
     def admits(self) -> bool:
-        """Whether a look-up should be made now: soon after its return, the store gets only some of them."""
+        """True if a look-up should be made now: soon after its return, the store gets only some of them."""
         return self.share >= 1.0 or self._uniform(0.0, 1.0) < self.share
 
     def wants_probe(self) -> bool:
-        """Whether it is time to try the store again; the probe's outcome must then be told."""
+        """True if it is time to try the store again; the probe's outcome must then be told."""
         if self.state is BreakerState.OPEN and self._clock_s() >= self._probe_s:
             self.state = BreakerState.HALF_OPEN
             return True

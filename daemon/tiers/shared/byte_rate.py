@@ -16,7 +16,7 @@ class ByteRate:
         self._seen_s = clock_s()
 
     def has_room(self) -> bool:
-        """Whether more may be sent; what is sent is charged afterwards, so a large value leaves it in debt."""
+        """True if more may be sent; what is sent is charged afterwards, so a large value leaves it in debt."""
         if not self._rate:
             return True
         now_s = self._clock_s()

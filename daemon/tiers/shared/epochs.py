@@ -80,7 +80,7 @@ class EpochReader:
 
     @property
     def complete(self) -> bool:
-        """Whether all epochs are known."""
+        """True if all epochs are known."""
         return None not in self._known.values()
 
     def of(self, scope: Scope) -> bytes:

@@ -62,7 +62,7 @@ class _Reading:
         self._record_bytes = len(get.body)
 
     def goes_on_with(self, fetch: Fetch) -> bool:
-        """Whether a block follows the last one in the same value."""
+        """True if a block follows the last one in the same value."""
         last: HeldBlock = self.fetches[-1].held
         return bool((last.name_key, last.place + 1) == (fetch.held.name_key, fetch.held.place))
 

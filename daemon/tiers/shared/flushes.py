@@ -77,7 +77,7 @@ class FlushJob(SharedJob):
 
     @property
     def was_cut_short(self) -> bool:
-        """Whether it replaced some of the notes, and then had no time left."""
+        """True if it replaced some of the notes, and then had no time left."""
         problem = self.problem
         return problem is not None and problem.problem is StoreProblem.TIMEOUT and bool(self.learned or self.deleted)
 
@@ -173,7 +173,7 @@ class SharedFlushes:
 
     @property
     def waiting(self) -> bool:
-        """Whether the store has yet to be told of a flush."""
+        """True if the store has yet to be told of a flush."""
         return bool(self._notes)
 
     def open(self) -> None:

@@ -30,7 +30,7 @@ class LocalWindows:
         self._lookup_below = lookup_below
 
     def are_short_work(self, namespaces: Sequence[Namespace], blocks: int) -> bool:
-        """Whether so many blocks of each of these can be looked for here. A namespace without blocks costs nothing."""
+        """True if so many blocks of each of these can be looked for here. A namespace without blocks costs nothing."""
         return blocks * sum(len(self._lookups(one)) for one in namespaces if one.table.windowed) <= MAX_LOOKED_FOR
 
     def here(self, namespace: Namespace, keys: Sequence[bytes]) -> bytes:
@@ -42,7 +42,7 @@ class LocalWindows:
         return found
 
     def completes(self, claim: Claim, place: int, namespace: Namespace, keys: bytes) -> bool:
-        """Whether this host still has what the store lacks of the window before the end of a claim.
+        """True if this host still has what the store lacks of the window before the end of a claim.
 
         `place`: of the namespace in the claim.
         """

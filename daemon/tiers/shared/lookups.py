@@ -59,7 +59,7 @@ class LookupJob(SharedJob):
         """Keys that name the values which the store said it has; the rest of what is claimed is inferred."""
         self.learned: dict[bytes, bytes] = {}
         self.found = False
-        """Whether `end` and `stored` were found, under `epochs`."""
+        """True if `end` and `stored` were found, under `epochs`."""
         self.epochs: dict[Scope, bytes] = {}
         self._naming = epochs.naming
         self._known = epochs

@@ -173,7 +173,7 @@ class Presence:
             self._put(self._said, MAX_SAID, namespace, key, CLAIM_S)
 
     def breaks_word(self, namespace: Namespace, key: bytes, name_key: bytes, generation: int) -> bool:
-        """Whether the store said a short time ago that it has the value with this block, which it does not deliver.
+        """True if the store said a short time ago that it has the value with this block, which it does not deliver.
 
         Once for each value: then the block counts as one that cannot be fetched. `generation` as in `note`.
         """
@@ -191,7 +191,7 @@ class Presence:
     # --- blocks ----------------------------------------------------------------------------------
 
     def has(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether the store had this block when this host last stored or fetched it, not long ago."""
+        """True if the store had this block when this host last stored or fetched it, not long ago."""
         return self._holds(self._blocks, namespace, key)
 
     def note(self, namespace: Namespace, key: bytes, generation: int) -> None:
@@ -214,7 +214,7 @@ class Presence:
             self._broken[namespace.number] = self._broken.get(namespace.number, 0) + 1
 
     def is_to_replace(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether a store of this block overwrites what is there."""
+        """True if a store of this block overwrites what is there."""
         return any(self._holds(where, namespace, key) for where in (self._bad, self._unfetchable))
 
     def check_integrity(self) -> list[str]:

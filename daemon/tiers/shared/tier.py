@@ -167,7 +167,7 @@ class SharedTier:
 
     @property
     def away(self) -> bool:
-        """Whether nothing should be asked of the store now."""
+        """True if nothing should be asked of the store now."""
         return self._lines is None or self._closing or not self.breaker.closed
 
     def _submit(self, job: SharedJob, use: LineUse, given_up: Callable[[], bool] | None = None) -> None:
@@ -176,7 +176,7 @@ class SharedTier:
         self._lines.submit(job, use)
 
     def _gone(self) -> bool:
-        """Whether the breaker is open. Any thread: this only reads one field."""
+        """True if the breaker is open. Any thread: this only reads one field."""
         return not self.breaker.closed
 
     def _submit_flush(self, job: SharedJob) -> None:
@@ -256,7 +256,7 @@ class SharedTier:
         return self._lookups.wait(namespaces, keys, go, lambda: self._look_up(namespaces, keys, lengths))
 
     def _is_claimed(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> bool:
-        """Whether the last look-up still answers this: it does not if this host has lost blocks since."""
+        """True if the last look-up still answers this: it does not if this host has lost blocks since."""
         claim = self.presence.claim(namespaces, keys)
         if claim is None or any(lengths[place] < start for place, start in claim.starts.items()):
             return False

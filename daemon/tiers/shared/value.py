@@ -50,7 +50,7 @@ class ValueForm:
 
     @property
     def sealed(self) -> bool:
-        """Whether values are encrypted."""
+        """True if values are encrypted."""
         return self._cipher is not None
 
     def body_bytes(self, block_bytes: int) -> int:

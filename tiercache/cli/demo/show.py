@@ -51,7 +51,7 @@ def show_hosts(demo: TwoHosts, out: Console) -> dict[str, Any]:
 
 
 def is_well(figures: dict[str, Any]) -> bool:
-    """Whether all tokens agree, and every hit was one."""
+    """True if all tokens agree, and every hit was one."""
     hits = figures["shared_hit_tokens"], figures["dram_hit_tokens"], figures["local_hit_tokens"]
     return bool(figures["tokens_identical"] and all(hits) and not figures["down_hit_tokens"])
 

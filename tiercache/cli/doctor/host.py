@@ -143,7 +143,7 @@ def _memlock(host: Host, needs: Needs) -> Iterator[Finding]:
 
 
 def _may_lock(host: Host, needs: Needs) -> bool:
-    """Whether the capability CAP_IPC_LOCK (bit 14) lifts the limit."""
+    """True if the capability CAP_IPC_LOCK (bit 14) lifts the limit."""
     lines = dict(line.split(":", 1) for line in host.read(host.process(needs) / "status").splitlines() if ":" in line)
     return bool(int(lines.get("CapEff", "0").strip() or "0", 16) >> 14 & 1)
 

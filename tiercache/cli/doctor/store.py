@@ -142,7 +142,7 @@ def _findings(trial: _Trial, prefill: Prefill, measure: bool) -> Iterator[Findin
 
 
 def verdict(prefill: Prefill, bytes_per_s: float) -> Finding:
-    """Whether fetching a prompt is faster than computing it."""
+    """True if fetching a prompt is faster than computing it."""
     fetch_s = prefill.kv_bytes / bytes_per_s
     figure = (
         f"{HIT_TOKENS:,} tokens of {prefill.model}: {format_duration(fetch_s)} to fetch "

@@ -58,7 +58,7 @@ class LintFinding:
 
 
 def costly(lost_chars: int, prompt: LintedPrompt) -> bool:
-    """Whether that much is worth a word."""
+    """True if that much is worth a word."""
     return lost_chars >= max(LEAST_CHARS, LEAST_SHARE * len(prompt.text))
 
 

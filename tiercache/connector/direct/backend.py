@@ -63,7 +63,7 @@ class Backend(Protocol):
         """As `read`, the other way; returns how many bytes went."""
 
     def is_ready(self, after: Any) -> bool:
-        """Whether the work marked by `Copier.mark` is over, so that blocks may be read and overwritten."""
+        """True if the work marked by `Copier.mark` is over, so that blocks may be read and overwritten."""
 
     def lane_sums(self, addresses: Addresses, length: int) -> list[int]:
         """`tiercache.protocol.checksums.lane_sum` of the block at each address. Blocks."""

@@ -82,7 +82,7 @@ class DirectLoader(DirectMoves):
         return result
 
     def _is_usable(self, extent: Extent, directories: int) -> bool:
-        """Whether an extent is as the daemon promises, so that a GPU can verify it."""
+        """True if an extent is as the daemon promises, so that a GPU can verify it."""
         as_it_is = extent.codec == RAW and extent.stored_length == extent.length
         return as_it_is and extent.kind == CHECKSUM_LANES and is_place(extent, directories, self.pool.block_bytes)
 
@@ -147,7 +147,7 @@ class DirectStorer(DirectMoves):
 
 
 def is_place(extent: Extent, directories: int, length: int) -> bool:
-    """Whether an extent is one block at a place that direct I/O can reach: this check alone guards where bytes go."""
+    """True if an extent is one block at a place that direct I/O can reach: this check alone guards where bytes go."""
     return extent.length == length and extent.directory < directories and extent.offset % PAGE_BYTES == 0
 
 

@@ -89,7 +89,7 @@ class DirectPath:
 
     @property
     def wanted(self) -> bool:
-        """Whether a match should leave blocks on NVMe for us."""
+        """True if a match should leave blocks on NVMe for us."""
         return self._asks or (self.loader is not None and not self.loader.off)
 
     def counters(self) -> dict[str, int]:

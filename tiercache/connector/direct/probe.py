@@ -68,12 +68,12 @@ class GdsProbe:
 
     @property
     def use_direct(self) -> bool:
-        """Whether reading directly is possible, and not slower than the bounce."""
+        """True if reading directly is possible, and not slower than the bounce."""
         return self.mode is not Mode.POSIX and self.direct_bytes_per_s >= self.bounce_bytes_per_s > 0
 
     @property
     def use_direct_store(self) -> bool:
-        """Whether writing directly is possible, and not slower than the bounce."""
+        """True if writing directly is possible, and not slower than the bounce."""
         works = self.mode is not Mode.POSIX and not self.write_reason
         return works and self.direct_write_bytes_per_s >= self.bounce_write_bytes_per_s > 0
 

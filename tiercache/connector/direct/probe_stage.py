@@ -173,7 +173,7 @@ class _Device:
             raise OSError("a direct write came back short")
 
     def agrees(self, shift: int) -> bool:
-        """Whether byte `i` of the bounced bytes is byte `i + shift` of what cuFile has read, with wrap-around."""
+        """True if byte `i` of the bounced bytes is byte `i + shift` of what cuFile has read, with wrap-around."""
         end, equal = FILE_BYTES - shift, self._torch.equal
         head = equal(self._bounced[0:end], self._direct[shift:FILE_BYTES])
         return bool(head and equal(self._bounced[end:FILE_BYTES], self._direct[0:shift]))

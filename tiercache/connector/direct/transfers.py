@@ -264,7 +264,7 @@ class _Batch:
         return True
 
     def _is_over(self) -> bool:
-        """Whether no move will be taken any more; decided once, so that none is taken afterwards."""
+        """True if no move will be taken any more; decided once, so that none is taken afterwards."""
         if self._next < len(self._moves) and not self.problem and not self._limit.passed():
             return False
         self._next = len(self._moves)

@@ -24,7 +24,7 @@ class Reader(Protocol):
     """Converts the lines of one format to requests, in turn."""
 
     in_order: bool
-    """Whether its lines are in the order of events, even if their times say otherwise."""
+    """True if its lines are in the order of events, even if their times say otherwise."""
 
     def read(self, line: bytes) -> Iterable[TraceRequest]:
         """The requests that a line completes; often a single one, perhaps none. Raises BadLine."""
@@ -43,7 +43,7 @@ class Format(Protocol):
     name: str
 
     def fits(self, line: bytes) -> bool:
-        """Whether the first line of a file is of this format."""
+        """True if the first line of a file is of this format."""
 
     def open(self, sample: list[bytes], block_tokens: int | None, block_bytes: Callable[[int], int]) -> Reader:
         """A reader for a file that begins with `sample`. Raises BadLine.
@@ -160,7 +160,7 @@ class Trace:
 
 
 def is_json(line: bytes) -> bool:
-    """Whether a line is JSON at all."""
+    """True if a line is JSON at all."""
     try:
         msgspec.json.decode(line)
     except msgspec.DecodeError:

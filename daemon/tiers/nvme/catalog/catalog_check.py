@@ -48,7 +48,7 @@ def read_state(directory: Path, directory_id: bytes | None = None) -> CatalogSta
 
 
 def is_empty(directory: Path) -> bool:
-    """Whether there is no database, or one whose creator was killed before it had tables. Read-only; blocks."""
+    """True if there is no database, or one whose creator was killed before it had tables. Read-only; blocks."""
     path = directory / NAME
     try:
         with closing(connect_to_read(path)) as db:

@@ -58,7 +58,7 @@ SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
 def is_malformed(error: Exception) -> bool:
-    """Whether SQLite reports wrong content, not that the file cannot be reached now.
+    """True if SQLite reports wrong content, not that the file cannot be reached now.
 
     Its errors "malformed" and "not a database" are plain DatabaseErrors; "full", "I/O error", "read-only",
     "locked" and the like are OperationalErrors, of which one is about content.

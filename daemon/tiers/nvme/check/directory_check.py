@@ -188,7 +188,7 @@ class Tables:
         return self._tombstones.get((namespace, key), 0)
 
     def is_flushed(self, row: Row) -> bool:
-        """Whether the block of a row in a known namespace was flushed."""
+        """True if the block of a row in a known namespace was flushed."""
         return row.epoch < max(self._namespaces[row.namespace][1], self.flushed_before(row.namespace, row.key))
 
     def problem(self, place: int, row: Row) -> tuple[str, str] | None:

@@ -191,7 +191,7 @@ class Held:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing of the run was flushed meanwhile.
+        """True if nothing of the run was flushed meanwhile.
 
         A block dropped because it is bad does not affect the others, whose slots are held and whose bytes their reader
         has verified.

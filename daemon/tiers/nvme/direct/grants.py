@@ -75,7 +75,7 @@ class Grant(StoreLease):
 
     @property
     def flushed(self) -> bool:
-        """Whether anything of the namespace was flushed since."""
+        """True if anything of the namespace was flushed since."""
         return self.epoch != self.shelf.epoch(self.namespace)
 
 
@@ -163,7 +163,7 @@ class Grants(StoreLeases[Grant]):
 
     @staticmethod
     def _takes(shelf: Shelf, namespace: Namespace) -> bool:
-        """Whether a client can write to a shelf now."""
+        """True if a client can write to a shelf now."""
         if not shelf.may_write or namespace.spec.frame_bytes > shelf.directory.segment_bytes:
             return False
         if shelf.directory.cipher is not None:

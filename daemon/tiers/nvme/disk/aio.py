@@ -69,7 +69,7 @@ class BouncePool:
         """Bytes of the buffers that were taken and not given back."""
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether such a buffer may be taken now."""
+        """True if such a buffer may be taken now."""
         return self.used_bytes == 0 or self.used_bytes + _rounded(size_bytes) <= self._limit_bytes
 
     def take(self, size_bytes: int) -> Buffer:

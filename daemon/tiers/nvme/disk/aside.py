@@ -18,7 +18,7 @@ _NAME = re.compile(r"damaged-[0-9TZ]+")
 
 
 def is_aside(name: str) -> bool:
-    """Whether a name in the directory is one that `put_aside` makes."""
+    """True if a name in the directory is one that `put_aside` makes."""
     return _NAME.fullmatch(name) is not None
 
 

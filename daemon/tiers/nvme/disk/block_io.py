@@ -187,7 +187,7 @@ def by_done(ops: Sequence[AnyOp]) -> Iterator[tuple[Callable[..., object], AnyOp
 
 
 def adjoins(before: AnyOp, after: AnyOp) -> bool:
-    """Whether two operations can share a system call: same direction, raw, adjoining slots."""
+    """True if two operations can share a system call: same direction, raw, adjoining slots."""
     if type(before) is not type(after) or isinstance(before, TaskOp) or isinstance(after, TaskOp):
         return False
     if before.slot + before.moved_bytes != after.slot:
@@ -196,7 +196,7 @@ def adjoins(before: AnyOp, after: AnyOp) -> bool:
 
 
 def needs_bounce(op: BlockOp) -> bool:
-    """Whether a block does not move straight between its frame and the disk; a run has one of these at most."""
+    """True if a block does not move straight between its frame and the disk; a run has one of these at most."""
     return op.codec != codecs.RAW or op.address == NOWHERE
 
 
@@ -355,14 +355,14 @@ def _checksum(view: memoryview, seed: int, kind: int) -> int:
 
 
 def _plausible(op: ReadOp) -> bool:
-    """Whether a row may be acted on: a stored length beyond the block's would write past its frame."""
+    """True if a row may be acted on: a stored length beyond the block's would write past its frame."""
     if op.kind not in KINDS or not codecs.known(op.codec):
         return False
     return plausible_length(op.codec, op.stored_length, op.length)
 
 
 def plausible_length(codec: int, stored_length: int, length: int) -> bool:
-    """Whether a codec can have stored a block of `length` in that many bytes."""
+    """True if a codec can have stored a block of `length` in that many bytes."""
     plain_length = stored_length - OVERHEAD_BYTES if codec & codecs.SEALED else stored_length
     return plain_length == length if codecs.unsealed(codec) == codecs.RAW else 0 < plain_length <= length
 

@@ -50,7 +50,7 @@ def segments_within(cap_bytes: int, segment_bytes: int, db_reserve_bytes: int) -
 
 
 def holds_data(path: Path) -> bool:
-    """Whether a folder contains any data of this tier. Raises OSError."""
+    """True if a folder contains any data of this tier. Raises OSError."""
     return any(_is_data(name) for name in os.listdir(path))
 
 
@@ -103,13 +103,13 @@ class Directory:
         self.cipher: Cipher | None = None
         """Encrypts new blocks and decrypts those that are read."""
         self.direct = False
-        """Whether I/O bypasses the page cache."""
+        """True if I/O bypasses the page cache."""
         self.direct_reason = "not open"
         """Why it does not; empty when it does."""
         self.aio_reason = "not open"
         """Why blocks cannot move by Linux AIO; empty when they can."""
         self.is_new = False
-        """Whether `open` found no blocks to keep: rows of an earlier life cannot be valid."""
+        """True if `open` found no blocks to keep: rows of an earlier life cannot be valid."""
         self.superblock = Superblock(b"", segment_bytes, 0)
         self.kept_bytes = 0
         """Bytes of segments beyond the cap, kept because their blocks would be lost."""
@@ -210,7 +210,7 @@ class Directory:
             log.warning("nvme directory %s can be written by all users: chmod 0700 it, or name one in it", self.path)
 
     def _was_open_before(self) -> bool:
-        """Whether the folder was open at this path before the last one, which was mounted over it."""
+        """True if the folder was open at this path before the last one, which was mounted over it."""
         try:
             found = superblocks.read_superblock(self._here)
         except (DamagedSuperblock, NewerSuperblock):
@@ -448,5 +448,5 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_data(name: str) -> bool:
-    """Whether a name in the directory is one that this tier gives to its data."""
+    """True if a name in the directory is one that this tier gives to its data."""
     return name in (superblocks.NAME, f"{superblocks.NAME}.new", "segments") or name.startswith(DATABASE_NAME)

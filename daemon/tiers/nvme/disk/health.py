@@ -24,7 +24,7 @@ class WriteHealth:
 
     @property
     def may_write(self) -> bool:
-        """Whether to try a write now."""
+        """True if a write should be tried now."""
         return not self.reason or self._clock_s() >= self.off_until_s
 
     def failed(self, reason: str) -> None:

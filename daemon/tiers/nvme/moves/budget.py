@@ -36,7 +36,7 @@ class WriteBudget:
         return self._level / self._depth
 
     def admits(self, size_bytes: int, asked_again: bool, before_bytes: int = 0) -> bool:
-        """Whether a block of that size may be written; it is not charged yet. `before_bytes` are charged before it."""
+        """True if a block of that size may be written; it is not charged yet. `before_bytes` are charged before it."""
         if not self.bytes_per_day:
             return True
         fullness = self.fullness - before_bytes / self._depth

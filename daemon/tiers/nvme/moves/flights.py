@@ -111,10 +111,10 @@ class Flights(ABC):
     @property
     @abstractmethod
     def waiting(self) -> bool:
-        """Whether blocks wait to be written."""
+        """True if blocks wait to be written."""
 
     def _is_full(self, shelf: Shelf) -> bool:
-        """Whether enough writes are in progress on a shelf."""
+        """True if enough writes are in progress on a shelf."""
         writes, size_bytes = self._loads.get(shelf, (0, 0))
         return writes >= MAX_IN_FLIGHT or size_bytes >= MAX_IN_FLIGHT_BYTES
 
@@ -187,7 +187,7 @@ class Flights(ABC):
             self._hold(shelf, name, parent)
 
     def _flies(self, name: Name, shelf: Shelf) -> bool:
-        """Whether a block is being written to this shelf."""
+        """True if a block is being written to this shelf."""
         flying = self._flying.get(name)
         return flying is not None and flying.shelf is shelf
 

@@ -49,7 +49,7 @@ class Offers:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         return not (self._windows or self._chains)
 
     def matched(
@@ -71,7 +71,7 @@ class Offers:
 
     @property
     def _has_room(self) -> bool:
-        """Whether blocks that a request finds missing may be offered."""
+        """True if blocks that a request finds missing may be offered."""
         return self._may_write() and self._writes.room >= MATCHED_OF_ALL
 
     def _use(

@@ -152,7 +152,7 @@ class WriteBehind(Flights):
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks wait to be written; at shutdown, whether any before the rest do."""
+        """True if blocks wait to be written; at shutdown, whether any before the rest do."""
         return bool(self._queue or self._in_lane)
 
     @property
@@ -215,7 +215,7 @@ class WriteBehind(Flights):
         return done == AT_ONCE
 
     def _may_write(self, shelf: Shelf) -> bool:
-        """Whether a shelf can be written to, asked once per `pump`."""
+        """True if a shelf can be written to, asked once per `pump`."""
         may = self._writable.get(shelf)
         if may is None:
             may = self._writable[shelf] = shelf.may_write
@@ -387,7 +387,7 @@ class WriteBehind(Flights):
         return missing[::-1]
 
     def _closes_circle(self, namespace: Namespace, entry: int, head: list[int]) -> bool:
-        """Whether a write under way waits for one of the blocks to come, and one of those would wait for it.
+        """True if a write under way waits for one of the blocks to come, and one of those would wait for it.
 
         Keys that clients make up may be no chains. `head`: the first block last.
         """

@@ -71,7 +71,7 @@ class _Life:
     rows: socket.socket
     opened: messages.Opened
     begun: bool = False
-    """Whether it has been used: then its line of files is the directory's to close."""
+    """True if it has been used: then its line of files is the directory's to close."""
     used: bool = False
     used_s: float = 0.0
     """Since when."""

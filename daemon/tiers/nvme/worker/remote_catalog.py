@@ -48,7 +48,7 @@ class RemoteLoading:
         self.damaged = 0
         self.error = ""
         self.over = False
-        """Whether the process has sent all of them."""
+        """True if the process has sent all of them."""
         self.ready: deque[bytes] = deque()
         self._say = say
 

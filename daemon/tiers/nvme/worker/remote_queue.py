@@ -350,7 +350,7 @@ class RemoteQueue(Tally):
 
     @property
     def _is_low(self) -> bool:
-        """Whether so much credit is free that it is worth a packet: of large blocks each comes back alone."""
+        """True if so much credit is free that it is worth a packet: of large blocks each comes back alone."""
         if self._waiting[DiskPriority.LOAD] or self._waiting[DiskPriority.PREFETCH]:
             return MAX_SENT_BYTES - self._sent_bytes >= MAX_SENT_BYTES // REFILL_SHARE
         return MAX_SENT_WRITE_BYTES - self._sent_write_bytes >= MAX_SENT_WRITE_BYTES // REFILL_SHARE

@@ -219,7 +219,7 @@ class Files:
 
 
 def _is_placed(tree: Tree, name: bytes) -> bool:
-    """Whether there is something in the place of a value."""
+    """True if there is something in the place of a value."""
     try:
         with tree.home_of(name) as home:
             os.stat(file_name(name), dir_fd=home, follow_symlinks=False)
@@ -229,7 +229,7 @@ def _is_placed(tree: Tree, name: bytes) -> bool:
 
 
 def _aligned(view: memoryview) -> bool:
-    """Whether memory is worth direct I/O: writable, so that its address can be had, and at a page."""
+    """True if memory is worth direct I/O: writable, so that its address can be had, and at a page."""
     if view.readonly or len(view) < PAGE_BYTES:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0

@@ -40,7 +40,7 @@ class JanitorLease:
         self._renewed_s = 0.0
 
     def hold(self, tree: Tree) -> bool:
-        """Whether the lease is ours; takes it if it is free or old, and renews it."""
+        """True if the lease is ours; takes it if it is free or old, and renews it."""
         text, age_s = self._read(tree)
         if text == self._text:
             if time.monotonic() - self._renewed_s > RENEW_S:

@@ -54,17 +54,17 @@ def code_of(error: Exception) -> str:
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether there is no such object, in a bucket that exists as far as is known."""
+    """True if there is no such object, in a bucket that exists as far as is known."""
     return (isinstance(error, FileNotFoundError) or status_of(error) == 404) and code_of(error) not in _NO_BUCKET
 
 
 def is_too_long(error: Exception) -> bool:
-    """Whether the server refuses this object for its size."""
+    """True if the server refuses this object for its size."""
     return status_of(error) == 413 or code_of(error) in _TOO_LONG
 
 
 def is_whole(error: Exception) -> bool:
-    """Whether the server has answered a request for a range with status 200."""
+    """True if the server has answered a request for a range with status 200."""
     return "non-partial response" in str(error)
 
 

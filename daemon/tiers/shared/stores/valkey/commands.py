@@ -389,7 +389,7 @@ class CountReplicas(ShortCommand):
 
 
 def _keeps_up(replica: bytes) -> bool:
-    """Whether INFO tells of a replica that has all of the data, and says so again and again."""
+    """True if INFO tells of a replica that has all of the data, and says so again and again."""
     fields = dict(field.partition(b"=")[::2] for field in replica.split(b","))
     lag = fields.get(b"lag", b"")
     return fields.get(b"state") == b"online" and lag.isdigit() and int(lag[:8]) <= MAX_LAG_S

@@ -67,7 +67,7 @@ class Exchange:
 
     @property
     def under_way(self) -> bool:
-        """Whether replies are due."""
+        """True if replies are due."""
         return bool(self._flying)
 
     def send(self) -> None:

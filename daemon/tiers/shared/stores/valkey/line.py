@@ -59,7 +59,7 @@ class ValkeyLine:
         self._start = self._end = 0  # what of it was not read yet
         self._crlf = bytearray(2)
         self._heard = False
-        """Whether it has ever answered."""
+        """True if it has ever answered."""
         self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # 0: for ever
 
     # --- opening and closing ---
@@ -103,7 +103,7 @@ class ValkeyLine:
 
     @property
     def quiet(self) -> bool:
-        """Whether it is open and nothing has come: a reply that is too late, or its end, makes it unusable."""
+        """True if it is open and nothing has come: a reply that is too late, or its end, makes it unusable."""
         if self._socket is None or self._ended or self._start != self._end:
             return False
         poll = select.poll()
@@ -112,7 +112,7 @@ class ValkeyLine:
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes were read ahead, which no poll sees."""
+        """True if bytes were read ahead, which no poll sees."""
         return self._start != self._end
 
     @property
@@ -274,7 +274,7 @@ class ValkeyLine:
 
 @cache
 def _grants_send_buffer(family: socket.AddressFamily) -> bool:
-    """Whether the kernel would give as much; its limit may be less than what it takes by itself."""
+    """True if the kernel would give as much; its limit may be less than what it takes by itself."""
     with socket.socket(family, socket.SOCK_STREAM) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES[family])
         return link.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 2 * SEND_BUFFER_BYTES[family]

@@ -27,7 +27,7 @@ class Tls:
 
     @property
     def has_certificate(self) -> bool:
-        """Whether there is a certificate of this host to show to the server."""
+        """True if there is a certificate of this host to show to the server."""
         return bool(self._cert)
 
     def context(self) -> ssl.SSLContext:

@@ -64,7 +64,7 @@ class ValkeySettings:
 
 
 def is_host(text: str) -> bool:
-    """Whether this can be a host: a name, or an address."""
+    """True if this can be a host: a name, or an address."""
     if ":" not in text:
         return bool(_HOST.fullmatch(text))
     try:
