@@ -257,7 +257,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             left -= self._repair(parent, self.orphans.popleft(), left)
 
     def _repair(self, parent: Any, orphan: Orphan, most: int) -> int:
-        """Store the first chunks of an orphan again, at most so many; how many were looked up."""
+        """Store the first chunks of an orphan again, at most that many; returns how many were looked up."""
         number, chain, end, first = orphan
         context = ReqContext(f"tiercache {number} {chain.hashes[end - 1].hex()}")
         parent.on_new_request(context)

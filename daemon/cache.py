@@ -97,7 +97,7 @@ class Cache:
         if events is not None:
             self.space.index.on_left = partial(events.left, events.dram)
         self.work_ns = math.inf
-        """`work` stops between two slices after so much of this thread's CPU time."""
+        """CPU time of this thread after which `work` stops between two slices."""
         self._kinds: list[Callable[[], bool]] = [self.slices.work, self.space.work, self._end_cut, self.writes.work]
         self._kinds += [one.work for one in (what_if, events) if one is not None]
         self._kinds += self.below.kinds

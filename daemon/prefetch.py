@@ -28,7 +28,7 @@ MAX_PLANS = 4096
 MAX_PLAN_BYTES = 16 << 20
 """Keys of all plans; beyond that the oldest plans are forgotten."""
 AT_ONCE = 8
-"""Promotions in progress, prefetches of clients included: while there are so many, plans wait."""
+"""The most promotions in progress, prefetches of clients included: beyond it plans wait."""
 
 
 class _Plan(NamedTuple):

@@ -61,11 +61,11 @@ log = logging.getLogger("tiercache.daemon")
 TICK_S = 0.01
 IDLE_TICK_S = 0.05
 IDLE_S = 0.25
-"""Without requests for so long, ticks are `IDLE_TICK_S` apart: one every 10 ms costs 2 to 3% of a core for nothing."""
+"""Without requests for this time ticks are `IDLE_TICK_S` apart: one every 10 ms costs 2 to 3% of a core for nothing."""
 WORK_NS = 2_000_000
-"""Deferred work stops after so long to serve others; the slice in progress is finished."""
+"""Time after which deferred work stops to serve others; the slice in progress is finished."""
 PUBLISH_NS = 4_000_000
-"""A commit publishes for so long before others are served; the run in progress is finished. Usual ones take less."""
+"""Time that a commit publishes before others are served; the run in progress is finished. Usual ones take less."""
 _TICK_REQUESTS = 256
 _MAX_UNDRAINED_TICKS = 50
 

@@ -38,7 +38,7 @@ NUM_WARPS = 8
 PROGRAMS_PER_PROCESSOR = 8
 """Enough programs of 8 warps to fill a multiprocessor, for copies inside device memory."""
 HOST_PROGRAMS = 16
-"""So few programs fill the bus, and leave the rest of the GPU to the engine."""
+"""This number of programs fills the bus, and leaves the rest of the GPU to the engine."""
 
 BlockIds = Sequence[int] | torch.Tensor
 

@@ -94,7 +94,7 @@ class BackendMaker(NamedTuple):
         return windows
 
     def patience_s(self, pages: int) -> float:
-        """How long SGLang waits for a prefetch of so many pages."""
+        """How long SGLang waits for a prefetch of that many pages."""
         if getattr(self.tree, "prefetch_stop_policy", "") != "timeout":
             return float("inf")
         return float(self.tree.prefetch_timeout_base + pages * self.tree.prefetch_timeout_per_page)

@@ -22,7 +22,7 @@ LAST_LOADS = 5
 LEAST_SAMPLES = 3
 """The median of fewer could be that of a bad moment."""
 ASK_AGAIN = 8
-"""One in so many loads that would not be worth it is done all the same: the tier may have become fast."""
+"""One load in this number that would not be worth it is done all the same: the tier may have become fast."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 
@@ -56,7 +56,7 @@ class _Price:
         self.declined = 0
 
     def of(self, blocks: int) -> float | None:
-        """Seconds for so many blocks; None if too few loads were measured."""
+        """Seconds for that many blocks; None if too few loads were measured."""
         return median(self.samples) * blocks if len(self.samples) >= LEAST_SAMPLES else None
 
 
@@ -88,7 +88,7 @@ class EngineCosts:
     # --- what is measured
 
     def stepped(self, running: Mapping[str, int], tokens: int, now_s: float) -> None:
-        """A step with these requests and so many tokens has just been scheduled, at `now_s` of a steady clock.
+        """A step with these requests and tokens has just been scheduled, at `now_s` of a steady clock.
 
         The time since the step before is the time of the oldest one in flight, if the engine was never idle: a
         request of the last step is in this one too.
@@ -104,7 +104,7 @@ class EngineCosts:
         self._last_s = now_s
 
     def loaded(self, blocks: TierBlocks, seconds: float) -> None:
-        """A load of these blocks took so long. The shares of the nearer tiers are known from others."""
+        """Note how long a load of these blocks took. The shares of the nearer tiers are known from others."""
         farthest = max(tier for tier, count in enumerate(blocks) if count)
         for tier, count in enumerate(blocks[:farthest]):
             if count:

@@ -1,7 +1,8 @@
 """The KV cache groups of a model: which are served, and how their blocks make blocks of the cache.
 
 Groups may differ in the tokens of a block (Gemma 4: 32 and 64). A block of the cache, and so a key, stands for as many
-tokens as the least common multiple of all. So many blocks of a group belong to it that each has a namespace of its own:
+tokens as the least common multiple of all. It has a different number of blocks of each group, so each group has a
+namespace of its own:
 
     tokens            0       32      64      96      128
     blocks of 64      [  first part   |  first part   ]

@@ -77,7 +77,7 @@ class RequestLog:
         self._left_out = self._left_out_tokens = 0
 
     def served(self, request_id: str, loaded: TierBlocks, of_tokens: int, local_tokens: int, seconds: float) -> None:
-        """A request had so many tokens loaded from each tier, after those that vLLM had itself."""
+        """Count the tokens that a request had loaded from each tier, after those that vLLM had itself."""
         if self._how == "off":
             return
         tokens = sum(loaded)

@@ -25,7 +25,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 SLOW_LOOKUP_S = 0.05
 """A lookup that takes longer than this is slow: those behind it could wait for many of them."""
 LONGEST_WAIT = 5
-"""Behind quick lookups a request waits so many times as long as for one answer."""
+"""Behind quick lookups a request waits as long as for this number of answers."""
 MISS = Match()
 
 logger = logging.getLogger("tiercache.connectors.vllm")

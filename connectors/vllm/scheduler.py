@@ -294,7 +294,7 @@ class RequestPlanner:
         return root, keys_of(root, hashes, per_block, 0, end) if root else b""
 
     def _most(self, tokens: int) -> int:
-        """The most blocks that a match for so many tokens can have."""
+        """The most blocks that a match for that many tokens can have."""
         return min((tokens - self._engine.leaves_last) // self._block_size, MAX_KEYS)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:

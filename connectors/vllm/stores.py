@@ -30,9 +30,9 @@ from .orders import BlockRun, Orders, Store, WorkerReport
 MAX_JOBS = 48
 """Stores in progress; a request that finds no place offers its blocks again with a later step."""
 TURN_STEPS = 16
-"""Of the running requests, one in so many may offer blocks with a step, and at least one: no step takes long."""
+"""One running request in this number may offer blocks with a step, and at least one: no step takes long."""
 DECODE_BLOCKS = 8
-"""So many blocks of an answer are stored at once, or the rest at its end."""
+"""Blocks of an answer that are stored together, or the rest at its end."""
 AT_ITS_END = sys.maxsize
 
 

@@ -114,7 +114,7 @@ class TierLookups:
         connector: for matches; without a pool, because the loading side adopts them.
         specs: the namespace of each part of the KV cache groups; a match is what all of them have.
         names: the root of all chains; `names.root()` must not block.
-        name_timeout_s: lookups wait for the model's name for so long from now.
+        name_timeout_s: time from now that lookups wait for the model's name.
         places: of vLLM's chunks; without, all are of one part.
         longest: the most chunks of a request that vLLM can use.
     """

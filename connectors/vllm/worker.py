@@ -18,11 +18,11 @@ from .orders import BlockRun, Load, Orders, Store, WorkerReport
 from .weights import Weights
 
 FLUSH_TIMEOUT_S = 0.1
-"""A step waits so long for stores whose blocks it overwrites; after that they are void."""
+"""Time that a step waits for stores whose blocks it overwrites; after that they are void."""
 SLEEP_TIMEOUT_S = 2.0
-"""Stores have so long to end before vLLM goes to sleep; after that they are void."""
+"""Time for stores to end before vLLM goes to sleep; after that they are void."""
 IDLE_WAIT_S = 0.001
-"""A step without tokens waits so long for its loads, instead of spinning."""
+"""Time that a step without tokens waits for its loads, instead of spinning."""
 COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "stored_bytes", "dropped_blocks")
 
 Proof = Callable[[], bool]

@@ -6,7 +6,7 @@ The format is vLLM's (`vllm.distributed.kv_events`): a batch is a msgpack array 
 is a map with its class in `type`. Blocks have the names that their engine gave them. A name that several blocks have in
 a tier (of two epochs, or two models) is stored with the first and removed with the last of them.
 
-A block is remembered, tokens and all, for as long as any tier has it: it is stored anew in each tier that it comes to.
+A block is remembered, tokens and all, for as long as any tier has it: an event tells of each tier that it comes to.
 Blocks that came without names, from a shared store or from an earlier life, are in no events until a store names them.
 """
 
@@ -28,7 +28,7 @@ from .publisher import Publisher
 BATCH_BYTES = 64 << 10
 """A batch with more than this is full; smaller ones are published at the next tick."""
 PUBLISH_NS = 1_000_000
-"""Full batches are encoded and published for so long in one go of the loop; the one in progress is finished."""
+"""Time for encoding and publishing full batches in one turn of the loop; the one in progress is finished."""
 FREED_AT_ONCE = 4096
 """Blocks freed in one go after all were cleared."""
 MAX_FULL = 64

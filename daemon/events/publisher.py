@@ -39,10 +39,10 @@ MAX_REPLAYS = 64
 REPLAY_AT_ONCE = 128
 """Batches resent in one tick."""
 REPLAY_TIMEOUT_S = 10.0
-"""A subscriber that takes nothing for so long is given up."""
+"""A subscriber that takes nothing for this time is given up."""
 LINGER_MS = 100
 RECONNECT_S = 1.0
-"""The first batches wait so long: subscribers of an earlier life come back, since ZeroMQ tries every 0.1 s."""
+"""The first batches wait for this time: subscribers of an earlier life come back, since ZeroMQ tries every 0.1 s."""
 FIRST_SILENCE_S, LONGEST_SILENCE_S = 2.0, 300.0
 """An empty batch follows a silence, or another `AllBlocksCleared` while nothing has been stored; the next silence is
 twice as long, until something happens."""

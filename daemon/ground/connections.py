@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 log = logging.getLogger("tiercache.daemon")
 
 HANDSHAKE_MS = 3000
-"""A connection without a complete handshake lives so long."""
+"""Lifetime of a connection without a complete handshake."""
 _HIGH_WATER = 1
 _ZMQ_HIGH_WATER = 1000
 """Of ZeroMQ's end of the pipe; its capacity is the sum of both."""

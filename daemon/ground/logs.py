@@ -26,10 +26,10 @@ ALIKE_S = 10.0
 MAX_KINDS = 256
 """Kinds of lines that are counted apart; beyond that all others are one kind."""
 STOP_S = 2.0
-"""At shutdown queued records have so long to be written."""
+"""Time for queued records to be written at shutdown."""
 _LOOK_S = 0.5
 _ATOMIC_BYTES = 4096
-"""A pipe that poll calls writable takes so much without blocking (pipe(7), PIPE_BUF)."""
+"""Bytes that a pipe takes without blocking once poll calls it writable (pipe(7), PIPE_BUF)."""
 
 
 def fields(**values: Any) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class HelperProcess:
         return fds if self.process.returncode is not None else [*fds, self.pidfd]
 
     def wait_until_gone(self, timeout_s: float) -> bool:
-        """Blocks so long at most; whether it is gone."""
+        """Wait for the end of the process; True if it has ended. Blocks for at most that time."""
         deadline_s = time.monotonic() + timeout_s
         while not self.is_gone():
             left_s = deadline_s - time.monotonic()

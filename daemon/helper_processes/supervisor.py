@@ -36,7 +36,7 @@ class Pulse:
     """Of one process, once it is ready: until then it may take as long as its owner allows.
 
     Silence is counted in pings and not by the clock: when this process was stopped itself, both ends have missed that
-    time. `silent_s`: for so long it may say nothing; infinite: it is not asked.
+    time. `silent_s`: the longest that it may say nothing; infinite: it is not asked.
     """
 
     def __init__(self, process: HelperProcess, silent_s: float) -> None:
@@ -199,7 +199,7 @@ class Supervisor:
     def close(self, orderly_s: float = 0.0) -> bool:
         """End the process; whether nothing is left of it, and of those before it. Callbacks are not called any more.
 
-        Blocks for two seconds at most, and `orderly_s`: for so long the process may take to end by itself. Without it,
+        Blocks for two seconds at most, and `orderly_s`: the time in which the process may end by itself. Without it,
         the process is killed.
         """
         with self._changed:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 STEP_S = 1.0
 MAX_MOMENTS = 1024
-"""With so many moments they are thinned out: the further back, the coarser."""
+"""Moments beyond which they are thinned out: the further back, the coarser."""
 _ERROR = 1 / 32
 """Error that thinning may add, as a share of the age: 500 moments are then left for a year."""
 

@@ -21,7 +21,7 @@ from .index import Index
 TAIL_S = 1.0
 """How long to wait for a writer to continue."""
 MAX_TAILS = 64
-"""Per writer: an engine that stores so many prompts at a time."""
+"""Prompts, for each writer: an engine stores this many at a time."""
 MAX_PROMPTS = 1024
 
 

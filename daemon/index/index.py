@@ -28,7 +28,7 @@ class Index(Lookups):
     # --- published -------------------------------------------------------------------------------
 
     def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0, stored: bool = False) -> int:
-        """Publish a block below `parent`, a live entry, with so many pins. The key must not be here.
+        """Publish a block below `parent`, a live entry, with that number of pins. The key must not be here.
 
         `stored`: a client stores it now, as opposed to a block that the daemon moves between tiers.
         """

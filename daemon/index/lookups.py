@@ -10,7 +10,7 @@ from .entries import LIVE, SHARDS, LinkedEntries, Table
 from .policy import NO_ENTRY
 
 REMEMBERED = 32
-"""Of so many entries that a walk up has found attached, one is remembered."""
+"""One entry in this number, of those that a walk up has found attached, is remembered."""
 
 
 class Lookups(LinkedEntries):

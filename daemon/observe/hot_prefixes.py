@@ -66,7 +66,7 @@ class HotPaths:
         self._clock_s = clock_s
         self._paths: dict[tuple[int, bytes], _Path] = {}
         self._random = Random(0)
-        self._stride = 1  # one match in so many is counted, for all of them
+        self._stride = 1  # one match of this number is counted, for all of them
         self._skip = 0
         self._cut_s = self._halved_s = clock_s()
 

@@ -24,7 +24,7 @@ from tiercache.ground.isolated import python_command
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 5.0
-"""A child that lived so long has started well."""
+"""A child that has lived this long has started well."""
 STOP_S = 2.0
 PATIENCE_S = 1.0
 """The child of a daemon that was just killed needs a moment to release the port."""

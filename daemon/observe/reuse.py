@@ -59,7 +59,7 @@ store after a look-up; then, when stores follow one another, after this time or 
 again."""
 MAX_NOTED = 64
 _MARKS_EACH = 128
-"""Checking one sampled block costs as much as telling so many keys from those of the sample."""
+"""One sampled block costs as much to check as this number of membership tests."""
 MAX_NOTED_BYTES = 4096 * KEY_BYTES
 """Beyond them notes are processed, the oldest first (`work`)."""
 MOST_NOTED = 8 * MAX_NOTED
@@ -99,7 +99,7 @@ class Pace:
         self._each = 0.0  # samples per request
 
     def spend(self, samples: int, now_s: float) -> int:
-        """Count a request with so many sampled blocks. Returns how often to halve the rate now: nearly always 0."""
+        """Count a request and its sampled blocks. Returns how often to halve the rate now: nearly always 0."""
         too_many, too_often = self._samples.add(samples, now_s), self._requests.add(1, now_s)
         self._each += (samples - self._each) / 16
         if not too_many and not too_often:
@@ -198,7 +198,7 @@ class Tails:
 
 
 class WhatIf:
-    """The estimate for one daemon: DRAM of so many bytes and the tier below of so many. Event loop only.
+    """The estimate for one daemon: the bytes of DRAM and of the tier below. Event loop only.
 
     Requests are noted when they come, in a microsecond or two, and processed together: when the estimate is requested,
     or when many wait and there is time (`work`).
@@ -238,7 +238,7 @@ class WhatIf:
     # --- what the cache is asked and given ---------------------------------------------------------
 
     def looked_up(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, below_blocks: int) -> None:
-        """A client asked for `keys` in all of `namespaces`; so many leading blocks were in DRAM, so many below."""
+        """A client asked for `keys` in all of `namespaces`. The counts are of leading blocks."""
         self._note((self._clock_s(), namespaces, None, keys, dram_blocks, below_blocks))
 
     def stored(self, namespace: Namespace, parent: bytes, keys: bytes) -> None:

@@ -59,7 +59,7 @@ class RecentLookups:
             now.blocks[0] += asked
 
     def add_run(self, asked: int, positions: Sequence[int], needed: Sequence[float], rate: int) -> None:
-        """A look-up of `asked` blocks: those at `positions` need a cache of so many bytes (`inf`: none has them).
+        """A look-up of `asked` blocks: those at `positions` need a cache of the bytes given (`inf`: none has them).
 
         One block in `rate` has a position here. A cache that lacks the one at p, but has those before it, has a run of
         p + 1 - rate blocks on average. `needed` may fall; the largest so far counts. It may end early, after the first

@@ -76,7 +76,7 @@ class Traffic:
         return self._hot_paths
 
     def read(self, namespace: Namespace, size_bytes: int) -> None:
-        """A client was told where so many bytes of blocks are, or was sent them."""
+        """Count bytes of blocks that a client was sent, or was told the place of."""
         if namespace.spec.engine != PROBE_ENGINE:
             self.read_bytes += size_bytes
 

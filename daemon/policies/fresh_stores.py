@@ -31,7 +31,7 @@ def are_below(index: Index, entries: Iterable[int]) -> None:
     stored_at, following = index.columns.integers(_COLUMN, "q"), index.columns.next
     for entry in entries:
         stored_at[entry] = NEVER
-        if following[entry]:  # a candidate: sort it anew
+        if following[entry]:  # a candidate: sort it again
             index.pin(entry)
             index.unpin(entry)
 

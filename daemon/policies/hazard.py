@@ -24,17 +24,17 @@ from .worths import (
 )
 
 RANK_SHARE = 32
-"""Cells are ranked anew when this share of them has been emptied."""
+"""Cells are ranked again when this share of them has been emptied."""
 RANK_LEAST = 64
-"""Or when so many blocks were evicted, or a quarter of the cells where there are few; and the clock has moved."""
+"""Or when this number of blocks was evicted, or a quarter of the cells where there are few; and the clock has moved."""
 FEW_CELLS = 24
-"""So few cells are ranked one by one."""
+"""Up to this number, cells are ranked one by one."""
 MAX_CELLS = 2048
 """More cells than that are made only if they are twice as wide for each further quarter."""
 _NOT_ASKED_FOR = chain_class(0, 1, 1)
 """The class of chains stored without a look-up. One class: in how many parts they come says nothing about them."""
 _TICK = 1 / 256
-"""A cell holds blocks last used within the same interval of so many turnovers."""
+"""Turnovers in the interval in which the blocks of a cell were last used."""
 _CLASS_SHIFT = 40
 _TICK_MASK = (1 << _CLASS_SHIFT) - 1
 
@@ -200,7 +200,7 @@ class LeastWorth:
         return self._predictor.worth.item(cell >> _CLASS_SHIFT, age_bucket(age))
 
     def _due(self, evictions: int) -> bool:
-        """True if the ranks are too old after so many evictions; they stay valid while the clock stands still."""
+        """True if too many evictions make the ranks too old; they stay valid while the clock stands still."""
         return evictions > self._ranked_for and self._turnover.now >= self._ranked_until
 
     def _rank(self) -> None:

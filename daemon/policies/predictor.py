@@ -44,13 +44,13 @@ LOOKED_AT = 8
 MAX_AT_ONCE = 512
 """Samples updated by one request."""
 HORIZON = 256.0
-"""A block not used for so many turnovers may leave the sample: no tier keeps it for as long."""
+"""Turnovers after which an unused block may leave the sample: no tier keeps it for as long."""
 FIRST_EVENTS, MOST_EVENTS = 64, 8192
-"""The worths are estimated anew after so many sampled blocks were stored or used."""
+"""Sampled blocks stored or used between two estimates of the worths."""
 FIRST_RETURNS = 32
-"""But not before so many prompts have used sampled blocks again: a few say too little about all the others."""
+"""Prompts that must have used sampled blocks again before the next estimate: a few say too little about the others."""
 EVENTS_KEPT = 16 * MAX_SAMPLES
-"""Beyond so many observations all of them are halved: recent ones count more."""
+"""Observations beyond which all of them are halved: recent ones count more."""
 
 _HASHES = 1 << 64
 _WORD = (1 << 64) - 1
@@ -199,7 +199,7 @@ class Predictor:
         return Context(chain_class(turn, length - seen, length), turn, length)
 
     def _observe(self, sampled: list[Sampled], context: Context, found: int) -> None:
-        """Count the uses of sampled blocks by a request that found so many of its blocks."""
+        """Count the uses of sampled blocks by a request; `found` of its blocks were found."""
         samples, classes, used_at, used = self._samples, self._classes, self._used_at, self._used_cells
         now, block_class, events, new = self.turnover.now, context.block_class, 0, []
         last_used, gap, last_cell, uses = math.nan, 0, 0, 0
@@ -275,7 +275,7 @@ class Predictor:
         self._doubtful = list(self._samples)
 
     def _make_room(self, count: int) -> None:
-        """Drop some of the samples that are to go, for so many that come; the rest follows as further blocks come."""
+        """Drop some of the samples that are to go, in proportion to those that come; the rest follows later."""
         samples, used_at, last = self._samples, self._used_at, self.turnover.now - HORIZON
         looked_at = self._doubtful[-LOOKED_AT * count :]
         del self._doubtful[-LOOKED_AT * count :]
@@ -292,7 +292,7 @@ class Predictor:
     # --- learning --------------------------------------------------------------------------------
 
     def _refresh(self) -> Iterator[bool]:
-        """Estimate anew what blocks are worth: one part per request, of a millisecond at most."""
+        """Estimate what blocks are worth: one part per request, of a millisecond at most."""
         self._plan_refresh()
         if self._used.sum() > EVENTS_KEPT:
             self._used *= 0.5

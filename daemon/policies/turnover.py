@@ -2,7 +2,7 @@
 
 A cache that is used a hundred times as fast evicts its blocks a hundred times as soon. By this clock it is the same
 cache, so everything that a policy has learnt, and every decision, is the same. From one minute to the next the clock
-runs like a wall clock: a client returns after a while, not after so many blocks of others.
+runs like a wall clock: a client returns after some time, not after some number of blocks of others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 PACE_OVER = 4
-"""The pace is averaged over so many turnovers."""
+"""Turnovers over which the pace is averaged."""
 PACE_CHANGES = 64.0
 """The pace is only updated when it has changed by this factor. Not sooner: what was learnt is expressed in the old
 pace, and ages are told apart well enough at this one."""
@@ -56,7 +56,7 @@ class Turnover:
         return self._at + self.turned - self._since
 
     def comes(self, size_bytes: int, stored: bool) -> None:
-        """So many bytes come into DRAM, `stored` by a client or moved up; say so before their blocks are inserted."""
+        """Count bytes that come into DRAM, `stored` by a client or moved up. Call before they are inserted."""
         room_bytes = self.room_bytes()
         if room_bytes != self._room_bytes:
             self._room_bytes, self._from, self._came_bytes = room_bytes, self.turned, 0

@@ -31,9 +31,9 @@ CLASSES = _CHAINS + _COUNTS * _GAPS
 PRIOR = 0.1
 """Hazard in each age bucket before anything is known: per unit of time it falls with age, as the buckets grow."""
 LEAN = 128.0
-"""A class borrows the evidence of at least so many blocks from the wider class."""
+"""Blocks, at least, whose evidence a class borrows from the wider class."""
 LEAN_PROMPTS = 64.0
-"""And of so many prompts: blocks of one prompt come back together, so a hundred of them say no more than one."""
+"""Prompts, at least, likewise: blocks of one prompt come back together, so a hundred of them say no more than one."""
 ROWS_AT_ONCE = 256
 """Classes whose worths are estimated in one part: the larger, the less time it takes in all."""
 

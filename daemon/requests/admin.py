@@ -31,7 +31,7 @@ MAX_MODELS_BYTES = 32 << 10
 MAX_LISTED_MODELS_BYTES = 1 << 20
 """Model cards of all sessions, in one reply."""
 MODELS_AT_ONCE = 256
-"""Models listed in one slice: those of tenants are encoded anew, a millisecond for so many."""
+"""Models listed in one slice, about a millisecond: those of tenants are encoded for each request."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_FINDINGS = 1000
 _UNCONFIRMED = (

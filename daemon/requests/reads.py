@@ -33,7 +33,7 @@ MAX_PARKED = 64
 MAX_MATCHED_FRAMES = 4096
 """Frames in the reply to a match, of all its namespaces together: about a millisecond."""
 ANSWERED_AT_ONCE = 128
-"""Parked requests answered in one go; it also ends after so long, when the answer in progress is finished."""
+"""Parked requests answered in one turn, and the time after which the turn ends with the answer in progress."""
 ANSWER_NS = 1_000_000
 _PEEKS = 64
 """Namespaces peeked into in one slice where they are chains."""

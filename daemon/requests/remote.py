@@ -44,7 +44,7 @@ from .unsent import Unsent
 log = logging.getLogger("tiercache.daemon")
 
 REMOTE_SILENCE_S = 30.0
-"""A session without a request for so long is ended. Clients ask more often, see `tiercache.client.session`."""
+"""A session without a request for this time is ended. Clients ask more often, see `tiercache.client.session`."""
 LOOK_S = 1.0
 SESSION_SHARE = 4
 """One tenant has at most a quarter of `max_sessions`, and all tenants together leave one for clients of this host."""

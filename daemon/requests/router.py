@@ -33,7 +33,7 @@ from .unsent import SMALL_BYTES, Receiver, SmallAnswers, Unsent
 
 BATCH = 64
 BATCH_NS = 2_000_000
-"""Requests are served for so long in one go of the loop; the one in progress is finished."""
+"""Time for serving requests in one turn of the loop; the one in progress is finished."""
 MAX_OUTSTANDING = 1024
 """Replies that may wait for one peer; one more ends its session."""
 CONNECTIONS_AT_ONCE, PARTS_AT_ONCE = 512, 64

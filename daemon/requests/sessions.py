@@ -256,7 +256,7 @@ class SessionGate:
                 self._send_regions(session, self._regions[first : first + MAX_FDS_PER_MESSAGE])
 
     def _is_unfinished(self, party: str) -> bool:
-        """True if a process has so much unfinished that, continuing like this, it would leave others no sessions."""
+        """True if a process leaves so many sessions unfinished that others would soon get none."""
 
         def ghost_count() -> int:
             return sum(ghost.party == party for ghost in self._ghosts)

@@ -4,7 +4,7 @@ A peer that does not read makes the daemon keep what it asked for. Sessions are 
 is per party: a process of this host, or a tenant on others. What an ended session left behind still counts.
 
     large answer    sent with a tracker, and counted until ZeroMQ has released it
-    small answers   counted by connection; every so many bytes one is sent with a tracker, and counted with those before
+    small answers   counted by connection; from some bytes on one is sent with a tracker, and counted with those before
                     it, since a connection's messages are sent in order
 """
 

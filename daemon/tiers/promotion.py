@@ -35,7 +35,7 @@ BATCH = 32
 BATCHES_AT_ONCE = 4
 """Batches of blocks requested from one source before the loop serves others: about 1 ms."""
 GROW_NS = 1_000_000
-"""Leases grow, or jobs are checked again, for so long in one go of the event loop; the step in progress is finished."""
+"""Time for growing leases, or checking jobs again, in one turn of the loop; the step in progress is finished."""
 TAKEN_AT_ONCE = 256
 """Fetches that have ended, taken in before the loop serves others: about a millisecond."""
 LOOK_AGAIN_S = 0.1

@@ -44,7 +44,7 @@ class StoreLeases(ABC, Generic[AStoreLease]):
         self._deadlines = Deadlines(self.leases)
 
     def _begin(self, lease: AStoreLease, places: int) -> None:
-        """A writer gets so many places."""
+        """Count places that a writer gets."""
         self.unfinished.count(lease, places)
         lease.steps = LEASE_STEPS + places
         self.leases[lease.lease_id] = lease.owner.writes[lease.lease_id] = lease

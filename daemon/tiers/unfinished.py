@@ -64,7 +64,7 @@ class Unfinished:
         return max(0 if held_bytes else 1, int(room_bytes // frame_bytes))
 
     def count(self, lease: StoreLease, frames: int) -> None:
-        """Its writer has so many frames more, or fewer."""
+        """Count the frames that a writer got, or gave back."""
         self._changes += 1
         lease.writing += frames
         lease.frames += frames
@@ -74,12 +74,12 @@ class Unfinished:
                 _add(self._quarantined, lease.owner.party, frames * lease.frame_bytes)
 
     def complete(self, lease: StoreLease, frames: int) -> None:
-        """Its writer is done with so many more frames, which wait to be published."""
+        """Count frames whose writer is done: they wait to be published."""
         self._changes += 1
         lease.writing -= frames
 
     def settle(self, lease: StoreLease, frames: int) -> None:
-        """So many complete blocks were published, or dropped."""
+        """Count complete blocks that were published, or dropped."""
         self._changes += 1
         lease.frames -= frames
         if not lease.owner.internal:
@@ -93,7 +93,7 @@ class Unfinished:
             _add(self._quarantined, lease.owner.party, lease.writing * lease.frame_bytes)
 
     def reasons(self) -> list[str]:
-        """Whose unfinished stores take so much of the arena that operators should know."""
+        """Whose unfinished stores take so large a part of the arena that operators should know."""
         each_bytes, all_bytes = self._limit_of_one_bytes // _TOLD_SHARE, self._limit_of_all_bytes // _TOLD_SHARE
         text = "of the arena wait in quarantine for"
         reasons = [

@@ -39,7 +39,7 @@ STEADY_S = 10.0
 """After UP for this long the next back-off is short again: the client does not flap with a daemon that is too slow."""
 CLOSE_S = 2.0
 LINGER_S = 60.0
-"""A session outlives `close` for at most so long: while copies run, or the daemon cannot be told of their end."""
+"""A session outlives `close` by at most this time: while copies run, or the daemon cannot be told of their end."""
 TIDY_S = 0.02
 BYE_S = 0.2
 _CHANCE = random.Random()

@@ -79,7 +79,7 @@ class LaunchedDaemon:
         return self._process.poll()
 
     def answers(self, timeout_s: float) -> bool:
-        """True if it lets in a new client, and answers it, within `timeout_s` each. Blocks for so long at most."""
+        """True if it lets in a new client, and answers it, within `timeout_s` each. Blocks for at most that time."""
         try:
             with Client.connect(
                 self.address, name="launch", map_arena=False, timeout_s=timeout_s, request_timeout_s=timeout_s

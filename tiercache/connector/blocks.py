@@ -48,7 +48,7 @@ class Blocks:
         return len(self.ids)
 
     def part(self, begin: int, end: int) -> Blocks:
-        """The blocks `begin ..< end` of these, as far as there are so many."""
+        """The blocks `begin ..< end` of these, as far as they exist."""
         if begin == 0 and end >= len(self.ids):
             return self
         return Blocks(self.ids[begin:end], self.first + begin, self.limit, self.after)

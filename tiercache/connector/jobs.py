@@ -136,7 +136,7 @@ class _Task:
 
 
 class JobQueue:
-    """One thread that performs jobs in order: transfers, of which the queue takes so many, and small tasks.
+    """One thread that performs jobs in order: transfers, of which the queue takes a limited number, and small tasks.
 
     Most of a task's cost is to wake the thread, so tasks are collected by `later`, and `begin` wakes it once for all of
     them. An engine's scheduler can so hand over work within some microseconds. The thread starts with the first job.

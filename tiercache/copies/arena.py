@@ -53,7 +53,7 @@ _WORKER_BYTES = 32 << 20
 _PAGE_TABLE_SHARE = 512
 _LEAST_HEADROOM_BYTES = 128 << 20
 _HEADROOM_SHARE = 64
-# A cgroup's limit holds for the daemon alone, as a container has it: so much of it stays free.
+# The part of a cgroup's limit that stays free: the limit holds for the daemon alone, as a container has it.
 _CGROUP_HEADROOM_BYTES = 16 << 20
 DAEMON_BYTES = 64 << 20
 """What the daemon may need beside its arena, in a container of its own; it takes about half of that."""

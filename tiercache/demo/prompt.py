@@ -88,7 +88,7 @@ def prompt_kv_bytes(model: Path, tokens: int) -> int:
 
 
 def arena_bytes_for(kv_bytes: int) -> int:
-    """The size of a DRAM tier that holds so much and something else."""
+    """The size of a DRAM tier that holds that and something else."""
     return round_up(kv_bytes + kv_bytes // 4 + 64 * _MIB, 2 * _MIB)
 
 

@@ -144,7 +144,7 @@ class AsyncEngine:
     Args:
         text_engine: belongs to this object from now on.
         max_waiting: most prompts without a token yet; one more is refused.
-        stall_timeout_s: when nothing has advanced for so long, waiting callers get Stalled, and so do new callers until
+        stall_timeout_s: if nothing advances for this time, waiting callers get Stalled, and so do new callers until
             something advances.
         on_death: called on the loop when the engine has failed.
 

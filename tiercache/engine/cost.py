@@ -30,7 +30,7 @@ _KEPT_DOUBT = 0.9
 # Cap on the first slow load in a row: one stall of the machine does not make a tier slow.
 _STALL_TIMES_EXPECTED = 4.0
 _STALL_OVER_EXPECTED_S = 0.01
-# A load that was given up counts as so many times its waiting time: its full duration is unknown.
+# A load that was given up counts as its waiting time, times this: its full duration is unknown.
 _GIVEN_UP_TIMES = 8.0
 # Used before there are samples: the speed of a good machine, so that nothing is avoided untried.
 _DRAM_LATENCY_S, _DRAM_BYTES_PER_S = 0.0005, 4e9
@@ -82,7 +82,7 @@ class FittedLine:
 
 
 class Reach(NamedTuple):
-    """A possible end of a load: block `end` of the chain, with so many blocks, of all groups, from each tier."""
+    """A possible end of a load: block `end` of the chain, with the blocks of all groups from each tier."""
 
     end: int
     dram_blocks: int
@@ -192,7 +192,7 @@ class CostModel:
         self._prefill.add(context, seconds / tokens, weight=tokens / _PREFILL_TOKENS)
 
     def note_load(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
-        """Add a load that took `seconds` from start to end, and for which its sequence waited so long.
+        """Add a load that took `seconds` from start to end, and for which its sequence waited.
 
         What the nearer tiers were not expected to take is a sample of the farthest one.
         """

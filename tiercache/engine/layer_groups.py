@@ -67,7 +67,7 @@ class LayerGroups(NamedTuple):
         return tuple(found[layer] for layer in range(len(found)))
 
     def most_blocks(self, tokens: int, settings: EngineSettings) -> int:
-        """The most blocks, over all groups, that a sequence of so many tokens holds."""
+        """The most blocks, over all groups, that a sequence of that many tokens holds."""
         return sum(window.most_blocks_of(tokens, settings) for window in self.windows)
 
 
@@ -96,7 +96,7 @@ def group_layers(windows: Sequence[int], longest: int, settings: EngineSettings)
 
 
 def choose_block_layers(full: int, windowed: int) -> int | None:
-    """Layers in a block of a model with so many layers of either kind, by the rule above; None: all layers."""
+    """Layers in a block of a model with these numbers of layers of either kind, by the rule above; None: all layers."""
     choices = []
     for count in range(1, max(full, windowed) + 1):
         full_groups, windowed_groups = -(-full // count), -(-windowed // count)

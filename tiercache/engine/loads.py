@@ -29,7 +29,7 @@ LOOKUP_KEPT_S = 1.0
 _MAX_CUTS = 3
 """Most cuts to query for a sequence with a window; each takes two exchanges with the daemon."""
 _MAX_PREFETCHES = 2
-"""Prefetches under way: a lookup may have to wait for so many."""
+"""Prefetches under way: a lookup may have to wait for all of them."""
 
 
 class CacheHit(NamedTuple):

@@ -51,7 +51,7 @@ def fit_model_len(
 ) -> int:
     """The longest sequence that the engine serves: what the model allows, or less if the pool holds less.
 
-    `most_blocks` gives the most blocks that a sequence of so many tokens holds. Raises ConfigError when the pool
+    `most_blocks` gives the most blocks that a sequence of that many tokens holds. Raises ConfigError when the pool
     does not hold the settings' `max_model_len`, or no sequence at all.
     """
     if most_blocks(allowed) <= num_blocks:

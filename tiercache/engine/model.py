@@ -47,7 +47,7 @@ class ModelShape:
         return group_layers(self.windows, self.max_context, settings)
 
     def kv_layout(self, block_size: int, name: str = "auto", layers: int = 0) -> KVLayout:
-        """The layout of blocks of so many layers (0: all), by a name as in `kv_cache_dtype`. Raises ConfigError."""
+        """The layout of blocks of that many layers (0: all), by a name as in `kv_cache_dtype`. Raises ConfigError."""
         name = ALIASES.get(name, name)
         try:
             return KVLayout(layers or self.layers, block_size, self.kv_heads, self.head_dim, self.dtype, name)

@@ -35,7 +35,7 @@ class SamplingParams:
     Attributes:
         n: sequences to generate from one prefill of the prompt. With a seed, each gets its own, derived from it.
         max_tokens: tokens to generate at most.
-        min_tokens: before so many tokens nothing ends the request: end tokens are not chosen,
+        min_tokens: tokens before which nothing ends the request: end tokens are not chosen,
             stop strings are not looked for.
         temperature: 0 is greedy.
         top_p: sample from the smallest set of tokens with at least this probability.

@@ -52,7 +52,7 @@ class EngineSettings:
             in `dtype` and 64 MiB beside it. What comes back is then not quite what was computed.
         dtype: of weights and KV; `auto` takes what the model's config says.
         tensor_parallel_size: GPUs that share a model; this engine runs on one device, so it is 1.
-        attention_window: not 0, a token sees only so many tokens up to itself, and the `attention_sinks`: for endless
+        attention_window: a token sees only this many up to itself, and the `attention_sinks`; 0: all. For endless
             chats, at the price of what lies between (see `tiercache.engine.streaming`). Layers that have a window of
             their own keep it.
         attention_sinks: with `attention_window`, first tokens that stay visible; rounded up to whole blocks.

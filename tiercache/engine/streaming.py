@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 _EXACT_POSITIONS = 1 << 18
-"""A float32 angle of so many radians is off by a hundredth: no more than bfloat16 loses."""
+"""Radians at which a float32 angle is off by a hundredth: no more than bfloat16 loses."""
 
 
 class Rotation(NamedTuple):

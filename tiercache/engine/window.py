@@ -42,7 +42,7 @@ class Window(NamedTuple):
         return self.blocks + -(-settings.step_tokens // self.block_size) + 1
 
     def most_blocks_of(self, tokens: int, settings: EngineSettings) -> int:
-        """The most blocks that a sequence of so many tokens holds."""
+        """The most blocks that a sequence of that many tokens holds."""
         whole, most = -(-tokens // self.block_size), self.most_blocks(settings)
         return whole if most is None else min(whole, most)
 

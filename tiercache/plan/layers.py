@@ -28,7 +28,7 @@ class LayerState:
     groups: int = 0
 
     def gpu_bytes(self, gpus: int) -> int:
-        """The part of each of so many GPUs."""
+        """The part of each of that many GPUs."""
         return -(-self.split_bytes // gpus) + self.group_bytes * -(-self.groups // gpus)
 
 
@@ -171,7 +171,7 @@ def _windows(fields: Fields, kinds: list[str]) -> list[int]:
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
     if not window or fields.get("use_sliding_window") is False:
         return [0] * count
-    if pattern := fields.number("sliding_window_pattern", 0):  # the last of every so many layers looks at everything
+    if pattern := fields.number("sliding_window_pattern", 0):  # the last of that many layers sees everything
         return [0 if (number + 1) % pattern == 0 else window for number in range(count)]
     first = fields.number("max_window_layers", 0) if fields.get("use_sliding_window") else 0
     return [window if number >= first else 0 for number in range(count)]

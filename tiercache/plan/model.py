@@ -52,7 +52,7 @@ class Model:
         return tuple(layer for layer in self.layers if layer.state is None)
 
     def state_gpu_bytes(self, gpus: int) -> int:
-        """Bytes of a sequence's state on each of so many GPUs, all layers; 0 for a model without recurrent layers."""
+        """Bytes of a sequence's state on each of that many GPUs, all layers; 0 for a model without recurrent layers."""
         return sum(layer.state.gpu_bytes(gpus) for layer in self.layers if layer.state is not None)
 
     @cached_property
@@ -73,7 +73,7 @@ class Model:
         raise ConfigError(f"{self.name}: {text}")
 
     def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions to compute a prompt of so many tokens from scratch."""
+        """Multiplications and additions to compute a prompt of that many tokens from scratch."""
         flops = 2.0 * self.active_parameters * tokens
         for layer in self.layers:
             window = min(layer.window or tokens, tokens)

@@ -47,7 +47,7 @@ class Plant:
 
 @dataclass(frozen=True)
 class Form:
-    """The KV of a model in blocks of `block_size` tokens, on so many GPUs."""
+    """The KV of a model in blocks of `block_size` tokens, on `gpus` GPUs."""
 
     model: Model
     dtype: str
@@ -229,7 +229,7 @@ def _tiers(form: Form, plant: Plant, gpu_blocks: int, tokens_per_s: float) -> li
 
 
 def _load(form: Form, plant: Plant, tokens: int) -> dict[str, Any]:
-    """Seconds to compute a prefix of so many tokens, and to load it from each tier."""
+    """Seconds to compute a prefix of that many tokens, and to load it from each tier."""
     gpu_bytes = form.sequence_gpu_bytes(tokens)
     all_bytes = gpu_bytes * form.stored_parts
     compute_s = form.model.prefill_flops(tokens) / (plant.gpu.flops * plant.mfu * plant.gpus)

@@ -17,14 +17,14 @@ class Hint:
     value. Leases, pins and quotas take precedence over hints, and every block may be lost at any time as ever.
 
         Hint(done=True)               # this session is over: its blocks go next
-        Hint(return_in_s=40)          # a tool runs for about so long: keep them until then, and have them in DRAM
+        Hint(return_in_s=40)          # a tool runs for about this time: keep them until then, and have them in DRAM
         Hint(ttl_s=3600)              # of no use after an hour
         Hint(priority=Priority.LOW)   # a batch job: its blocks go before those of others
 
     Attributes:
         done: these blocks will not be asked for again.
-        return_in_s: they will be asked for in about so many seconds.
-        ttl_s: after so many seconds they are dropped from all tiers, as soon as no lease or pin holds them.
+        return_in_s: seconds until they are asked for, about.
+        ttl_s: seconds after which they are dropped from all tiers, as soon as no lease or pin holds them.
         priority: LOW ones are evicted before all others, HIGH ones after all others, up to a share of each tier.
 
     Raises ValueError for times that are no positive numbers, for `done` together with `return_in_s`, and for a hint

@@ -87,7 +87,7 @@ class PaperStore:
         return True
 
     def renew(self, name: bytes, ttl_s: float) -> None:
-        """Have a value that is there live for so long from now on."""
+        """Have a value that is present live for that time from now on."""
         value = self._values[name] = self._values[name]._replace(until_s=self.now_s + ttl_s)
         self._note_end(name, value)
 

@@ -19,7 +19,7 @@ _MOST_MISSED = 6
 """Unanswered pings in a row (a minute) before the daemon is killed. Counted: this process may have been stopped too."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-# A daemon that lived so long did not die of its settings.
+# A daemon that has lived this long did not die of its settings.
 _LONG_LIFE_S = 60.0
 _MAX_RESTARTS = 10
 

@@ -26,7 +26,7 @@ class ServeSettings:
         chat_template: a file with a Jinja template that stands in for the model's own.
         max_queued_requests: prompts that may wait for their first token; one more is refused with 429.
         grace_s: on SIGTERM, how long running requests may take; then they fail.
-        stall_timeout_s: when the engine has not advanced for so long, its requests fail and `/health` says so.
+        stall_timeout_s: when the engine has not advanced for this time, its requests fail and `/health` says so.
         daemon: run directory of a daemon that runs; None starts a private one.
         cache: False is without a daemon.
         arena: size of a private daemon's DRAM tier.

@@ -19,11 +19,11 @@ from .write_lease import BlockPhase, PendingBlock, WriteLease, complete_run
 BLOCKS_AT_ONCE = 1024
 """Published or dropped in one go: a millisecond or two of the event loop. Not less than one commit may name."""
 RUN_BLOCKS, TOLD_BLOCKS = 128, 16
-"""Published before the next look at the time; of those that events tell of, which may be very long, so many."""
+"""Blocks published before the next look at the time, and those that events tell of, which may be very long."""
 LOOKED_AT_ONCE = 4096
 """Pending blocks checked in one go when a region is emptied."""
 _DROP = 3
-"""Dropping one takes as long as checking so many."""
+"""Dropping one takes as long as checking this many."""
 
 # Members by short names: looking one up on its class costs as much as the rest of a step in a loop.
 _HELD, _DROPPED, _VISIBLE = BlockPhase.HELD, BlockPhase.DROPPED, BlockPhase.VISIBLE
@@ -32,7 +32,7 @@ _HELD, _DROPPED, _VISIBLE = BlockPhase.HELD, BlockPhase.DROPPED, BlockPhase.VISI
 class PendingBlocks:
     """All pending blocks, by namespace number and key. Event loop only.
 
-    `settled(lease, count)` is called when so many complete blocks of a lease were published, or dropped.
+    `settled(lease, count)` is called when `count` complete blocks of a lease were published, or dropped.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PendingBlocks:
     ) -> None:
         self.by_key: dict[tuple[int, bytes], PendingBlock] = {}
         self.publish_ns = math.inf
-        """A slice of publishing ends after so much of this thread's CPU time."""
+        """CPU time of this thread after which a slice of publishing ends."""
         self._space = space
         self._published = published
         self._events = events

@@ -114,7 +114,7 @@ class Runs:
         return 0, []
 
     def _shortened(self, owner: Owner | None, blocks: int, sliced: bool) -> int:
-        """How far to search next, after a run of so many blocks turned out not to be here."""
+        """How far to search next, after a run of that length turned out to be missing."""
         if sliced:
             return blocks
         # Another namespace cut the search short at a key that this one lacks, although it has a later one: the list is

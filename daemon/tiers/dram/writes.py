@@ -252,7 +252,7 @@ class Writes(StoreLeases[WriteLease]):
         return block.lease.owner.mapped or block.written >= needed
 
     def _settle(self, lease: WriteLease, blocks: int) -> None:
-        """So many complete blocks of a lease were published, or dropped."""
+        """Count complete blocks of a lease that were published, or dropped."""
         self.unfinished.settle(lease, blocks)
         if not lease.frames and self.waiting.pop(lease.lease_id, None) is not None:
             lease.blocks = {}

@@ -20,7 +20,7 @@ class Room(Enum):
     """True if a quota has room for one more block."""
 
     HERE = "here"
-    SOON = "soon"  # so much must be evicted that it happens in slices
+    SOON = "soon"  # more must be evicted than one slice can
     NONE = "none"  # no block of its own can be evicted
 
 
@@ -72,7 +72,7 @@ class Fairness:
         return (limit_bytes - self._counted(account)) // shelf.slot_bytes(namespace)
 
     def took(self, shelf: Shelf, namespace: Namespace, slots: int = 1) -> None:
-        """So many slots were taken for blocks of that namespace; see `Use.pending_below_blocks`."""
+        """Count slots that were taken for blocks of that namespace; see `Use.pending_below_blocks`."""
         namespace.use.pending_below_blocks += slots
         if namespace.account_below in self._used:
             self._used[namespace.account_below] += slots * shelf.slot_bytes(namespace)

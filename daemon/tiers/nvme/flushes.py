@@ -20,18 +20,17 @@ from tiercache.daemon.tiers.dram.space import Namespace
 from .shelf import Shelf
 
 FLUSH_S = 10.0
-"""After so long a flush that some disk has not recorded is answered as not durable."""
+"""Time after which a flush that some disk has not recorded is answered as not durable."""
 MAX_KEPT = 4096
 """Flushes that wait for one directory. When there are more, all of their namespaces are flushed."""
 MAX_KEPT_NAMES = 65_536
-"""The same when a flush of so many namespaces, and each one that waits already, would name more: putting them together
-takes a slice."""
+"""The same once flushes that wait may name more namespaces than this: putting them together takes a slice."""
 MAX_FORMER = 64
 """Directories that were replaced by others: beyond that the oldest are forgotten."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
 LAST_WORDS_S = 2.0
-"""A daemon that shuts down tells directories the rest for so long."""
+"""Time in which a daemon that shuts down tells directories the rest."""
 
 
 class FlushUnderWay:
@@ -79,7 +78,7 @@ _Told = tuple[Sequence[Namespace] | None, bytes]
 
 @dataclass
 class _Late:
-    """What a directory has yet to be told; of the first item so many namespaces are done."""
+    """What a directory has yet to be told; `told` counts the namespaces of the first item that are done."""
 
     kept: deque[_Kept]
     told: int = 0

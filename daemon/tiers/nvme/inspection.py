@@ -22,7 +22,7 @@ from .placement import HeadCopies
 from .shelf import Shelf
 
 LEAST_AMPLIFIED_BYTES = 64 << 20
-"""Bytes of blocks: before so many were written, write amplification is not reported."""
+"""Bytes of blocks that must have been written before write amplification is reported."""
 _CHECKSUMS = {CHECKSUM_XXH3: "xxh3", CHECKSUM_LANES: "lanes"}
 
 

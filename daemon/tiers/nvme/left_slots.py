@@ -22,7 +22,7 @@ from .slot_numbers import place_of_slot
 DELETE_AT_ONCE = 512
 """Rows whose deletion is requested again in one go."""
 DELETED_TOGETHER = 128
-"""Rows deleted by one change of the catalog: so many slots are freed in one go."""
+"""Rows deleted by one change of the catalog, whose slots are freed together."""
 
 
 class LeftSlots:

@@ -21,7 +21,7 @@ from tiercache.ground.units import format_bytes
 log = logging.getLogger("tiercache.daemon")
 
 DB_RESERVE_SHARE = 64
-"""One part in so many of the cap is reserved for the database: 2% is ample for blocks of 8 KiB and more."""
+"""The share of the cap reserved for the database is one over this: 2% is ample for blocks of 8 KiB and more."""
 _FEW_SEGMENTS = 4
 _SMALL_CAP_BYTES = 64 << 20
 CLOSE_S = 5.0

@@ -30,7 +30,7 @@ from tiercache.protocol.messages import KEY_BYTES
 from .shelf import Shelf
 
 _NEAR = 16
-"""So many namespaces before and after one are searched for blocks of the same keys: those of a model are registered
+"""Namespaces before and after one that are searched for blocks of the same keys: those of a model are registered
 together, and searching all of thousands for each block would hold up the event loop."""
 
 
@@ -40,11 +40,11 @@ def near(namespace: Namespace) -> range:
 
 
 HEAD_PER_BRANCH = 2
-"""A head is copied if it has at most so many blocks for each branch that hangs below it."""
+"""A head is copied if it has at most this many blocks for each branch that hangs below it."""
 MAX_HEAD = 2048
 """Blocks of a head that is copied: more are not looked for."""
 COPIED_SHARE = 8
-"""Of so many bytes that are written, one may be a copy."""
+"""One byte in this number of bytes written may be a copy."""
 
 
 class HeadCopies:
@@ -62,7 +62,7 @@ class HeadCopies:
         return max(0, self.written_bytes // COPIED_SHARE - self.bytes)
 
     def copied(self, blocks: int, size_bytes: int) -> None:
-        """So many blocks are being copied, which are so many bytes together."""
+        """Count blocks that are being copied, and their bytes."""
         self.blocks += blocks
         self.bytes += size_bytes
 

@@ -196,7 +196,7 @@ class Slots:
                 self._make_room(size_class, ahead=True)
 
     def evict_of(self, account: str, size_bytes: int) -> int:
-        """Evict the coldest leaves of an account, so many bytes of them or `EVICT_AT_ONCE`; returns the bytes."""
+        """Evict the coldest leaves of an account, up to those bytes or `EVICT_AT_ONCE` leaves; returns the bytes."""
         policies = [by_account[account] for by_account in self._policies.values() if account in by_account]
         self.tails.lapse()
         evicted_bytes = 0

@@ -282,7 +282,7 @@ class NvmeTier(IndexedTier):
         self._writes.add_many(namespace, keys, asked_again=False, before=before)
 
     def limit_work(self, cpu_ns: int) -> None:
-        """Stop a batch of writes after so much CPU time: for a daemon that serves others meanwhile."""
+        """Stop a batch of writes after that CPU time: for a daemon that serves others meanwhile."""
         self._writes.pump_ns = cpu_ns
 
     def begin_flush(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercache.ground.processors import usable_cores
 
 WORKERS_FROM_DIRECTORIES, WORKERS_FROM_CORES = 2, 4
-"""`auto` means processes from so many on: with one disk, or where they share the loop's cores, they gain too little."""
+"""From these numbers on `auto` means processes: with one disk, or on the loop's cores, they gain too little."""
 
 
 def worker_processes(setting: str, directories: int) -> int:

@@ -24,7 +24,7 @@ JITTER = 0.5
 RAMP_S = 5.0
 """How long after its return the store gets only some of the jobs, more and more of them."""
 FIRST_WRITE_PAUSE_S, LAST_WRITE_PAUSE_S = 1.0, 30.0
-"""Nothing is written for so long after the store said that it is full or takes no writes; each time twice as long."""
+"""Time without writes after the store said that it is full or takes none; doubled each time."""
 _NO_WRITES = StoreProblem.FULL, StoreProblem.READ_ONLY
 
 

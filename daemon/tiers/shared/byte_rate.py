@@ -25,5 +25,5 @@ class ByteRate:
         return self._level > 0
 
     def charge(self, size_bytes: int) -> None:
-        """So many bytes are sent."""
+        """Charge bytes that are sent."""
         self._level -= size_bytes

@@ -30,7 +30,7 @@ class LocalWindows:
         self._lookup_below = lookup_below
 
     def are_short_work(self, namespaces: Sequence[Namespace], blocks: int) -> bool:
-        """True if so many blocks of each of these can be looked for here. A namespace without blocks costs nothing."""
+        """True if that many blocks of each of these can be looked for. A namespace without blocks costs nothing."""
         return blocks * sum(len(self._lookups(one)) for one in namespaces if one.table.windowed) <= MAX_LOOKED_FOR
 
     def here(self, namespace: Namespace, keys: Sequence[bytes]) -> bytes:

@@ -33,7 +33,7 @@ MAX_BEGUN = 4
 MAX_NAMESPACES = 64
 """A request for more namespaces is answered from this host: too many probes."""
 LATE_IN_A_ROW = 8
-"""After so many look-ups that came too late, requests no longer wait, until one comes in time again."""
+"""Look-ups that came too late, after which requests no longer wait, until one comes in time again."""
 
 
 class LookupJob(SharedJob):

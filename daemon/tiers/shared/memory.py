@@ -24,7 +24,7 @@ class Scratch:
         self._area: mmap.mmap | None = None
 
     def get(self, length: int) -> memoryview:
-        """So many bytes, with whatever they held before. Valid until the next call."""
+        """A view of that many bytes, with whatever they held before. Valid until the next call."""
         if self._area is None or len(self._area) < length:
             self._area = mmap.mmap(-1, max(mmap.PAGESIZE, length))
         return memoryview(self._area)[:length]

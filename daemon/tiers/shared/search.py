@@ -92,7 +92,7 @@ def _chain_end(
 
 
 def _spread(low: int, high: int, most: int) -> list[int]:
-    """At most so many numbers of `low ..< high`, evenly spread, the last one included."""
+    """At most that many numbers of `low ..< high`, evenly spread, the last one included."""
     count = min(most, high - low)
     return [low + (place + 1) * (high - low) // count - 1 for place in range(count)]
 

@@ -11,7 +11,7 @@ DEFECT = "NOT the same: this is a defect, please report it"
 
 
 def prompt_table(title: str, runs: list[Run], prompt: int) -> Table:
-    """A row for each run of a prompt of so many tokens; the first one computed it."""
+    """A row for each run of a prompt of `tokens` tokens; the first one computed it."""
     table = new_table(title, "run", "TTFT", "faster", "pool", "cache", "computed")
     for run in runs:
         table.add_row(

@@ -33,7 +33,7 @@ PART_S = 1.0
 """Longest measurement of a fetch over all connections."""
 ROUND_TRIPS = 10
 LEFT_S = 60.0
-"""What is left behind, if deleting fails, goes after so long."""
+"""Lifetime of what is left behind if deleting fails."""
 HIT_TOKENS = 8192
 MODEL = "Llama-3.1-8B"
 _GPU, _MFU = "H100", 0.5

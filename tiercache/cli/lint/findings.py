@@ -53,7 +53,7 @@ class LintFinding:
         return self.lost_chars / len(self.prompt.text)
 
     def having(self, prompts: int) -> LintFinding:
-        """The same, of so many prompts."""
+        """The same, of that many prompts."""
         return replace(self, prompts=prompts)
 
 

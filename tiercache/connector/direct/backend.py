@@ -31,7 +31,7 @@ PAGE_BYTES = 4096
 RAW = 0
 """The codec of blocks that are stored raw."""
 HANG_S = 60.0
-"""A hang injected by a test ends after so long."""
+"""Time after which a hang that a test injects ends."""
 
 
 class DirectFailed(TierCacheError):

@@ -37,7 +37,7 @@ class Models(Request, tag="models"):
 
 
 class Stats(Request, tag="stats"):
-    """Answered with `StatsReply`; optionally with `histograms` and with so many nodes of the prefix tree."""
+    """Answered with `StatsReply`; optionally with `histograms` and with a number of nodes of the prefix tree."""
 
     histograms: bool = False
     hot_prefixes: int = 0

@@ -274,7 +274,7 @@ class Catalog:
             self._post(callback, *args)
 
     def _deliver(self, answers: list[Answer]) -> None:
-        """On the loop: call the answered `done`s, so many in one turn. One that raises does not stop the others."""
+        """On the loop: call the answered `done`s, some in one turn. One that raises does not stop the others."""
         waiting = bool(self._answers)
         self._answers.extend(answers)
         if not waiting:

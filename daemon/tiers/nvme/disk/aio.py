@@ -44,7 +44,7 @@ END_BYTES = 8 << 20
 
 TOGETHER_FROM = 8
 TOGETHER_SHARE = 4
-"""With so many transfers under way, results are awaited until one of so many has come, or for a moment."""
+"""With this many transfers under way, results are awaited until that share of them has come, or for a moment."""
 
 
 BOUNCE_BYTES = 32 << 20
@@ -73,7 +73,7 @@ class BouncePool:
         return self.used_bytes == 0 or self.used_bytes + _rounded(size_bytes) <= self._limit_bytes
 
     def take(self, size_bytes: int) -> Buffer:
-        """A buffer of at least so many bytes, with anything in it. Ask `has_room` first."""
+        """A buffer of at least that many bytes, with anything in it. Ask `has_room` first."""
         wanted_bytes = _rounded(size_bytes)
         found = next((buffer for buffer in self._free if len(buffer.memory) == wanted_bytes), None)
         if found is not None:

@@ -23,7 +23,7 @@ MAX_RUN_BYTES = 2 << 20
 BEHIND_BYTES = 16 << 20
 """Prefetches and writes under way at a time, together: a load that comes waits in the disk behind no more than that."""
 FREE_SHARE = 4
-"""One place in so many is not for writes; one at least, where there are two."""
+"""One place of this number is not for writes; at least one, where there are two."""
 
 
 class DiskPriority(IntEnum):

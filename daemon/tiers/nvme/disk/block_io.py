@@ -34,7 +34,7 @@ NOWHERE = 0
 """As the address of a read: only its outcome is of interest."""
 SMALL_BYTES = 256 << 10
 HELD_BYTES = 64 << 10
-"""xxhash digests up to so much at a time without releasing the interpreter's lock."""
+"""Bytes that xxhash digests at a time without releasing the interpreter's lock."""
 RETRIES = 64
 """Consecutive short or interrupted transfers without progress before it counts as an I/O error."""
 
@@ -160,7 +160,7 @@ class DiskTransfer:
     stuck: int = 0
 
     def advance(self, count: int) -> bool:
-        """Note that a system call has moved so many bytes; True when that was all. Raises OSError."""
+        """Note the bytes that a system call has moved; True when that was all. Raises OSError."""
         if count == self.left:
             self.left = 0
             return True
@@ -217,7 +217,7 @@ class BlockForms:
     def begin(self, ops: Sequence[BlockOp], bounce: Callable[[int], int]) -> DiskTransfer | None:
         """The transfer of operations that adjoin; None when their outcome is known without. Raises OSError.
 
-        bounce: the address of so many bytes, at a page, which stay until the transfer has ended.
+        bounce: the address of as many bytes, at a page, which stay until the transfer has ended.
         """
         first = ops[0]
         if isinstance(first, WriteOp):

@@ -18,7 +18,7 @@ from .threads import ThreadCarrier
 THREADS = 8
 """8 for throughput, 4 for the latency of single blocks."""
 AIO_DEPTH = 32
-"""Runs under way by AIO: so many that several end together, and are handed over together."""
+"""Runs under way by AIO: enough that several end together, and are handed over together."""
 
 Finished = Callable[[Sequence[DiskRun]], None]
 

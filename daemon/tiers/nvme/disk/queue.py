@@ -27,7 +27,7 @@ __all__ = ["MAX_RUN_OPS", "DiskOutcome", "DiskPriority", "DiskQueue", "ReadOp", 
 
 DELIVER_BATCH = 64
 DELIVER_NS = 1_000_000
-"""Completions handled in one go of the loop: about so many, or for so long plus the few in progress."""
+"""Completions handled in one turn of the loop, about, and the time after which it ends with the few in progress."""
 TIMED_OPS = 8
 """Completions between two looks at the clock."""
 QUEUE_LIMITS = {DiskPriority.LOAD: 8192, DiskPriority.PREFETCH: 2048, DiskPriority.WRITE: 2048}
@@ -152,7 +152,7 @@ class DiskQueue(Tally):
         self._announce_completed()  # for what has completed since the last look
 
     def _hand_over(self, most: int) -> int:
-        """Pass so many completed operations to their `done`; returns how many there were."""
+        """Pass at most that many completed operations to their `done`; returns how many there were."""
         due, runs = self._due, []
         while self._completed and len(due) < most:
             runs.append(run := self._completed.popleft())

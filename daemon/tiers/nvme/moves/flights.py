@@ -40,7 +40,7 @@ MAX_IN_FLIGHT = 1024
 """Writes in progress on one shelf, and their bytes."""
 SETTLED_AT_ONCE = 64
 SETTLE_NS = 1_000_000
-"""Written blocks made visible: so many in one go, or for so long plus the run in progress."""
+"""Written blocks made visible in one turn, and the time after which it ends with the run in progress."""
 
 Name = tuple[int, bytes]
 """Namespace number and key."""

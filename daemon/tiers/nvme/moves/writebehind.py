@@ -80,7 +80,7 @@ class WriteBehind(Flights):
     ) -> None:
         super().__init__(space, regions, budget, fairness, placement.copies, codec, soon, events, sealed)
         self.pump_ns = math.inf
-        """`pump` stops after so much of this thread's CPU time, when the block in progress is done."""
+        """CPU time of this thread after which `pump` stops, when the block in progress is done."""
         self.skipped_by_budget = 0
         self.skipped_by_worth = 0
         self.skipped_by_quota = 0

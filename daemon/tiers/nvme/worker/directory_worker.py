@@ -6,7 +6,7 @@
         └► the next process opens the directory again ─► use: what waits is sent
 
 The index of the loop stays. So the next process must find the same directory with the same catalog and all its
-segments: otherwise the directory counts as gone, and its keeper opens it anew, as after any other fault of that kind.
+segments: otherwise the directory counts as gone, and its keeper opens it again, as after any other fault of that kind.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ CHILD = "tiercache.daemon.tiers.nvme.worker.child"
 LIMITS = ProcessLimits(first_pause_s=0.1, longest_pause_s=10.0, steady_s=1.0, max_undead=1)
 """One at a time: two processes must never have one directory."""
 START_S = 60.0
-"""For so long a process may take to start; what it does with the disk then takes as long as it takes."""
+"""Time for a process to start; what it then does with the disk has no limit."""
 END_S = 2.0
-"""For so long a process may take to end in order."""
+"""Time for a process to end by itself."""
 ROWS_S = 0.002
-"""For so long changes of rows wait for others to go with them: a packet for each block would cost the loop more than
+"""Time that changes of rows wait for others to go with them: a packet for each block would cost the loop more than
 the block does. The process's catalog waits for some milliseconds anyway."""
 PING_S = 1.0
 HUNG_S = 5.0
-"""A process that does not answer a ping for so long is killed. It answers while its disk hangs: other threads wait."""
+"""A process that answers no ping within this time is killed. It answers while its disk hangs: other threads wait."""
 MAX_FRUITLESS, FRUITLESS_S = 8, 5.0
 """Processes in a row that end by themselves so soon after they were given the directory, and confirm none of the rows
 that they were sent. The next one would do the same, for instance because of a row that its catalog does not take."""
 LEFT_S = 0.5
-"""For so long a process may still run after it has closed a line."""
+"""Time that a process may still run after it has closed a line."""
 
 
 @dataclass(eq=False)
@@ -299,13 +299,13 @@ class DirectoryWorker:
         life.close()
 
     def _give_up(self, why: str) -> None:
-        """No process is used any more: the keeper finds that the directory has gone, and opens it anew."""
+        """No process is used any more: the keeper finds that the directory has gone, and opens it again."""
         self._given_up = True
         self.directory.give_up(why)
         self.catalog.give_up()
 
     def _give_up_loading(self) -> None:
-        # Nothing is known of most of its rows yet: they are read anew.
+        # Nothing is known of most of its rows yet: they are read again.
         self._give_up("its worker process ended while its rows were read")
 
     def _read(self, life: _Life, line: socket.socket, readable: Callable[[socket.socket], bool]) -> None:

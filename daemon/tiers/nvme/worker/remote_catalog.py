@@ -368,7 +368,7 @@ class RemoteCatalog:
                 self._closed.set()
 
     def _answer_some(self) -> None:
-        """Pass on answers, of so many rows in one turn of the loop."""
+        """Pass on answers, a limited number of rows in one turn of the loop."""
         rows = 0
         while self._answers and rows < CALLBACKS_AT_ONCE:
             number, count, ok = self._answers.popleft()

@@ -31,11 +31,11 @@ from .regions import ArenaFiles
 MAX_SENT, MAX_SENT_BYTES = 1024, 64 << 20
 """Blocks with the process, and their bytes; one block at least."""
 MAX_SENT_WRITES, MAX_SENT_WRITE_BYTES = 768, 48 << 20
-"""Of these, writes: a load that arrives amid writes does not wait for them."""
+"""Of these, writes: a load that arrives between writes does not wait for them."""
 REFILL_SHARE = 8
-"""Blocks that wait are sent when one part in so many of the credit is free again: what is left keeps the disk busy."""
+"""Blocks that wait are sent when one part of the credit in this number is free: the rest keeps the disk busy."""
 DELIVER_NS = 1_000_000
-"""Packets are taken for so long in one go of the loop, plus the one in progress."""
+"""Time for taking packets in one turn of the loop; the one in progress is finished."""
 CANCELLED_AT_ONCE = 256
 """Blocks that are passed to their `done` in one turn of the loop where many are cancelled together."""
 MAX_TRIES = 5
@@ -350,7 +350,7 @@ class RemoteQueue(Tally):
 
     @property
     def _is_low(self) -> bool:
-        """True if so much credit is free that it is worth a packet: of large blocks each comes back alone."""
+        """True if enough credit is free to be worth a packet: of large blocks each comes back alone."""
         if self._waiting[DiskPriority.LOAD] or self._waiting[DiskPriority.PREFETCH]:
             return MAX_SENT_BYTES - self._sent_bytes >= MAX_SENT_BYTES // REFILL_SHARE
         return MAX_SENT_WRITE_BYTES - self._sent_write_bytes >= MAX_SENT_WRITE_BYTES // REFILL_SHARE

@@ -34,11 +34,11 @@ DRAFT_S = 3600.0
 """A file in `tmp` that is older belongs to a process that is gone."""
 STEP_S = 60
 STEPS = 20_000
-"""Bytes are counted by age, in steps of `STEP_S`. All that is older than so many steps counts as one more."""
+"""Bytes are counted by age, in steps of `STEP_S`. All that is older than these steps counts as one more."""
 _OF_ALL_FILES = (errno.EROFS, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _OF_ONE_OR_ALL = (errno.EIO, errno.ESTALE)
 MAX_BAD_IN_A_ROW = 16
-"""With so many of `_OF_ONE_OR_ALL` and no good file in between, the file system is taken to fail as a whole."""
+"""Errors of `_OF_ONE_OR_ALL`, with no good file in between, after which the file system is taken to fail as a whole."""
 KEEP_SHARE = 0.95
 """A full folder is brought down to this share of its size, so that not every pass removes."""
 _FAN = re.compile(r"[0-9a-f]{3}")
@@ -245,7 +245,7 @@ def _fans(base: int) -> list[str]:
 
 
 def _slices(folder: int) -> Iterator[list[str]]:
-    """The names in a folder, so many at a time."""
+    """The names in a folder, some at a time."""
     names = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -25,7 +25,7 @@ from .tree import CREATE_FILE, NO_LINKS, READ_FILE, Tree
 NAME = "janitor"
 RENEW_S = 20.0
 OLD_S = 120.0
-"""After so long without a sign of life another host takes over."""
+"""Time without a sign of life after which another host takes over."""
 _TEXT_BYTES = 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

@@ -15,16 +15,16 @@ from .lines import WorkerLine
 
 CHILD = "tiercache.daemon.tiers.shared.stores.helper.child"
 STEADY_S = 5.0
-"""A process that lived so long has started well: the next one follows at once."""
+"""A process that has lived this long has started well: the next one follows at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MAX_LATE_LINES = 16
-"""Lines that were given up and whose workers are not back: with so many, no line is opened."""
+"""The most lines that were given up and whose workers are not back: beyond it no line is opened."""
 HUNG_S = 10.0
 """The process hangs if a call is so old, and it has answered nothing since or has `MAX_LATE_LINES` late lines."""
 MAX_UNDEAD = 4
-"""Killed processes that are still in the kernel: with so many, no other is started."""
+"""The most killed processes that are still in the kernel: beyond it no other is started."""
 SILENT_S = 5.0
-"""The process hangs if it answers no ping for so long."""
+"""The process hangs if it answers no ping within this time."""
 _REAP_S = 1.0
 
 _STORE_PROBLEMS = {

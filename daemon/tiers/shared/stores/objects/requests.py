@@ -19,9 +19,9 @@ from typing import Any
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 
 HUNG_S = 10.0
-"""An event loop that has not turned for so long is given up: obstore hangs in it."""
+"""An event loop that has not turned for this time is given up: obstore hangs in it."""
 MAX_LOOPS = 4
-"""Given up loops keep their threads: with so many no other is started."""
+"""The most loops that were given up, and keep their threads: beyond it no other is started."""
 
 Job = Callable[[], Coroutine[Any, Any, Any]]
 log = logging.getLogger("tiercache.daemon")

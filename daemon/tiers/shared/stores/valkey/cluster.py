@@ -26,7 +26,7 @@ from .url import Place, ValkeySettings, is_host
 MOST_REDIRECTS = 5
 """How often the commands of one call are sent on to other nodes."""
 MOST_NODES = 128
-"""A connection has at most so many lines: a server could name a new node with each redirect."""
+"""The most lines of a connection: a server could name a new node with each redirect."""
 
 Queues = dict[Place, list[ValkeyCommand]]
 
@@ -229,7 +229,7 @@ class Cluster(ValkeyConnection):
     # --- nodes ---
 
     def _share_s(self, count: int) -> float:
-        """The deadline of the first of so many steps, of which none should keep the others from their turn."""
+        """The deadline of the first of these steps, none of which should keep the others from their turn."""
         now_s = time.monotonic()
         return now_s + (self._deadline_s - now_s) / count
 

@@ -17,7 +17,7 @@ from .line import Part, ValkeyLine
 from .refusals import Refusal
 
 MOST_SKIPPED_BYTES = 1 << 20
-"""A value that is so much too long is read into nowhere; a longer one ends the connection."""
+"""Bytes by which a value may be too long: they are read and dropped. A longer one ends the connection."""
 MOST_VALUE_BYTES = 512 << 20
 """The longest value that Valkey and Redis take."""
 _SHORT_REPLY_BYTES = 5

@@ -31,7 +31,7 @@ READ_AHEAD_BYTES = 8192
 MOST_PARTS = 512
 """Buffers of one system call; Linux takes 1,024."""
 LATE_S = 0.02
-"""The kernel is told again how long to wait once that differs by so much: so late may a call end."""
+"""The kernel is told how long to wait again once that differs by this much: a call may end as much too late."""
 SKIP_BYTES = 1 << 16
 _TCP_OPTIONS = (
     (socket.TCP_NODELAY, 1),
@@ -210,11 +210,11 @@ class ValkeyLine:
         return max(0, held - 1)
 
     def peek(self, most_bytes: int) -> bytes:
-        """What was read ahead, up to so much."""
+        """What was read ahead, up to that length."""
         return bytes(self._view[self._start : min(self._end, self._start + most_bytes)])
 
     def pass_over(self, count: int) -> None:
-        """Count so many of the bytes that were peeked at as read."""
+        """Count that number of the bytes that were peeked at as read."""
         assert count <= self._end - self._start
         self._start += count
 
