@@ -205,7 +205,7 @@ def bench_bus_case(bench: Bench, case: BusCase, device: Any, frames: Any, memory
     copier = CudaCopier("cuda:0", segments, blocks, method=method, memory=memory)
     if not case.batched:
         copier._driver = without_batches(copier._driver)
-    # At most 4096 blocks a round: enough to fill the bus, and tiny blocks do not take for ever.
+    # At most 4096 blocks a round: enough to fill the bus, and tiny blocks do not take forever.
     count = min(blocks, 4096)
     shuffle = random.Random(SEED)
     ids = np.array(shuffle.sample(range(blocks), count), dtype=np.int64)

@@ -131,7 +131,7 @@ class PrefixCache:
         self.close()
 
     def weights_changed(self, model_id: str = "") -> None:
-        """Declare that the model computes something else from here on; `model_id` names it anew.
+        """Declare that the model computes something else from here on; `model_id` names it again.
 
         Without `model_id` no other process shares this model's blocks from here on: the change may be invisible to
         everything that a name is made of.

@@ -250,7 +250,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         """Store chunks again that have lost their parents, together with these, as far as vLLM's memory has them.
 
         Otherwise a daemon that has dropped a prefix would get nothing that begins with it for as long as vLLM's memory
-        keeps it, and vLLM keeps the most used prefixes for ever. And store chunks that vLLM had before there was a key.
+        keeps it, and vLLM keeps the most used prefixes forever. And store chunks that vLLM had before there was a key.
         """
         left = REPAIRED_PER_STEP
         while left > 0 and self.orphans and self._groups[0].available:

@@ -30,7 +30,7 @@ class LiveSettings:
 
     Args:
         running: what the daemon was started with.
-        again: reads the settings anew. Raises TierCacheError, and may block.
+        again: reads the settings again. Raises TierCacheError, and may block.
     """
 
     def __init__(self, running: Resolved, again: Callable[[], Resolved], cache: Cache) -> None:

@@ -2,7 +2,7 @@
 
     hint(return_in) ─► plan ─ a moment before that ─► what lower tiers have of it is promoted, after clients' reads
 
-A plan holds nothing: blocks that have left both tiers meanwhile are a miss as ever. Prefetched blocks are kept in DRAM
+A plan holds nothing: blocks that have left both tiers meanwhile are a miss. Prefetched blocks are kept in DRAM
 like all awaited ones (`hinted_policy.py`); blocks that would not be kept, since other clients come sooner, are not
 prefetched.
 """

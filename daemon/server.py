@@ -76,7 +76,7 @@ class Server:
     def __init__(
         self, running: Resolved, again: Callable[[], Resolved], log_figures: Callable[[], dict[str, Any]] = dict
     ) -> None:
-        """`again` reads the settings anew, for a reload."""
+        """`again` reads the settings again, for a reload."""
         config = self.config = running.config
         self.log_figures = log_figures
         self._health_log = HealthLog()

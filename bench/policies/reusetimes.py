@@ -56,7 +56,7 @@ class ReuseTimes(Predictor):
         super()._observe(sampled, context, found)
 
     def _refresh(self) -> Iterator[bool]:
-        """Fit all categories anew, in place of the hazards."""
+        """Fit all categories again, in place of the hazards."""
         self._plan_refresh()
         if self._reused.sum() > EVENTS_KEPT:
             self._reused *= 0.5

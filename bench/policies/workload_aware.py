@@ -18,7 +18,7 @@ from tiercache.daemon.index.policy import NO_ENTRY, Touch
 from tiercache.daemon.policies.lru import LeafLRU
 
 LIFETIME_EVICTIONS = 256
-"""The expected lifetime is estimated anew after so many evictions."""
+"""The expected lifetime is estimated again after so many evictions."""
 LIFETIME_MOST = 1e6
 
 

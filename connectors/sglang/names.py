@@ -194,7 +194,7 @@ class PageNames:
             "config": {**config.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""},
             "options": [str(getattr(arguments, name, None)) for name in OPTIONS],
             "platform": [str(torch.version.cuda is not None), str(torch.version.hip is not None)],
-            # SGLang puts 30 bits of a hash in the place of an image: enough for one engine, not for all for ever.
+            # SGLang puts 30 bits of a hash in the place of an image: enough for one engine, not for all forever.
             "engine": self._engine if config.is_multimodal and self._settings.media_ids == "engine" else "",
         }
         if states != [*map(states_of, paths)]:

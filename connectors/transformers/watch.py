@@ -9,8 +9,8 @@ Everything that can change is checked where it cannot be bypassed:
 - the config: the kind of attention, RoPE;
 - training mode, and autocast: under these a call goes without the cache.
 
-Weights that have changed are hashed anew. A change that no name covers, such as other code or weights that a `model_id`
-named, gets a name that no other process has.
+Weights that have changed are hashed again. A change that no name covers, such as other code or weights that a
+`model_id` named, gets a name that no other process has.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ModelWatch:
 
     @whole
     def weights_changed(self, model_id: str = "") -> None:
-        """Discard earlier snapshots and name the model anew.
+        """Discard earlier snapshots and name the model again.
 
         Without `model_id` the name is one that no other process has: the change need not be visible to any check.
         """

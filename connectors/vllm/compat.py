@@ -102,7 +102,7 @@ def ended_by_output(request: Any) -> bool:
 def block_tables(kv_cache_manager: Any) -> list[Mapping[str, Sequence[Any]]]:
     """For each KV cache group the blocks of each request, live.
 
-    `KVConnectorBlockState` collects all blocks of a request anew whenever a few are wanted.
+    `KVConnectorBlockState` collects all blocks of a request again whenever a few are wanted.
     """
     return [manager.req_to_blocks for manager in kv_cache_manager.coordinator.single_type_managers]
 

@@ -5,7 +5,7 @@
 
 One thread makes the lookups and releases in order. While the daemon is slow with each lookup, a request waits for its
 turn no longer than for one answer, and then goes without the cache. While the lookups are quick it waits longer, but
-not for ever: very many may be before it.
+not forever: very many may be before it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
         hints: of requests that have ended.
         idle: the step computes nothing.
         moves: by rank, how often its weights have changed, as known to the names in these orders.
-        renamed: all names are given anew with these orders, for the present weights.
+        renamed: all names are given again with these orders, for the present weights.
         known: the scheduler's half has the forms of all ranks' blocks.
     """
 

@@ -69,7 +69,7 @@ class Weights:
     def look(self, adopt: bool = False) -> Callable[[], bool]:
         """Look at the weights: the returned function tells, in any thread, whether blocks are named by them.
 
-        With `adopt` they are from here on: all names have been given anew.
+        With `adopt` they are from here on: all names have been given again.
         """
         look = Look(self._sample.take(self._tensors()))
         if adopt:

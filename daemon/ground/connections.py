@@ -125,7 +125,7 @@ class Connections:
         return peer.family != socket.AF_UNIX and str(name[1]) == where.rpartition(":")[2]
 
     def close(self) -> None:
-        """Stop counting. Unblocks ZeroMQ's thread, which would otherwise wait for us to read for ever."""
+        """Stop counting. Unblocks ZeroMQ's thread, which would otherwise wait for us to read forever."""
         for _ in range(_MOST_AT_END):
             if not self._see():
                 break

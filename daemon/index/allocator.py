@@ -1,7 +1,7 @@
 """Arena allocator: regions, each split in frames of one size class, and the owners of the frames.
 
 A frame's number is `region_id << 48 | byte offset`, as on the wire. Size classes come from the namespaces. A region
-belongs to one class as long as one of its frames is in use, and can be split anew when all are free. `holders` are
+belongs to one class as long as one of its frames is in use, and can be split again when all are free. `holders` are
 apart from owners: a frame given back while something outside (a ZeroMQ send, a write to a disk) still reads it becomes
 free only when that has ended.
 """
@@ -76,7 +76,7 @@ class SizeClass:
 
 
 class Allocator:
-    """Frames of the arena. Event loop only; O(1) except for splitting a region anew.
+    """Frames of the arena. Event loop only; O(1) except for splitting a region again.
 
     A frame counts for its account from `take` until it is free, whatever becomes of its block meanwhile: being written,
     evicted while something still reads it, dropped but not yet unlinked. Account 0 means no account and is not counted.

@@ -120,7 +120,7 @@ class FrameCheck:
         for size_class, region in self._regions:
             for first in range(0, region.frames, _AT_ONCE):
                 if region.seen is None:
-                    break  # the region was emptied and is split anew
+                    break  # the region was emptied and is split again
                 notes, lost = region.seen[first : first + _AT_ONCE], 0
                 for number in range(first, first + len(notes)) if notes.count(UNSEEN) else ():
                     frame = region.region_id << REGION_SHIFT | number * size_class.frame_bytes

@@ -4,7 +4,7 @@ A match ends at some block; the chain up to there is a *path*. Paths are counted
 many, the rarest add their count to the node where they branch off, so that a thousand conversations below one system
 prompt become one path, that prompt, with a thousand hits (hierarchical heavy hitters, after Cormode, Korn,
 Muthukrishnan and Srivastava, VLDB 2003). Hits are halved every ten minutes, so last week's hot paths do not stay hot
-for ever.
+forever.
 
 A key is all one needs to ask the cache, so keys are never shown: a path is named by the first four bytes of its last
 key, enough to tell paths apart. Tokens and KV never come here.

@@ -279,7 +279,7 @@ class Service:
         return m.Error(request_id, self._generation, refusal.code, text)
 
     def _failed(self, request_id: int) -> m.Error:
-        """Answer after a bug of ours, so that no client waits for ever."""
+        """Answer after a bug of ours, so that no client waits forever."""
         self._counters.requests_failed += 1
         text = "the daemon failed at this request; its log says where"
         return m.Error(request_id, self._generation, ErrorCode.INTERNAL.value, text)

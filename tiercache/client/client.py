@@ -41,7 +41,7 @@ class Client:
     """A client of one daemon, for as long as the process likes. Thread-safe. Close it when done.
 
     One that is dropped without `close` is closed in the background when Python collects it.
-    After a fork the child's copy is unusable and says so; connect anew there.
+    After a fork the child's copy is unusable and says so; connect again there.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def chart_settings() -> dict[str, Any]:
 
 
 def written_into(text: str) -> str:
-    """The chart's schema with its settings part generated anew."""
+    """The chart's schema with its settings part generated again."""
     schema = json.loads(text)
     schema["properties"]["settings"] = chart_settings()
     for path, key in (

@@ -233,7 +233,7 @@ class AsyncEngine:
             stream.fail(reason)
 
     def _watch(self) -> None:
-        """Checks now and then, so that no caller waits for ever. The thread aborts requests in progress when it can."""
+        """Checks now and then, so that no caller waits forever. The thread aborts requests in progress when it can."""
         if (stall := self.stall) is not None:
             failed = [stream for stream in self._streams if stream.fail(stall)]
             if failed:

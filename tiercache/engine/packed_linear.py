@@ -1,7 +1,7 @@
 """Linear layers in oneDNN's layout, on CPUs.
 
 torch gives float32 products to MKL, which takes twice as long on processors other than Intel's, and packs the weights
-anew for every few rows of a decode step. With weights packed once, by oneDNN, a product of 8 rows takes 0.4 of the
+again for every few rows of a decode step. With weights packed once, by oneDNN, a product of 8 rows takes 0.4 of the
 time, one of 512 rows half (AMD EPYC, one thread). bfloat16 goes to oneDNN anyway.
 """
 

@@ -180,7 +180,7 @@ class Sequence:
             self._hash_spans()
 
     def drop_lost_keys(self) -> None:
-        """After a preemption: drop the keys of blocks that were not found again and are computed anew."""
+        """After a preemption: drop the keys of blocks that were not found again and are computed again."""
         kept = max(self.full_blocks, self.last_edge // self._settings.block_size)
         if self._settings.exact and len(self.chain) > kept:
             end = kept * self._settings.block_size

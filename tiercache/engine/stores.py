@@ -108,7 +108,7 @@ class Stores:
         counters.stored += stored
         counters.present += present
         counters.not_stored += count - stored - present
-        # With write-back a block has one chance: else blocks that the cache refuses would fill the pool for ever.
+        # With write-back a block has one chance: else blocks that the cache refuses would fill the pool forever.
         kept = count if store.sequence is None else stored + present
         self._blocks.mark_stored(store.block_ids[:kept])
         sequence = store.sequence

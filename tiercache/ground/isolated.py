@@ -2,7 +2,7 @@
 
 `python -m` looks for modules in the current directory first, which may be a folder that others can write to, such as
 /tmp. `python_command` runs this very file instead, which removes its own folder from the path, adds that of the package
-if nothing else does (a checkout), and then runs the module as `-m` would. PYTHONPATH counts as ever, unless the parent
+if nothing else does (a checkout), and then runs the module as `-m` would. PYTHONPATH still applies, unless the parent
 ignores it. `-P` would do the same from Python 3.11 on; this works for all versions. `quick_command` is for processes
 that are missed until they run.
 

@@ -14,7 +14,7 @@ class Hint:
     """A hint about a chain of blocks: advice, not an order.
 
     It is about the blocks at the end of the chain that no other chain shares. What it leaves unsaid keeps its earlier
-    value. Leases, pins and quotas take precedence over hints, and every block may be lost at any time as ever.
+    value. Leases, pins and quotas take precedence over hints, and every block may be lost at any time, as always.
 
         Hint(done=True)               # this session is over: its blocks go next
         Hint(return_in_s=40)          # a tool runs for about this time: keep them until then, and have them in DRAM

@@ -53,7 +53,7 @@ Service = ModelService
 
 
 class _Accepted(NamedTuple):
-    """A request that the engine has; its texts are let go."""
+    """A request that the engine has; its texts have been freed."""
 
     stream: Stream
     usage: Usage

@@ -86,7 +86,7 @@ class Cipher:
         self._aead(whose).encrypt_into(nonce, plain, whose, out[_NONCE_BYTES:])
 
     def open(self, stored: memoryview, whose: bytes, out: memoryview) -> None:
-        """Write the plain bytes into `out`, which has their length. Raises CipherError, leaving rubbish in `out`."""
+        """Write the plain bytes into `out`, which has their length. CipherError leaves undefined bytes in `out`."""
         if len(stored) != len(out) + OVERHEAD_BYTES:
             raise CipherError(f"{len(stored)} stored bytes for {len(out)}")
         try:

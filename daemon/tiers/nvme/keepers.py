@@ -53,7 +53,7 @@ class Keepers:
 
     @property
     def may_write(self) -> bool:
-        """True if blocks may be written: a chain in a directory not yet open must not begin anew in another one."""
+        """True if blocks may be written: a chain in a directory not yet open must not begin again in another one."""
         return all(keeper.tried.is_set() for keeper in self._keepers) or self._clock_s() >= self._writing_from_s
 
     def closed(self) -> list[tuple[Path, bool]]:
@@ -85,4 +85,4 @@ async def close_shelves(
 
 def _tell_bug(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a directory is not seen to any more", exc_info=error)
+        log.error("a directory is no longer monitored: its keeper has crashed", exc_info=error)

@@ -54,7 +54,7 @@ def open_directory(
 ) -> tuple[Directory, Catalog, CatalogState]:
     """Open a directory; `before`: where it was earlier in this life. Blocks as the disk does.
 
-    Raises ConfigError for what waiting cannot mend, and DirectoryUnavailable for what may pass.
+    Raises ConfigError for what waiting cannot solve, and DirectoryUnavailable for what may pass.
     """
     cap_bytes = plan.cap_bytes
     fitted = fitted_segment_bytes(cap_bytes, plan.segment_bytes)

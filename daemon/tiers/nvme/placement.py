@@ -127,7 +127,7 @@ class ShelfPlacement:
             shelf = going(before) or (self.home(namespace, key, holders) if holders else None)
         if shelf is not None and shelf.works:
             return shelf
-        # Rows still being loaded may tell: waiting for them is better than starting anew elsewhere.
+        # Rows still being loaded may tell: waiting for them is better than starting again elsewhere.
         loading = next((one for one in self.shelves if one.loading and one.works), None)
         return loading or self.home(namespace, before or key)
 

@@ -36,7 +36,7 @@ class Runner(Protocol):
         """
 
     async def blocking(self, name: str, call: Callable[[], T]) -> T:
-        """The result of a call that may block for ever, which holds up nothing else; `name` is for people."""
+        """The result of a call that may block forever, which holds up nothing else; `name` is for people."""
 
 
 class Threads:

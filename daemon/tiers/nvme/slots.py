@@ -239,7 +239,7 @@ class Slots:
 
     # A size without slots, or whose coldest block is much younger than another size's, gets a segment of that size. The
     # segment hands out no more slots, its blocks are dropped in slices, and once the last slot is back it can be
-    # divided anew.
+    # divided again.
 
     def _consider_emptying(self, size_class: SizeClass, policy: Policy | None) -> None:
         if self._emptying is not None:

@@ -22,10 +22,10 @@ NO_CLAIM_S = 1.0
 KNOWN_S = 300.0
 """How long a block that this host stored or fetched counts as there, and is not sent again."""
 UNFETCHABLE_S = 10.0
-"""How long a block that was claimed and could not be fetched is not claimed again: else a client asks for ever."""
+"""How long a block that was claimed and could not be fetched is not claimed again: else a client asks forever."""
 REPLACE_S = 600.0
 """How long the next store of a block overwrites a value that proved to be another one: computing it may take minutes,
-and a prompt that is asked for again and again would keep it there for ever."""
+and a prompt that is asked for again and again would keep it there forever."""
 MAX_CLAIMS = 4096
 MAX_IN_WINDOWS = 262_144
 """Blocks of windows that all claims name together."""
@@ -60,7 +60,7 @@ class Presence:
     """Claims by prompt, values that the store said it has, blocks known to be there, and blocks that could not be
     fetched or are to be replaced.
 
-    Each namespace has a *generation*, which begins anew when its names have changed: what was found under an earlier
+    Each namespace has a *generation*, which begins again when its names have changed: what was found under an earlier
     one is not true any more.
     """
 

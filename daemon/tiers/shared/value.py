@@ -74,8 +74,8 @@ class ValueForm:
         """Prove a value and write its block to `frame`, which may be where `body` begins.
 
         Returns OK; OTHER_VERSION for a header that begins as one of another release; or CORRUPT. Unless it is OK,
-        `frame` holds rubbish. Sealed and plain values have different names, so a value of one kind under a name of the
-        other was forged.
+        `frame` holds undefined bytes. Sealed and plain values have different names, so a value of one kind under a
+        name of the other was forged.
         """
         if header[: len(MAGIC)] == MAGIC and header[len(MAGIC)] != VERSION:
             return FetchOutcome.OTHER_VERSION

@@ -1,4 +1,4 @@
-"""What codecs save on KV blocks and what they cost: the blocks, given or made up, and the measurement.
+"""What codecs save on KV blocks and what they cost: the blocks, given or synthetic, and the measurement.
 
 A codec pays when a block takes less time with it than without:
 

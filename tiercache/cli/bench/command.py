@@ -91,8 +91,8 @@ def bench_codec(
         blocks, source = blocks_of(files, size), ", ".join(map(str, files))
     else:
         if dtype != "bfloat16":
-            raise ConfigError(f"--dtype = {dtype}: blocks are only made up in bfloat16: give --file, or leave it out")
-        blocks, source = made_up_blocks(size), "made up: normal values, a scale for each channel, as bfloat16"
+            raise ConfigError(f"--dtype = {dtype}: synthetic blocks are in bfloat16: give --file, or leave it out")
+        blocks, source = made_up_blocks(size), "synthetic: normal values, a scale for each channel, as bfloat16"
     figures, missing = measure(element, blocks)
     disk = None if directory is None else measure_disk(directory)
     found = _Measured(source, dtype, len(blocks), len(blocks[0]), figures, missing, disk)

@@ -44,7 +44,7 @@ class LintFinding:
 
     @property
     def cause(self) -> tuple[str, str, str]:
-        """The same for prompts that one change would mend."""
+        """The same for prompts that one change would fix."""
         return self.kind, self.prompt.part_at(self.position).name, self.what if self.kind == "tools" else ""
 
     @property

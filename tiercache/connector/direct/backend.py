@@ -4,7 +4,7 @@
     HostBackend     host memory, by direct I/O; fails on request. For pools on a CPU, and for tests
 
 kvikio is imported when the first KvikioBackend is made, never before: opened where GPUDirect does not work it can spin
-for ever, which is why `tiercache.connector.direct.probe` tries it in another process first.
+forever, which is why `tiercache.connector.direct.probe` tries it in another process first.
 """
 
 from __future__ import annotations

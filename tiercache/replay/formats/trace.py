@@ -53,7 +53,7 @@ class Format(Protocol):
 
 
 class Trace:
-    """A file of requests. Each iteration reads it anew; memory holds a window of it."""
+    """A file of requests. Each iteration reads it again; memory holds a window of it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reads, checks and mends the catalog of a closed directory, without the daemon that owns it."""
+"""Reads, checks and repairs the catalog of a closed directory, without the daemon that owns it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def is_empty(directory: Path) -> bool:
         return size_of(path) == 0
 
 
-def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequence: int) -> None:
+def repair(directory: Path, places: Sequence[int], segments: Sequence[int], sequence: int) -> None:
     """Delete rows and entries of segments (with their rows) from a closed database; durable on return.
 
     `sequence`: lower limit for the count of insertions. Blocks; raises CatalogUnavailable.
@@ -75,7 +75,7 @@ def mend(directory: Path, places: Sequence[int], segments: Sequence[int], sequen
             db.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'sequence'", (sequence,))
             db.execute("COMMIT")
     except SQLITE_ERRORS as error:
-        raise CatalogUnavailable(f"{path} cannot be mended: {error}") from error
+        raise CatalogUnavailable(f"{path} cannot be repaired: {error}") from error
 
 
 def set_aside(directory: Path) -> Path | None:

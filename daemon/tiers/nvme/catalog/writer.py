@@ -176,7 +176,7 @@ class Writer:
     def suspect(self, error: Exception) -> None:
         """Have the next start set the database aside: the fault that SQLite found may not show at open."""
         if not marker_of(self._path).exists():
-            log.error("%s is damaged and will be made anew at the next start: %s", self._path, error)
+            log.error("%s is damaged and will be recreated at the next start: %s", self._path, error)
             with suppress(OSError):  # then the next life finds the same fault
                 marker_of(self._path).touch()
 

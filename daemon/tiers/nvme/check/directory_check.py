@@ -28,8 +28,8 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import (
     check_database,
     check_rows,
     is_empty,
-    mend,
     read_state,
+    repair,
     set_aside,
 )
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
@@ -492,7 +492,7 @@ class _Check:
                     (self.path / "segments" / name).unlink()
             return
         gone = [*self._damaged, *self._chains.lost()]
-        mend(self.path, gone, self._tables.lost_segments, self._tables.sequence)
+        repair(self.path, gone, self._tables.lost_segments, self._tables.sequence)
         self.report.deleted_rows = len(gone)
         for number in self._tables.lost_segments:
             if self._files.get(number, self._geometry.segment_bytes) != self._geometry.segment_bytes:

@@ -5,7 +5,7 @@
 
 The thread waits in one place only, for the eventfd: the kernel writes to it for each transfer that has ended, and the
 loop when there is new work. io_submit may also block, on a file system that allocates or is frozen. Whatever is in the
-kernel's hands (iocbs, buffers, the context itself) stays where it is until the kernel has let go of it, even if `stop`
+kernel's hands (iocbs, buffers, the context itself) stays where it is until the kernel has released it, even if `stop`
 has given up: then the thread waits on, touches no frame any more, and ends with the last transfer.
 """
 
@@ -292,7 +292,7 @@ class AioCarrier:
         del self._unsent[:taken]
 
     def _arrived(self, found: list[tuple[int, int]]) -> None:
-        """Note what the kernel has let go of."""
+        """Note what the kernel has released."""
         now_ns = time.perf_counter_ns()
         for place, _ in found:
             flight = self._flights[place]

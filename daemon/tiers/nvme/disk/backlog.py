@@ -2,8 +2,8 @@
 
     submit ─► [LOAD] [PREFETCH] [WRITE] ─► take: a run, which has one of `width` places ─► finish
 
-Loads come before prefetches, these before writes, and writes leave a share of the places free: a load that arrives amid
-them begins at once. Blocks in adjoining slots come as one run, which is one system call.
+Loads come before prefetches, these before writes, and writes leave a share of the places free: a load that arrives
+between them begins at once. Blocks in adjoining slots come as one run, which is one system call.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Carrier(Protocol):
 def why_threads(nvme_io: str, nvme_codec: str, beside_loop: bool) -> str:
     """Why the settings want threads, in words; empty when they want AIO where it works.
 
-    beside_loop: in the process of the event loop. A thread that lets go of the interpreter's lock of a busy loop waits
+    beside_loop: in the process of the event loop. A thread that releases the interpreter's lock of a busy loop waits
     for it again, some milliseconds each time: of eight threads seven wait meanwhile for the disk, and of one none.
     """
     if nvme_io == "threads":

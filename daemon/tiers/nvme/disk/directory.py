@@ -161,7 +161,7 @@ class Directory:
     def open(self) -> None:
         """Take the lock, check the contents, open the segments.
 
-        Raises ConfigError, in one line, for what waiting cannot mend: it is no directory, it is shared by all users
+        Raises ConfigError, in one line, for what waiting cannot solve: it is no directory, it is shared by all users
         (such as /tmp), another daemon has it, a newer version has made it. Raises DirectoryUnavailable for what may
         pass.
         """

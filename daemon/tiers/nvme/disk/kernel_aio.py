@@ -30,7 +30,7 @@ TOGETHER_NS = 200_000
 _releasing = ctypes.CDLL(None, use_errno=True).syscall
 _releasing.restype = ctypes.c_long
 _holding = ctypes.PyDLL(None, use_errno=True).syscall
-"""Does not let go of the interpreter's lock: for calls that never block, whose lock might take milliseconds to get."""
+"""Does not release the interpreter's lock: for calls that never block, whose lock might take milliseconds to get."""
 _holding.restype = ctypes.c_long
 
 _open: set[AioContext] = set()

@@ -42,7 +42,7 @@ _POLL_S = 0.02
 def take_lock(path: Path, daemon_pid: int = 0) -> int:
     """Lock a directory until the descriptor is closed; `daemon_pid`: if this is a worker process, its daemon's.
 
-    Blocks for `PATIENCE_S` at most, if the lock is about to be let go. Raises LockedBy and OSError.
+    Blocks for `PATIENCE_S` at most, if the lock is about to be released. Raises LockedBy and OSError.
     """
     began_s = time.monotonic()
     while True:

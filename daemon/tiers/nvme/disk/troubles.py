@@ -16,7 +16,7 @@ _REMEDIES = {
     errno.EACCES: "let user {uid} read and write there (chown)",
     errno.EPERM: "see whether it is immutable (lsattr), let user {uid} write there; " + _SECCOMP,
     errno.ENOSYS: _SECCOMP,
-    errno.EROFS: "its file system is mounted read-only: see dmesg, mend it, mount it again",
+    errno.EROFS: "its file system is mounted read-only: see dmesg, repair it, mount it again",
     errno.EIO: "see dmesg and the health of the disk",
     errno.ENOSPC: "make room on its file system",
     errno.EDQUOT: "make room, or raise the disk quota of user {uid}",

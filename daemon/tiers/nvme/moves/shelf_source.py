@@ -35,7 +35,7 @@ class _Read(ReadOp):
 
 class Unreadable:
     """Blocks that a disk failed to read, once. At the second failure a block is dropped: else it would be found, and
-    missed, for ever."""
+    missed, forever."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, bytes], None] = {}

@@ -53,7 +53,7 @@ def _start(name: str, run: Callable[[], None]) -> None:
 
 
 def _end_process(failed: threading.ExceptHookArgs) -> None:
-    """A thread has failed, of this module or of a part: without it the daemon would wait for answers for ever."""
+    """A thread has failed, of this module or of a part: without it the daemon would wait for answers forever."""
     if not issubclass(failed.exc_type, (BrokenPipeError, ConnectionResetError)):  # the daemon has gone, or given us up
         error = failed.exc_value or failed.exc_type()
         name = "?" if failed.thread is None else failed.thread.name

@@ -62,7 +62,7 @@ class Opened(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """It cannot be opened: `setting` says whether waiting cannot mend it (ConfigError)."""
+    """It cannot be opened: `setting` says whether waiting cannot solve it (ConfigError)."""
 
     setting: bool
     text: str

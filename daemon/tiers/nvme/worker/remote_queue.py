@@ -39,7 +39,7 @@ DELIVER_NS = 1_000_000
 CANCELLED_AT_ONCE = 256
 """Blocks that are passed to their `done` in one turn of the loop where many are cancelled together."""
 MAX_TRIES = 5
-"""Processes that may end with a write: one that makes them end would do so for ever."""
+"""Processes that may end with a write: one that makes them end would do so forever."""
 NO_FRAME = -1
 
 

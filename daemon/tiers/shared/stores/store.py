@@ -70,8 +70,8 @@ class Get:
     """One value to read; if it is `ranged`, as many bytes of it as fit, from byte `offset` on.
 
     The first bytes go to `head`, the following ones to `body`; both are writable and contiguous. The value may fill
-    `body` only in part: `body_bytes` says how much of it. Where `fate` is not DONE, both hold rubbish. A `ttl_s` renews
-    the lifetime of the value, where the store can do that in the same step; 0 leaves it.
+    `body` only in part: `body_bytes` says how much of it. Unless `fate` is DONE, both hold undefined bytes. A `ttl_s`
+    renews the lifetime of the value, where the store can do that in the same step; 0 leaves it.
     """
 
     name: bytes
@@ -137,7 +137,7 @@ class Connection(Protocol):
         """Write values, and read the notes before. Sets `fate` of each."""
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
-        """Delete values and notes; those that are not there are none the worse."""
+        """Delete values and notes. Missing names are ignored."""
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
         """Replace a note. With `only_if_missing`, an existing note stays. Returns the note as it then is.
@@ -170,4 +170,4 @@ class SharedStore(Protocol):
         """A new connection, not yet open."""
 
     def close(self) -> None:
-        """The daemon ends: let go what its connections have shared. Does not wait for calls under way."""
+        """The daemon ends: release what its connections have shared. Does not wait for calls under way."""

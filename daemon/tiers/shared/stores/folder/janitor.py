@@ -1,8 +1,8 @@
 """Removes values that are old or too much, and files that were never finished. One host at a time does this.
 
 A pass looks at every value once, in slices. It removes what is older than `ttl`, and counts the rest by age. If that is
-more than `size`, the counts say how old a value must be to go, and the next pass removes those while it counts anew. So
-a pass needs no list of files, and the oldest go first, to within a minute. What cannot be removed stays and counts, so
+more than `size`, the counts say how old a value must be to go, and the next pass removes those while it counts again.
+So a pass needs no list of files, and the oldest go first, to within a minute. What cannot be removed stays and counts:
 others go in its place, and `health` names it. A damaged file or folder does not end a pass.
 """
 

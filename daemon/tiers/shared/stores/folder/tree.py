@@ -2,7 +2,7 @@
 
 Who can write to the shared folder may put anything there. A link in the place of a folder of ours would have us write,
 or have the janitor delete, elsewhere: so each folder below the configured one is opened by itself and never through a
-link, and files are reached by its descriptor. Each call opens them anew, since they may have been removed, or another
+link, and files are reached by its descriptor. Each call opens them again, since they may have been removed, or another
 file system mounted, meanwhile.
 """
 

@@ -32,7 +32,7 @@ class LineLost(Exception):
 class WorkerLine:
     """One worker. A line on which a call was late is given up for good (`StoreSupervisor.give_up`).
 
-    The worker may write to the buffer at any time, so what is copied out of it may be rubbish, as from any store.
+    The worker may write to the buffer at any time, so what is copied out of it may be any bytes, as from any store.
     """
 
     def __init__(self, end: socket.socket) -> None:

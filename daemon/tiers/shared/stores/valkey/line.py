@@ -60,7 +60,7 @@ class ValkeyLine:
         self._crlf = bytearray(2)
         self._heard = False
         """True if it has ever answered."""
-        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # 0: for ever
+        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # 0: forever
 
     # --- opening and closing ---
 

@@ -46,7 +46,7 @@ _TEXTS = (
 
 _REMEDIES = {
     StoreProblem.FULL: "give it more maxmemory, or a maxmemory-policy that evicts (volatile-ttl)",
-    StoreProblem.READ_ONLY: "name its primary, or mend what keeps it from writing",
+    StoreProblem.READ_ONLY: "name its primary, or repair what keeps it from writing",
     StoreProblem.DENIED: "check user and password in the store's URL, and what that user may do",
 }
 
