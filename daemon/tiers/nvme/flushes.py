@@ -188,6 +188,8 @@ class Flushes:
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         if last != here and was_used and not is_known:  # meanwhile nothing was kept for it
+            for _, _, flush in kept:
+                flush.noted(False)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._of_this_life]
         self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
         self._go_on(shelf)

@@ -92,6 +92,16 @@ def test_a_disk_that_was_never_seen_is_told_also_where_another_took_its_flush() 
     assert opened(flushes, B, "never seen").flushed == [("n", b"k")]
 
 
+def test_a_flush_kept_for_a_disk_is_answered_when_one_that_was_never_seen_is_in_its_place() -> None:
+    every: Any = ["n"]
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
+    gone(flushes, opened(flushes, B, "other"))
+    opened(flushes, A, "other")
+    flushes.begin(every, b"", lambda _, durable: answers.append(durable), [], lambda: [(B, False)], named=True).end()
+    assert opened(flushes, B, "never seen").flushed == [("n", b"")]
+    assert answers == [False]
+
+
 def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_flushes, "TOLD_AT_ONCE", 2)
     every: Any = ["n", "m", "o"]
