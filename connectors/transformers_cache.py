@@ -227,7 +227,7 @@ class PrefixCache:
         Args:
             cache: what `restore` returned, after `generate` or `forward` has filled it.
             tokens: [row, token], at least as many as the cache holds.
-            attention_mask: that of the prompt; tokens after it are no padding.
+            attention_mask: that of the prompt; tokens after it are not padding.
             hint: what is known of the further use of these tokens.
 
         Blocks until the copies have ended. A failure is 0.

@@ -7,7 +7,7 @@
     Ahead    prefetches for clients that said when they return
     Cache    hints, flush, deferred work, expiry, lost sessions, checks
 
-It is no door to the parts. Each class that answers requests, and each move between the tiers, is given those that it
+It is not a door to the parts. Each class that answers requests, and each move between the tiers, is given those that it
 uses; statistics and inspection read them. There are no sockets, threads or real time here: the clock is a parameter, so
 tests use a fake one.
 """

@@ -84,7 +84,7 @@ class BlockFormat:
 
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
-            raise ValueError(f"{self.name!r} is no KV format: take one of {', '.join(FORMATS)}")
+            raise ValueError(f"{self.name!r} is not a KV format: take one of {', '.join(FORMATS)}")
         if self.name == "int4" and self.head_dim % 2:
             raise ValueError(f"int4 needs an even head_dim, not {self.head_dim}: take int8")
 

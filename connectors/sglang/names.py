@@ -204,9 +204,9 @@ class PageNames:
     # --- keys ------------------------------------------------------------------------------------
 
     def keys(self, root: bytes, hashes: Sequence[str]) -> bytes:
-        """The keys of pages by SGLang's hashes of these. Raises ValueError for what is no such hash.
+        """The keys of pages by SGLang's hashes of these. Raises ValueError for what is not such a hash.
 
-        A hash names a prefix for all models; with the root it does so for one. Where the root is no secret the hash is
+        A hash names a prefix for all models; with the root it does so for one. Where the root is not secret the hash is
         cut and combined with it: 1024 keys take 50 us. With a salt only a keyed hash hides it; that takes 700 us.
         """
         packed = bytes.fromhex("".join(hashes))

@@ -38,7 +38,7 @@ class HostPool(NamedTuple):
         places = indices.cpu().numpy().reshape(keys, self.page_size)
         first = places[:, 0]
         if (first % self.page_size).any() or (places[:, -1] - first != self.page_size - 1).any():
-            raise LayoutError("these places are no whole pages")
+            raise LayoutError("these places are not whole pages")
         if len(set(first.tolist())) != keys:
             raise LayoutError("two pages are in one place")
         pages: npt.NDArray[np.int64] = first // self.page_size
@@ -48,7 +48,7 @@ class HostPool(NamedTuple):
 def pool_of(name: str, host: Any) -> Pool:
     """The pages of a host pool. Raises ModelRefused for one that has no fixed places for them."""
     if (pages := getattr(host, "page_num", 0)) < 1:
-        raise ModelRefused(f"SGLang's {name} pool is no memory of its own: such models are not served")
+        raise ModelRefused(f"SGLang's {name} pool is not memory of its own: such models are not served")
     probes = list(dict.fromkeys((0, min(1, pages - 1), pages - 1)))
     indices = torch.cat([torch.arange(page * host.page_size, (page + 1) * host.page_size) for page in probes])
     try:

@@ -39,7 +39,7 @@ SERVED_SETTINGS: dict[str, Any] = {
 }
 """Settings of a call that is served, whatever the model's defaults are; this version of transformers may lack some."""
 AHEAD = (True, "all")
-"""Values of `use_bidirectional_attention` with which texts are no sequences."""
+"""Values of `use_bidirectional_attention` with which texts are not sequences."""
 SAME = 0.02
 """The relative difference allowed between the same numbers computed among others, of any type."""
 

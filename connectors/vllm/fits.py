@@ -26,7 +26,7 @@ from .log import join_vllm
 
 PROBE_TIMEOUT_S = 10.0
 OWN = {"check_integrity", "unregister_kv_caches"}
-"""Public methods of our classes that are no hooks of vLLM, or not of all tested versions."""
+"""Public methods of our classes that are not hooks of vLLM, or not of all tested versions."""
 CALLED = {
     "v1.kv_cache_interface": {
         "group_kernel_blocks": 2,

@@ -99,7 +99,7 @@ def models_of(runner: Any) -> list[torch.nn.Module]:
 
 
 def unwrapped(model: Any) -> torch.nn.Module | None:
-    """A model without vLLM's wrappers for CUDA graphs and micro-batches; None where it is no model."""
+    """A model without vLLM's wrappers for CUDA graphs and micro-batches; None where it is not a model."""
     if not isinstance(model, torch.nn.Module) and callable(getattr(model, "unwrap", None)):
         model = model.unwrap()
     return model if isinstance(model, torch.nn.Module) else None

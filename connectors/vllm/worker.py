@@ -48,7 +48,7 @@ class RankWorker:
         rank: int = 0,
     ) -> None:
         self._groups = groups
-        # Blocks at the beginning of a window or before a state are no prefix: a load of them is good or it is not.
+        # Blocks at the beginning of a window or before a state are not a prefix: a load of them is good or it is not.
         self._whole = len(groups) > 1 or any(connector.namespace.window_blocks for connector in groups)
         self._names = names
         self._writers = writers

@@ -257,7 +257,7 @@ class Publisher:
 
 
 def _check_free(path: str) -> None:
-    """Raise OSError if binding would take a path from a socket in use, or remove a file that is no socket."""
+    """Raise OSError if binding would take a path from a socket in use, or remove a file that is not a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

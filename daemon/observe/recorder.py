@@ -110,7 +110,7 @@ class Recorder:
     ) -> None:
         writer, size = self._thread, len(keys)
         if writer.ended or (namespaces and all(one.spec.engine == PROBE_ENGINE for one in namespaces)):
-            return  # a readiness probe is no traffic
+            return  # a readiness probe is not traffic
         if self._queue.qsize() >= MAX_QUEUED or self._put_bytes - writer.taken_bytes + size > MAX_QUEUED_BYTES:
             self.lost += 1
             return

@@ -444,7 +444,7 @@ class WhatIf:
     def _chosen(self, keys: bytes, namespaces: int) -> list[int] | None:
         """Positions of the keys in the sample; lowers the rate from now on if there are too many.
 
-        None where no rate is low enough for one request: the keys are no hashes.
+        None where no rate is low enough for one request: the keys are not hashes.
         """
         shift = self._stack.shift
         positions = chosen(keys, shift)

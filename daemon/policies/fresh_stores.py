@@ -91,7 +91,7 @@ class FreshStores:
         if not self._inside[entry]:
             self.inner.touched(entry, how)
             return
-        # It keeps its place in the queue and is no candidate of the inner policy.
+        # It keeps its place in the queue and is not a candidate of the inner policy.
         columns = self._columns
         place = columns.prev[entry], columns.next[entry]
         columns.prev[entry] = columns.next[entry] = 0

@@ -36,7 +36,7 @@ class Rings:
         """Take an entry out of its bucket."""
         columns = self.columns
         before, after = columns.prev[entry] - 1, columns.next[entry] - 1
-        assert before != NO_ENTRY, "remove() of a block that is no candidate"
+        assert before != NO_ENTRY, "remove() of a block that is not a candidate"
         if after == entry:
             del self.heads[bucket]
         else:

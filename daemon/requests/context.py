@@ -132,7 +132,7 @@ def check_windows(namespaces: Sequence[Namespace], keys: bytes) -> None:
 
 
 def check_run(parent: bytes, keys: bytes) -> None:
-    """Refuse keys that are no run of a chain to store."""
+    """Refuse keys that are not a run of a chain to store."""
     check_keys(keys, m.MAX_RESERVE)
     if len(parent) not in (0, KEY_BYTES):
         raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, or empty")

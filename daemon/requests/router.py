@@ -154,7 +154,7 @@ class Router:
         return False
 
     def _serve_one(self) -> bool:
-        """Serve one request, or skip a part of what is no request, if there is something."""
+        """Serve one request, or skip a part of what is not a request, if there is something."""
         try:
             message = self._messages.receive()
         except zmq.Again:

@@ -398,4 +398,4 @@ def _peer_of(sock: socket.socket, fd: int) -> tuple[int, int]:
             if pid > 0 and shown != pid:
                 raise ValueError(f"the pidfd is of process {shown}, the sender is {pid}: connect again after a fork")
             return int(pid), int(uid)
-    raise ValueError("the descriptor that came with hello is no pidfd")
+    raise ValueError("the descriptor that came with hello is not a pidfd")

@@ -30,7 +30,7 @@ from tiercache.config.daemon_config import load_config
         (["completion", "tcsh"], ["tcsh: there is completion for bash, zsh, fish"]),
         (["top"], ["top needs a terminal: use `tiercache stats --watch`"]),
         (["top", "--sort", "size"], ["--sort size: must be one of: asked, hits, blocks, idle"]),
-        (["keygen", "/dev/null/keys"], ["/dev/null is no directory"]),
+        (["keygen", "/dev/null/keys"], ["/dev/null is not a directory"]),
     ],
     ids=" ".join,
 )

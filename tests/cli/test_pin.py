@@ -88,12 +88,12 @@ def test_a_prefix_is_pinned_by_its_last_key(ask: Run, engine: tiercache.Connecto
     [
         (["unpin"], "give either the KEY"),
         (["unpin", "00" * 16, "--all"], "give either the KEY"),
-        (["pin", "0011"], "is no key of a block"),
+        (["pin", "0011"], "is not a key of a block"),
         (["pin", "00" * 16], "is in no tier"),
         (["pin", "00" * 16, "--ttl", "8d"], "--ttl = 8d: must be more than 0, and at most 7d"),
         (["pin", "00" * 16, "--namespace", "zz"], "--namespace = zz: no such namespace"),
         (["pin", "some words", "--model", "demo"], "--salt is missing"),
-        (["inspect", "a prompt"], "a prompt: is no key (32 hex digits), and a prompt needs --model"),
+        (["inspect", "a prompt"], "a prompt: is not a key (32 hex digits), and a prompt needs --model"),
     ],
 )
 def test_wrong_ones_are_one_line(ask: Run, arguments: list[str], words: str) -> None:

@@ -58,9 +58,9 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(points: Points) -> No
     ("arguments", "words"),
     [
         ([], "--dram says how large the cache is"),
-        (["--dram", "much"], "--dram much: is no size"),
-        (["--dram", "5%", "--nvme", "ax"], "--nvme ax: is no size"),
-        (["--dram", "5%", "--shared", "bx"], "--shared bx: is no size"),
+        (["--dram", "much"], "--dram much: is not a size"),
+        (["--dram", "5%", "--nvme", "ax"], "--nvme ax: is not a size"),
+        (["--dram", "5%", "--shared", "bx"], "--shared bx: is not a size"),
         (["--dram", "5%", "--hosts", "0"], "--hosts 0: must be 1 to"),
         (["--dram", "5%", "--spread", "random"], "--spread random: must be one of: round-robin, prefix"),
         (["--dram", "5%", "--shared-bandwidth", "fast"], "--shared-bandwidth"),
@@ -102,7 +102,7 @@ def test_bad_lines_are_told_or_left_out(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = '{"timestamp": 1, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}'
     path.write_text(f"{line}\n{line}\n{{\n{line}\n")
-    assert_refused(run("replay", path, "--dram", "5%"), f"{path} line 3: is no JSON")
+    assert_refused(run("replay", path, "--dram", "5%"), f"{path} line 3: is not JSON")
     status, out, err = run("replay", path, "--dram", "100%", "--skip-bad", "--json")
     assert (status, "1 lines skipped" in err) == (0, True)
     (found,) = json.loads(out)

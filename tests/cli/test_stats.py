@@ -47,7 +47,7 @@ def test_sections_of_stats(run: Run, daemon: Path) -> None:
     _, out, _ = run("stats", "arena", "summary", "--address", daemon)
     assert re.findall("^# (.*)", out, re.MULTILINE)[:2] == ["summary", "arena"]
     assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
-    assert_refused(run("stats", "arenas", "--address", daemon), "arenas: is no section: there are summary, daemon,")
+    assert_refused(run("stats", "arenas", "--address", daemon), "arenas: is not a section: there are summary, daemon,")
 
 
 def test_watch_prints_a_line_per_interval_until_it_is_interrupted(daemon: Path) -> None:

@@ -92,7 +92,7 @@ def test_only_what_was_changed_is_named(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('quota = "team-a"\n', "is no list of quotas"),
+        ('quota = "team-a"\n', "is not a list of quotas"),
         ('quota = "team-a=3MiB"\nlog_level = "loud"\n', "log_level = loud"),
         ('quota = "team-a=3MiB"\narena_size = "1GiB"\n', "no such setting"),
         ('quota = "team-a=3MiB"\nheadroom = "7MiB"\n', "more than half of arena"),

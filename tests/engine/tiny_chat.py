@@ -36,7 +36,7 @@ def byte_tokenizer() -> Any:
 
 
 def word_tokenizer() -> Any:
-    """Like Llama 2's: words with the space before them, and bytes for what is no word."""
+    """Like Llama 2's: words with the space before them, and bytes for what is not a word."""
     words = ["\u2581the", "\u2581", "the", "\u2581cat", "s", ".", "\u2581\u2581"]
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     tokenizer = Tokenizer(

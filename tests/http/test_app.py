@@ -183,4 +183,4 @@ def test_clients_share_questions_and_each_gets_an_answer_newer_than_its_own() ->
     answers = asyncio.run(clients())
     assert answers[:101] == [{"number": 1}] + [{"number": 2}] * 100
     assert [type(answer) for answer in answers[101:103]] == [HttpError] * 2
-    assert answers[103] == {"number": 4}, "what failed is no answer to the next"
+    assert answers[103] == {"number": 4}, "what failed is not an answer to the next"

@@ -140,7 +140,7 @@ def test_ready_means_a_block_stored_and_loaded(url: str, client: tiercache.Clien
         after = client.stats()
     assert after["counters"]["stored_blocks"] > before["counters"]["stored_blocks"]
     assert after["counters"]["loads_good"] > before["counters"]["loads_good"]
-    assert after["traffic"] == before["traffic"], "health checks are no traffic"
+    assert after["traffic"] == before["traffic"], "health checks are not traffic"
     assert [one["blocks"] for one in after["namespaces"] if one["engine"] == "tiercache/probe"] == [0]
     assert "tiercache/probe" not in request(f"{url}/metrics").text
     classes = before["arena"]["classes"]
@@ -223,10 +223,10 @@ def test_a_slow_client_is_cut(hasty: str) -> None:
     ("arguments", "words"),
     [
         (["--listen", "0.0.0.0:8181"], "listen = 0.0.0.0:8181: other hosts could read the statistics there"),
-        (["--listen", "8181"], "is no host and port: write for example 127.0.0.1:8181"),
-        (["--listen", "::1"], "is no host and port"),
+        (["--listen", "8181"], "is not a host and port: write for example 127.0.0.1:8181"),
+        (["--listen", "::1"], "is not a host and port"),
         (["--listen", "198.51.100.1:8181", "--allow-remote"], "198.51.100.1:8181 cannot be listened on"),
-        (["--hosts", "cache:8181"], "is no host: write names without port"),
+        (["--hosts", "cache:8181"], "is not a host: write names without port"),
         (["--request-timeout", "0s"], "must be more than 0"),
         (["--request-timeout", "soon"], "request_timeout: 'soon' is not understood"),
     ],

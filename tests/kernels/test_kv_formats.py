@@ -77,7 +77,7 @@ def test_every_fp8_code_is_read_as_torch_reads_it(name: str) -> None:
 def test_a_format_that_does_not_fit_says_so() -> None:
     with pytest.raises(ValueError, match="int4 needs an even head_dim, not 5"):
         BlockFormat("int4", 16, 2, 5)
-    with pytest.raises(ValueError, match="'int3' is no KV format: take one of fp8_e4m3"):
+    with pytest.raises(ValueError, match="'int3' is not a KV format: take one of fp8_e4m3"):
         BlockFormat("int3", 16, 2, 4)
 
 

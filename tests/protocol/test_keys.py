@@ -1,4 +1,4 @@
-"""What is no token id and no key is refused, not rounded: other tokens' blocks would be found."""
+"""What is not a token id and no key is refused, not rounded: other tokens' blocks would be found."""
 
 from __future__ import annotations
 

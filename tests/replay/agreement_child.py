@@ -19,5 +19,5 @@ if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
         seconds = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
     clock.time = SimpleNamespace(monotonic=lambda: struct.unpack("d", seconds[:8])[0])  # type: ignore[assignment]
-    clock.STALL_S = math.inf  # steps are no stalls
+    clock.STALL_S = math.inf  # steps are not stalls
     sys.exit(main(sys.argv[2:]))

@@ -171,7 +171,7 @@ def test_a_model_that_is_not_there_is_said_before_torch_is_loaded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tiercache.serve.server", None)
     assert main(["serve", str(tmp_path / "model")]) == 2
-    assert "model is no folder: give that of a Hugging Face model" in capsys.readouterr().err
+    assert "model is not a folder: give that of a Hugging Face model" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

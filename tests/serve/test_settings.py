@@ -12,7 +12,7 @@ from tiercache.errors import ConfigError
 from tiercache.serve.settings import ServeSettings
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": Path("/nonexistent")}, "is no folder"),
+    ({"model": Path("/nonexistent")}, "is not a folder"),
     ({"port": -1}, r"port is -1: must be 0 \(any\) to 65535"),
     ({"port": 65536}, "port is 65536"),
     ({"max_queued_requests": 0}, "max_queued_requests is 0: must be at least 1"),

@@ -21,7 +21,7 @@ from tiercache.errors import ConfigError, RequestRefused
     """\
   tiercache config > tiercache.toml   a file to start from: every setting, explained
   TIERCACHE_ARENA=16GiB tiercache config
-                                      also says where each value that is no default came from
+                                      also says where each value that is not a default came from
   tiercache config --running          what the daemon uses, and what a restart would change
 """,
 )

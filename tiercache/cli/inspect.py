@@ -45,7 +45,7 @@ def inspect(
         return affinity(model, text=what, salt=salt, as_json=as_json, address=address)
     key = as_key(what)
     if key is None:
-        raise ConfigError(f"{what[:40]}: is no key (32 hex digits), and a prompt needs --model")
+        raise ConfigError(f"{what[:40]}: is not a key (32 hex digits), and a prompt needs --model")
     return block(address, key, namespace=namespace, as_json=as_json)
 
 

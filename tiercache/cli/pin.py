@@ -137,7 +137,7 @@ def unpin(
 def _parse_key(text: str, otherwise: str = "see `tiercache ls --pins`") -> bytes:
     key = as_key(text)
     if key is None:
-        raise ConfigError(f"{text[:40]}: is no key of a block ({2 * KEY_BYTES} hex digits), {otherwise}")
+        raise ConfigError(f"{text[:40]}: is not a key of a block ({2 * KEY_BYTES} hex digits), {otherwise}")
     return key
 
 

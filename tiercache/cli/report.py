@@ -63,7 +63,7 @@ def printable(text: str) -> str:
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _RATE = "_per_s"
-"""Ending of the names of rates: `s` is no unit of theirs."""
+"""Ending of the names of rates: `s` is not a unit of theirs."""
 _IDENTIFIERS = {"id", "pid", "generation"}
 _POINT_IN_TIME = "unix_s"
 """Ending of the names of numbers that count seconds since 1970, in UTC."""

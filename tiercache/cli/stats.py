@@ -107,7 +107,7 @@ def _check(wanted: Sequence[str], tree: dict[str, Any]) -> None:
     """Raises ConfigError for the first name that is not a section."""
     for name in wanted:
         if name not in (SUMMARY, *tree):
-            raise ConfigError(f"{name}: is no section: there are {', '.join((SUMMARY, *tree))}")
+            raise ConfigError(f"{name}: is not a section: there are {', '.join((SUMMARY, *tree))}")
 
 
 def summary(tree: dict[str, Any]) -> Section:

@@ -78,7 +78,7 @@ class Channel:
     def receive(self, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
         """The next reply and its payload part, or None at `deadline_ns` (time.monotonic_ns()).
 
-        Raises ProtocolError for bytes that are no reply.
+        Raises ProtocolError for bytes that are not a reply.
         """
         wait_ms = max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
         if wait_ms != self._receive_timeout_ms:
@@ -91,7 +91,7 @@ class Channel:
         try:
             reply = _decode(parts[0])
         except UNREADABLE as error:
-            raise ProtocolError(f"the daemon sent something that is no reply: {error}") from error
+            raise ProtocolError(f"the daemon sent something that is not a reply: {error}") from error
         return reply, parts[1] if len(parts) > 1 else None
 
     def close(self) -> None:

@@ -188,7 +188,7 @@ class Session:
             try:
                 message: Message = _decode(data)
             except UNREADABLE as error:
-                raise ProtocolError(f"the daemon sent a packet that is no message: {error}") from error
+                raise ProtocolError(f"the daemon sent a packet that is not a message: {error}") from error
             if isinstance(message, Regions) and self.arena is not None:
                 self.arena.add(message.regions, fds)
             return message

@@ -95,7 +95,7 @@ def count(low: int, high: int) -> SettingKind:
         try:
             return int(str(value))
         except ValueError:
-            raise ValueError(f"is no whole number: write for example {low + 15}") from None
+            raise ValueError(f"is not a whole number: write for example {low + 15}") from None
 
     schema = {"type": ["integer", "string"], "minimum": low, "maximum": high, "pattern": "^[0-9]+$"}
     return SettingKind("N", parse, within(low, high), str, schema)
@@ -138,7 +138,7 @@ def _parse_share(value: str | float) -> float:
     try:
         return float(value)
     except ValueError:
-        raise ValueError("is no number: write for example 0.5") from None
+        raise ValueError("is not a number: write for example 0.5") from None
 
 
 def is_utf8(text: str) -> bool:
@@ -195,7 +195,7 @@ def _parse_quota(value: object) -> tuple[tuple[str, int], ...]:
         parts = [part.strip() for part in str(value).split(",") if part.strip()]
         pairs = [(tenant.strip(), size) for tenant, _, size in (part.partition("=") for part in parts)]
     if any(not tenant or size == "" for tenant, size in pairs):
-        raise ValueError("is no list of quotas: write for example team-a=16GiB,*=1GiB")
+        raise ValueError("is not a list of quotas: write for example team-a=16GiB,*=1GiB")
     if len({tenant for tenant, _ in pairs}) != len(pairs):
         raise ValueError("names a tenant twice: write each once")
     for name, _ in pairs:
@@ -219,7 +219,7 @@ def split_http(value: str) -> tuple[str, int]:
     host, _, port = value.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if not bare or (":" in bare) != (host != bare) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError("is no host and port: write for example 127.0.0.1:8181")
+        raise ValueError("is not a host and port: write for example 127.0.0.1:8181")
     return bare, int(port)
 
 
@@ -235,7 +235,7 @@ def hosts_problem(value: str) -> str | None:
     """What is wrong with host names that requests may be for, and what to do; None if they are valid."""
     for name in value.split(","):
         if value and not re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", name.strip()):
-            return f"{name.strip()!r} is no host: write names without port, and commas between them"
+            return f"{name.strip()!r} is not a host: write names without port, and commas between them"
     return None
 
 
@@ -261,7 +261,7 @@ def _listen_problem(value: str) -> str | None:
         port = 0
     if scheme == "tcp" and port > 0:
         return None
-    return "is no address to serve at: write for example tcp://0.0.0.0:7411, or tcp://10.0.0.5:7411 for one interface"
+    return "is not an address to serve at: write for example tcp://0.0.0.0:7411 or tcp://10.0.0.5:7411"
 
 
 _HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.?")
@@ -284,9 +284,9 @@ def events_problem(value: str, allow_remote: bool, connects: bool = False) -> st
     except ValueError:
         known = here = False
     if not known and connects:
-        return "is no address to connect to: write for example tcp://epp.llm-d:5557, or ipc:// and the path of a socket"
+        return "is not an address to connect to: write for example tcp://epp.llm-d:5557, or ipc:// and a path"
     if not known:
-        return "is no address to bind: write for example tcp://127.0.0.1:5557, or ipc:// and the path of a socket"
+        return "is not an address to bind: write for example tcp://127.0.0.1:5557, or ipc:// and the path of a socket"
     if here or allow_remote:
         return None
     return (
@@ -342,7 +342,7 @@ def _store_problem(value: StoreUrl) -> str | None:
         )
     scheme, separator, rest = value.full.partition("://")
     if not separator or not scheme or not rest:
-        return "is no URL: write for example valkey://host:6379"
+        return "is not a URL: write for example valkey://host:6379"
     return None
 
 

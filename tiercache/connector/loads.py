@@ -174,7 +174,7 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
     try:
         known = _decode_ticket(ticket)
     except UNREADABLE as error:
-        raise ProtocolError(f"this is no ticket of a match: {error}") from error
+        raise ProtocolError(f"this is not a ticket of a match: {error}") from error
     session = client.session()
     if known.generation != session.generation:
         return Match()

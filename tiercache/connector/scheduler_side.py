@@ -209,7 +209,7 @@ class SchedulerSide:
 
 
 def check_keys(keys: bytes) -> None:
-    """Raise TypeError for keys that are no bytes, ValueError for keys that are cut off."""
+    """Raise TypeError for keys that are not bytes, ValueError for keys that are cut off."""
     if not isinstance(keys, (bytes, bytearray, memoryview)):
         raise TypeError(f"keys are bytes, one key after another, not {type(keys).__name__}")
     if len(keys) % KEY_BYTES:

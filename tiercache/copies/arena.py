@@ -233,7 +233,7 @@ class Region:
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
         except OSError as error:
-            raise ArenaError(f"region {region_id} is refused: it is no memory file ({error.strerror})") from error
+            raise ArenaError(f"region {region_id} is refused: it is not a memory file ({error.strerror})") from error
         if actual != size_bytes or seals & _SEALS != _SEALS:
             # An unsealed file could shrink under us, and the next copy would be a SIGBUS.
             raise ArenaError(

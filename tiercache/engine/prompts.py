@@ -22,7 +22,7 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     if not Path(model_dir).is_dir():
-        raise ModelRefused(f"{model_dir} is no folder: give that of a Hugging Face model, nothing is downloaded")
+        raise ModelRefused(f"{model_dir} is not a folder: give that of a Hugging Face model, nothing is downloaded")
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:
@@ -39,7 +39,7 @@ class Prompts:
     Args:
         tokenizer: one of transformers'.
         chat_template: Jinja text that replaces the tokenizer's own.
-        max_tokens: longer texts are refused, most of them without being read to their end; 0 is no limit.
+        max_tokens: longer texts are refused, most of them without being read to their end; 0 means no limit.
 
     One thread at a time; long texts take a while (about a second per MB).
     """

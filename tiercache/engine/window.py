@@ -16,7 +16,7 @@ from tiercache.engine.settings import EngineSettings
 
 
 class Window(NamedTuple):
-    """A window in tokens; `size` 0 is no window: every token sees all before it."""
+    """A window in tokens; `size` 0 means no window: every token sees all before it."""
 
     block_size: int
     size: int = 0

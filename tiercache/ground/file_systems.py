@@ -38,7 +38,7 @@ def what_stands_at(path: Path) -> str:
     for place in (path, *path.parents):
         if not place.is_symlink():
             if place.exists():
-                return f"{place} is no directory"
+                return f"{place} is not a directory"
             continue
         target = os.readlink(place)
         try:
@@ -48,4 +48,4 @@ def what_stands_at(path: Path) -> str:
             return f"{place} is a symbolic link that leads {how} ({target})"
         if not place.is_dir():
             return f"{place} is a symbolic link to a file ({target})"
-    return f"{path} is no directory"
+    return f"{path} is not a directory"

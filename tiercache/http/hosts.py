@@ -87,7 +87,7 @@ class HostCheck:
         host, origin = headers.get("host", ""), headers.get("origin", "")
         if self._allowed and host and not self._is_allowed(host):
             known = f"ask for 127.0.0.1 or localhost, or name it with {self._remedy}"
-            return Complaint(MISDIRECTED, "wrong_host", f"{_shown(host)} is no name of this port: {known}")
+            return Complaint(MISDIRECTED, "wrong_host", f"{_shown(host)} is not a name of this port: {known}")
         if self._allowed and origin and not self._is_allowed(origin.partition("://")[2]):
             text = f"pages of {_shown(origin)} may not ask here: name its host with {self._remedy}"
             return Complaint(403, "wrong_origin", text)

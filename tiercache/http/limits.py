@@ -68,8 +68,8 @@ class LimitedConnection(H11Protocol):
         self._timer = self.loop.call_later(self.request_s + GRACE_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer input that is no HTTP request."""
-        self._refuse(400, "bad_request", "this is no HTTP request, or its head is too long")
+        """Answer input that is not an HTTP request."""
+        self._refuse(400, "bad_request", "this is not an HTTP request, or its head is too long")
 
     def _refuse(self, status: int, code: str, text: str) -> None:
         headers = [("content-type", "application/json"), ("connection", "close")]

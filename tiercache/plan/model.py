@@ -124,9 +124,9 @@ def load_model(name: str) -> Model:
         try:
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is no config.json: {error}") from None
+            raise ConfigError(f"{path} is not a config.json: {error}") from None
         if not isinstance(config, dict):
-            raise ConfigError(f"{path} is no config.json: it holds a {type(config).__name__}")
+            raise ConfigError(f"{path} is not a config.json: it holds a {type(config).__name__}")
         return read_config(path.parent.resolve().name, config)
     known = find(name, MODELS)
     if known is None:

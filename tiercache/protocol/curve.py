@@ -124,7 +124,7 @@ def load_client(path: Path) -> ClientKeys:
     """Read a client's key file. Raises ConfigError: it is missing, readable by others, or not a key file."""
     keys = _read(path, secret=True)
     if not keys.server_key:
-        text = "it has no server_key, so it is no client's file: take the one that `tiercache keygen DIR NAME` wrote"
+        text = "it has no server_key, so it is not a client's file: take the one that `tiercache keygen DIR NAME` wrote"
         raise ConfigError(f"key file {path}: {text}")
     return ClientKeys(keys.public_key.encode(), keys.secret_key.encode(), keys.server_key.encode())
 
@@ -200,13 +200,13 @@ def _read(path: Path, *, secret: bool) -> _File:
     try:
         keys = msgspec.convert(_parse_toml(text), _File)
     except (ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"key file {path} is no key file ({error}): make one with `tiercache keygen`") from error
+        raise ConfigError(f"key file {path} is not a key file ({error}): make one with `tiercache keygen`") from error
     wanted = {"public_key": keys.public_key, **({"secret_key": keys.secret_key} if secret else {})}
     if keys.server_key:
         wanted["server_key"] = keys.server_key
     for name, key in wanted.items():
         if not _is_key(key):
-            raise ConfigError(f"key file {path}: {name} is no key of {_KEY_CHARS} characters (Z85)")
+            raise ConfigError(f"key file {path}: {name} is not a key of {_KEY_CHARS} characters (Z85)")
     return keys
 
 

@@ -27,7 +27,7 @@ class Hint:
         ttl_s: seconds after which they are dropped from all tiers, as soon as no lease or pin holds them.
         priority: LOW ones are evicted before all others, HIGH ones after all others, up to a share of each tier.
 
-    Raises ValueError for times that are no positive numbers, for `done` together with `return_in_s`, and for a hint
+    Raises ValueError for times that are not positive numbers, for `done` together with `return_in_s`, and for a hint
     that says nothing.
     """
 

@@ -78,7 +78,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 if name not in known
             }
         except TypeError:  # such keys have no order, and two senders might send them in different ones
-            raise msgspec.ValidationError("a spec has a key that is no text: fields have names") from None
+            raise msgspec.ValidationError("a spec has a key that is not text: fields have names") from None
         return msgspec.structs.replace(spec, extra={**spec.extra, **unknown}) if unknown else spec
 
     def fingerprint(self) -> str:

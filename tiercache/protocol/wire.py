@@ -18,7 +18,7 @@ from tiercache.protocol.messages import MAX_FDS_PER_MESSAGE
 
 MAX_PACKET_BYTES = 64 << 10
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no message: invalid UTF-8 and endless nesting have errors of their own."""
+"""What decoding raises for bytes that are not a message: invalid UTF-8 and endless nesting have errors of their own."""
 
 
 def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:

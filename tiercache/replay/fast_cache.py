@@ -127,7 +127,7 @@ class FastCache:
     # --- DRAM ------------------------------------------------------------------------------------
 
     def _use(self, keys: bytes, found: int, total: int) -> None:
-        """Take and release a lease: touches the last block of each tier; DRAM's is no candidate meanwhile."""
+        """Take and release a lease: touches the last block of each tier; DRAM's is not a candidate meanwhile."""
         nvme, behind = self._nvme, found
         if not keys:
             return

@@ -181,7 +181,7 @@ def _number(flag: str, text: str, whole: str) -> float:
 
 def _not_a_size(flag: str, text: str) -> ConfigError:
     more = ", or 5x for five times --dram" if flag in ("--nvme", "--shared") else ""
-    return ConfigError(f"{flag} {text}: is no size: write blocks (20000), bytes (64GiB) or a share (5%){more}")
+    return ConfigError(f"{flag} {text}: is not a size: write blocks (20000), bytes (64GiB) or a share (5%){more}")
 
 
 def _frame_bytes(flag: str, trace: Trace) -> int:

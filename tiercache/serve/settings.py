@@ -52,7 +52,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         if not self.model.is_dir():
-            raise ConfigError(f"{self.model} is no folder: give that of a Hugging Face model, nothing is downloaded")
+            raise ConfigError(f"{self.model} is not a folder: give that of a Hugging Face model, nothing is downloaded")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: must be 0 (any) to 65535")
         if problem := hosts_problem(self.allowed_hosts):

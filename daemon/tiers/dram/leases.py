@@ -47,7 +47,7 @@ class Owner:
 
     def __init__(self, instance: bytes, internal: bool = False, mapped: bool = True, party: str = "") -> None:
         self.instance = instance
-        self.internal = internal  # the daemon itself, promoting blocks: these are no stores
+        self.internal = internal  # the daemon itself, promoting blocks: these are not stores
         self.mapped = mapped
         self.party = party or f"instance {instance.hex()}"
         self.broken_chains = 0

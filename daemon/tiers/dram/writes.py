@@ -136,7 +136,7 @@ class Writes(StoreLeases[WriteLease]):
             found = get(key)
             if found != NO_ENTRY:
                 if not windowed or self._space.index.parent[found] != table.root:
-                    # Here, but not after the block before it: it is being unlinked, or the list is no chain.
+                    # Here, but not after the block before it: it is being unlinked, or the list is not a chain.
                     if not table.unlinking:
                         self._count_broken(lease.owner)
                     break
@@ -149,7 +149,7 @@ class Writes(StoreLeases[WriteLease]):
                 continue
             if not windowed:
                 if other is None or fresh or other.parent_entry != entry or other.parent_block is not block:
-                    # Its parent was dropped while it is being written, or the list is no chain.
+                    # Its parent was dropped while it is being written, or the list is not a chain.
                     if other is None or not self.pending.is_orphan(other):
                         self._count_broken(lease.owner)
                     break

@@ -93,7 +93,7 @@ def write_figures(
 def _write_amplification(writes: WriteBehind, keepers: Sequence[Keeper]) -> float | None:
     """Bytes written to the disks, padding, lost writes and databases included, per byte kept there.
 
-    None while too little was written: the database of an idle daemon over nothing is no ratio.
+    None while too little was written: the database of an idle daemon over nothing gives no ratio.
     """
     if writes.written_bytes < LEAST_AMPLIFIED_BYTES:
         return None

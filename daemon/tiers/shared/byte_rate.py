@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class ByteRate:
-    """A token bucket of one second's bytes; 0 is no limit. `clock_s`: monotonic."""
+    """A token bucket of one second's bytes; 0 means no limit. `clock_s`: monotonic."""
 
     def __init__(self, bytes_per_s: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._rate = bytes_per_s

@@ -40,7 +40,7 @@ _KEY = struct.Struct(f"{KEY_BYTES}s")
 PromptName = tuple[tuple[int, ...], int, bytes, bytes]
 """Numbers of the namespaces that were asked for; the length of the keys, the first and the last one.
 
-The last key alone would do for chains, but a client may send keys that are no chain.
+The last key alone would do for chains, but a client may send keys that are not a chain.
 """
 
 

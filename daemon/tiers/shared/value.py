@@ -31,7 +31,7 @@ _SEALED = 0  # in the place of a kind of checksum: the tag of the cipher is one
 
 
 def announced_bytes(header: bytes) -> int:
-    """The length of the body that a header announces; 0 for what is no header."""
+    """The length of the body that a header announces; 0 for what is not a header."""
     if len(header) != HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
         return 0
     length: int = _HEADER.unpack(header)[5]

@@ -169,8 +169,8 @@ def test_wrong_command_lines(tmp_path: Path, run: Run, monkeypatch: pytest.Monke
     for arguments, words in (
         (["/nowhere"], "/nowhere cannot be read: No such file or directory"),
         ([tmp_path], f"{tmp_path} cannot be read"),
-        ([lines], "lines.jsonl:3 is no request in JSON: it needs one of messages"),
-        ([binary], "binary is no text in UTF-8"),
+        ([lines], "lines.jsonl:3 is not a request in JSON: it needs one of messages"),
+        ([binary], "binary is not text in UTF-8"),
         ([large], "give a part of it"),
         (["-", "-"], "- can be given once"),
         ([], "Missing argument"),

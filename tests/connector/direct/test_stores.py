@@ -21,7 +21,7 @@ from tiercache.protocol.messages import CommitExtents
 Make = Callable[..., DirectCluster]
 BLOCKS = 12
 BACKWARDS = list(range(BLOCKS))[::-1]
-"""Pool blocks that are no neighbours in the order of the chain, so that each block is a write of its own."""
+"""Pool blocks that are not neighbours in the order of the chain, so that each block is a write of its own."""
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def tiny_model(config_class: str, seed: int = 1, **options: Any) -> Any:
 
 
 def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
-    """[1, tokens] ids that are no special tokens."""
+    """[1, tokens] ids that are not special tokens."""
     return torch.randint(3, 128, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 

@@ -383,7 +383,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         for said, words in wrong:
             tag, _, text = client.ask("reserve", client.namespace(), b"", new_chain(2), 1000, said)
             assert (tag, words in text) == ("error", True), text
-        # Text that is no UTF-8: subscribers could not read the batch that it is in.
+        # Text that is not UTF-8: subscribers could not read the batch that it is in.
         said = [[1], None, bytes(16), 0, None, None, None, None, [["XYZZY"]]]
         fields = [client.namespace(), b"", new_chain(1), 1000, said]
         packet = msgpack.packb(["reserve", *client.header(), *fields]).replace(b"\xa5XYZZY", b"\xa2\xff\xfe")

@@ -32,7 +32,7 @@ STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.symlink_to("/nowhere/at/all"),
         r"{at} is a symbolic link that leads to nothing",
     ),
-    "a file": (Path.touch, "{at} is no directory"),
+    "a file": (Path.touch, "{at} is not a directory"),
     "a link to a file": (lambda path: path.symlink_to("/etc/passwd"), r"{at} is a symbolic link to a file"),
 }
 

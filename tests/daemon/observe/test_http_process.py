@@ -1,4 +1,4 @@
-"""The thread that watches the HTTP process: with children that are no servers, so that each way to end is one line."""
+"""The thread that watches the HTTP process: with children that are not servers, so that each way to end is one line."""
 
 from __future__ import annotations
 

@@ -94,7 +94,9 @@ def test_tenants_are_never_one_engine_whatever_they_say(directory: Path) -> None
         assert other is not None
         assert first.owner.same_engine(again.owner), "workers of one engine share its leases"
         assert not first.owner.same_engine(other.owner)
-        assert first.owner.instance != INSTANCE != other.owner.instance, "a client of another host is no local engine"
+        assert first.owner.instance != INSTANCE != other.owner.instance, (
+            "a client of another host is not a local engine"
+        )
 
     play(directory, scenario)
 

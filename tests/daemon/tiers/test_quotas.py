@@ -80,8 +80,8 @@ def test_quotas_as_they_are_written() -> None:
     assert config.quota == (("team-a", 16 << 20), ("*", 1 << 20))
     assert load_config(flags={"nvme_quota": "ns:5d1e0b3a=1GiB"}, env={}).nvme_quota == (("ns:5d1e0b3a", 1 << 30),)
     wrong = {
-        "team-a": "is no list",
-        "=1MiB": "is no list",
+        "team-a": "is not a list",
+        "=1MiB": "is not a list",
         "a=1MiB,a=2MiB": "twice",
         "a=x": "a=x",
         "ns:5d1e=1MiB": "first 8",

@@ -73,8 +73,8 @@ def test_the_size_of_blocks_is_guessed_from_the_lengths(write: Write, size: int,
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "is no JSON"),
-        ('{"timestamp": 1', "is no JSON"),
+        ("{", "is not JSON"),
+        ('{"timestamp": 1', "is not JSON"),
         ({"timestamp": 1, "input_length": 5}, "`hash_ids`"),
         (mooncake(ids=["x"]), "hash_ids"),
         ({**mooncake(), "input_length": "many"}, "input_length: expected `int`, got `str`"),
@@ -82,7 +82,7 @@ def test_the_size_of_blocks_is_guessed_from_the_lengths(write: Write, size: int,
         (mooncake(ids=[-1, 2]), "a number below 0"),
         (mooncake(ids=[1 << 70, 2]), "beyond 64 bits"),
         ("[1, 2]", "expected `object`"),
-        ("\x00\xff", "is no JSON"),
+        ("\x00\xff", "is not JSON"),
     ],
 )
 def test_a_bad_line_is_named_or_left_out(write: Write, line: Any, words: str) -> None:
@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     damaged = bytearray(SAMPLE.read_bytes())
     damaged[9000:9100] = bytes(100)
     cut.write_bytes(damaged)
-    with pytest.raises(BadTrace, match=r"is damaged|is no JSON"):
+    with pytest.raises(BadTrace, match=r"is damaged|is not JSON"):
         list(trace(cut))
 
 
@@ -212,7 +212,7 @@ HINT = {"t": 1, "o": "h", "n": [1], "b": 0, "c": 0, "at": 0, "k": "AAAAAAAAAAAAA
         ({"o": "m"}, "`t`"),
         ({**LOOK, "b": 3, "c": 3, "at": 2}, "2 blocks of chain 3, which has 0"),
         ({**LOOK, "k": "AAAA"}, "k has 3 bytes"),
-        ({**LOOK, "k": "%"}, "k is no base64"),
+        ({**LOOK, "k": "%"}, "k is not base64"),
         ({**LOOK, "had": [1]}, "had is [1]"),
         ({**LOOK, "o": "s", "k": "A" * 16, "f": 9}, "f is 9"),
         ({"t": 1, "o": "ns", "number": 2}, "block_bytes is 0"),

@@ -58,7 +58,7 @@ def read_prompts(path: str, data: bytes) -> list[LintedPrompt]:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no text in UTF-8") from None
+        raise ConfigError(f"{path} is not text in UTF-8") from None
     found = [_of_request(f"{path}{place}", request) for place, request in _requests(path, text)]
     if found:
         return [prompt for prompts in found for prompt in prompts]
@@ -106,7 +106,7 @@ def _lines(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             return  # a text that happens to begin with a bracket
         if not request:
             known = ", ".join(_REQUEST)
-            raise ConfigError(f"{path}:{number} is no request in JSON: it needs one of {known}")
+            raise ConfigError(f"{path}:{number} is not a request in JSON: it needs one of {known}")
         first = False
         yield f":{number}", request
 

@@ -39,7 +39,7 @@ COUNTERS = {
     "payload_bytes_read": "Bytes of blocks sent in messages to clients that do not share the arena's memory.",
     "payload_bytes_written": "Bytes of blocks received in messages from clients that do not share the arena's memory.",
     "requests": "Requests that the daemon received.",
-    "requests_malformed": "Requests that are no valid message of the protocol.",
+    "requests_malformed": "Requests that are not a valid message of the protocol.",
     "requests_refused": "Requests that were answered with an error.",
     "requests_expired": "Requests that the daemon did not carry out because their deadline had passed.",
     "requests_slow": "Requests that took longer than the setting slow_request; each has a line in the log.",

@@ -32,7 +32,7 @@ def pack_extents(extents: Iterable[Extent]) -> bytes:
 
 
 def unpack_extents(packed: bytes) -> list[Extent]:
-    """Inverse of `pack_extents`. Raises ValueError when the length is no multiple of 32."""
+    """Inverse of `pack_extents`. Raises ValueError when the length is not a multiple of 32."""
     if len(packed) % EXTENT_BYTES:
         raise ValueError(f"extents are {EXTENT_BYTES} bytes each, and these are {len(packed)} bytes")
     return list(map(Extent._make, _EXTENT.iter_unpack(packed)))
@@ -44,7 +44,7 @@ def pack_checksums(checksums: list[int]) -> bytes:
 
 
 def unpack_checksums(packed: bytes) -> array[int]:
-    """Inverse of `pack_checksums`. Raises ValueError when the length is no multiple of 8."""
+    """Inverse of `pack_checksums`. Raises ValueError when the length is not a multiple of 8."""
     return unpack_frames(packed)
 
 
@@ -54,7 +54,7 @@ def pack_frames(frames: list[int]) -> bytes:
 
 
 def unpack_frames(packed: bytes) -> array[int]:
-    """Inverse of `pack_frames`. Raises ValueError when the length is no multiple of 8."""
+    """Inverse of `pack_frames`. Raises ValueError when the length is not a multiple of 8."""
     frames = array("Q")
     frames.frombytes(packed)
     return _little_endian(frames)
@@ -66,7 +66,7 @@ def pack_indices(indices: list[int]) -> bytes:
 
 
 def unpack_indices(packed: bytes) -> array[int]:
-    """Inverse of `pack_indices`. Raises ValueError when the length is no multiple of 4."""
+    """Inverse of `pack_indices`. Raises ValueError when the length is not a multiple of 4."""
     indices = array("I")
     indices.frombytes(packed)
     return _little_endian(indices)

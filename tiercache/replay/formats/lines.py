@@ -13,7 +13,7 @@ from typing import IO
 from tiercache.errors import ConfigError
 
 MAX_LINE_BYTES = 64 << 20
-"""Limit of a line; a longer one is no request."""
+"""Limit of a line; a longer one is not a request."""
 _GZIP = b"\x1f\x8b"
 
 

@@ -128,4 +128,4 @@ def wrong(error: msgspec.DecodeError) -> str:
     if isinstance(error, msgspec.ValidationError):
         what, _, place = text.partition(" - at `$.")
         return f"{place.rstrip('`')}: {what[:1].lower()}{what[1:]}" if place else f"{what[:1].lower()}{what[1:]}"
-    return f"is no JSON: {text[:1].lower()}{text[1:]}"
+    return f"is not JSON: {text[:1].lower()}{text[1:]}"

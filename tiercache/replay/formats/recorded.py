@@ -97,7 +97,7 @@ def header_of(sample: list[bytes]) -> Header:
     try:
         header = msgspec.json.decode(sample[0], type=Header)
     except msgspec.DecodeError as error:
-        raise BadLine(f"the first line is no header of a recording: {wrong(error)}") from error
+        raise BadLine(f"the first line is not a header of a recording: {wrong(error)}") from error
     if header.tiercache_trace != VERSION:
         raise BadLine(f"version {header.tiercache_trace} of recordings: this release reads version {VERSION}")
     return header
@@ -180,7 +180,7 @@ class RecordedReader:
             raise BadLine(f"f is {first}: must be 0 to {blocks}, the blocks of the chain")
         told = Told(row.done, row.return_ms / 1000, row.ttl_ms / 1000, row.priority)
         if min(told) < 0 or (told.done and told.return_in_s) or told.priority not in (0, *Priority):
-            raise BadLine(f"is no hint: {told}")
+            raise BadLine(f"is not a hint: {told}")
         tokens = blocks * self.specs[row.n[0]].block_size
         return TraceRequest(
             self.header.clock_s + row.t / 1000,
@@ -218,7 +218,7 @@ def _keys(text: str) -> bytes:
     try:
         packed = b64decode(text, validate=True)
     except ValueError as error:
-        raise BadLine(f"k is no base64: {error}") from error
+        raise BadLine(f"k is not base64: {error}") from error
     if len(packed) % HASH_BYTES:
         raise BadLine(f"k has {len(packed)} bytes: must be {HASH_BYTES} for each block")
     return b"".join(packed[at : at + HASH_BYTES] + _PAD for at in range(0, len(packed), HASH_BYTES))

@@ -136,7 +136,7 @@ def _batch(line: bytes) -> tuple[float, list[Any]]:
     if isinstance(batch, dict):
         batch = [batch.get("ts"), batch.get("events")]
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise BadLine("is no batch of events: [time, [event, ...], rank]")
+        raise BadLine("is not a batch of events: [time, [event, ...], rank]")
     if isinstance(batch[0], bool) or not isinstance(batch[0], (int, float)):
         raise BadLine(f"the time of the batch is {batch[0]!r}: must be seconds")
     return float(batch[0]), batch[1]

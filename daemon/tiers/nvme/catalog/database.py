@@ -139,7 +139,7 @@ def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite
     for end in FILE_ENDS:
         file = Path(f"{path}{end}")
         if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
-            raise Damaged(f"{file.name} is no plain file")
+            raise Damaged(f"{file.name} is not a plain file")
     if size_of(path) > 0:
         check_header(path)
         if not alone:

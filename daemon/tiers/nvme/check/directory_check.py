@@ -202,7 +202,7 @@ class Tables:
             return "rows outside segments", f"there is no segment {segment} in which it could be"
         offset = slot * PAGE_BYTES
         if offset % slot_bytes:
-            return "overlapping rows", f"offset {offset} is no slot of {slot_bytes} bytes, so it overlaps others"
+            return "overlapping rows", f"offset {offset} is not a slot of {slot_bytes} bytes, so it overlaps others"
         if offset + slot_bytes > self._segment_bytes:
             return "rows outside segments", f"its slot at {offset} ends behind the segment"
         return None
@@ -292,12 +292,12 @@ def check_directory(
 
     Blocks: about 5 us a row, and the reading. Takes 200 bytes of memory a row.
 
-    Raises ConfigError, in one line, when it is no cache directory, a daemon uses it, a newer version
+    Raises ConfigError, in one line, when it is not a cache directory, a daemon uses it, a newer version
     has made it, or it cannot be read.
     """
     try:
         if not holds_data(path):
-            raise ConfigError(f"{path} is no nvme directory of tiercache: name one, or leave it out")
+            raise ConfigError(f"{path} is not an nvme directory of tiercache: name one, or leave it out")
         lock_fd = take_lock(path)
     except LockedBy as holder:
         raise ConfigError(

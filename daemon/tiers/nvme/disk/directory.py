@@ -161,7 +161,7 @@ class Directory:
     def open(self) -> None:
         """Take the lock, check the contents, open the segments.
 
-        Raises ConfigError, in one line, for what waiting cannot solve: it is no directory, it is shared by all users
+        Raises ConfigError, in one line, for what waiting cannot solve: it is not a directory, it is shared by all users
         (such as /tmp), another daemon has it, a newer version has made it. Raises DirectoryUnavailable for what may
         pass.
         """
@@ -309,7 +309,9 @@ class Directory:
         if _mode_of(path) and not stat.S_ISDIR(_mode_of(path)):
             aside = put_aside(self._here, [path])
             log.error(
-                "nvme directory %s: segments is no folder; it is now in %s, and its blocks are lost", self.path, aside
+                "nvme directory %s: segments is not a folder; it is now in %s, and its blocks are lost",
+                self.path,
+                aside,
             )
         path.mkdir(mode=0o700, exist_ok=True)
 
@@ -339,11 +341,11 @@ class Directory:
         for path in sorted((self._here / "segments").iterdir()):
             number = segment_id(path.name)
             if number is None:
-                log.warning("nvme directory %s: %s is no segment of ours, left alone", self.path, path.name)
+                log.warning("nvme directory %s: %s is not a segment of ours, left alone", self.path, path.name)
                 continue
             if not stat.S_ISREG(_mode_of(path)):
                 log.error(
-                    "nvme directory %s: segments/%s is no plain file: left alone, and its blocks are lost; remove it",
+                    "nvme directory %s: segments/%s is not a plain file: left alone, its blocks are lost; remove it",
                     self.path,
                     path.name,
                 )

@@ -3,7 +3,7 @@
     ready(place, ...) ─► iocb of that place ─┐
     ready(place, ...) ─► iocb of that place ─┴► submit: one io_submit ─► kernel ─► eventfd + results: (place, bytes)
 
-By ctypes: glibc has no functions for these calls, and libaio is no part of most images. `io_uring` would do more, but
+By ctypes: glibc has no functions for these calls, and libaio is not part of most images. `io_uring` would do more, but
 containers often forbid it. Where a file is not open for direct I/O, the kernel does all of the work within io_submit.
 """
 

@@ -76,7 +76,7 @@ def _take_now(path: Path, daemon_pid: int) -> int:
     fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EEXIST, "is no plain file", str(path / LOCK_NAME))
+            raise OSError(errno.EEXIST, "is not a plain file", str(path / LOCK_NAME))
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         name = os.pread(fd, 64, 0).decode(errors="replace").strip()

@@ -94,7 +94,7 @@ def read_superblock(folder: Path) -> Superblock | None:
     path = folder / NAME
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise DamagedSuperblock("it is no plain file")
+            raise DamagedSuperblock("it is not a plain file")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None

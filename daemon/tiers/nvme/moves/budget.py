@@ -15,7 +15,7 @@ _DEPTH_S = 7_200.0
 
 
 class WriteBudget:
-    """`bytes_per_day` 0 is no limit. `clock_s` is monotonic seconds."""
+    """`bytes_per_day` 0 means no limit. `clock_s` is monotonic seconds."""
 
     def __init__(self, bytes_per_day: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_day = bytes_per_day

@@ -328,7 +328,7 @@ class Flights(ABC):
         for name, entry in zip(names, entries, strict=True):
             for below in their_below.pop(name, ()):
                 other = flying.get(below)
-                # It may have failed and be rewritten below another block: keys that clients make up are no chains.
+                # It may have failed and be rewritten below another block: keys that clients make up are not chains.
                 if other is not None and other.parent == name[1] and other.shelf is shelf:
                     self._hold(shelf, below, entry)
 

@@ -14,7 +14,7 @@ def read_query(address: str, query: str, known: Mapping[str, Callable[[str], Any
     found: dict[str, Any] = {}
     for key, text in parse_qsl(query, keep_blank_values=True):
         if key not in known:
-            raise ConfigError(f"{address}: {key!r} is no setting of this store: write {', '.join(known)}")
+            raise ConfigError(f"{address}: {key!r} is not a setting of this store: write {', '.join(known)}")
         if key in found:
             raise ConfigError(f"{address}: {key} stands there twice: write it once")
         try:

@@ -84,7 +84,7 @@ def test_blocks_of_another_size_get_no_region_that_a_pin_keeps() -> None:
 
 
 def test_a_region_is_emptied_of_its_own_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free frames in it are no blocks, not even the last one of the index."""
+    """Free frames in it are not blocks, not even the last one of the index."""
     monkeypatch.setattr(entries, "_GROW_ENTRIES", 1)
     h = CacheRig(regions=2)
     small, *others = (h.space(rank=rank, block_bytes=(rank + 1) * FRAME_BYTES) for rank in range(3))

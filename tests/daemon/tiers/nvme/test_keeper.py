@@ -58,7 +58,7 @@ async def test_a_directory_that_cannot_be_opened_costs_itself_and_comes_back(
 async def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "nvme1").write_text("a file")
     rig = TierRig(tmp_path, disks=2)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/nvme1 is no directory"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/nvme1 is not a directory"):
         await rig.open()
     await rig.close()
 

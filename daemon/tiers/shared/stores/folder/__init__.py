@@ -3,7 +3,7 @@
     FOLDER/tiercache-1/values/3fa/NAME    a value: exactly its bytes; the folder is a hash of the name
     FOLDER/tiercache-1/notes/NAME         a note
     FOLDER/tiercache-1/tmp/HOST-PID-...   what is being written; a rename makes it a value
-    FOLDER/tiercache-1/aside/...          what stood in the place of a value and is no file
+    FOLDER/tiercache-1/aside/...          what stood in the place of a value and is not a file
     FOLDER/tiercache-1/janitor            which host cleans up; its modification time is its last sign of life
 
 settings    the URL

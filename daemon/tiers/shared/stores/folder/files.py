@@ -48,7 +48,7 @@ class Files:
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, tree: Tree, get: Get) -> None:
-        """Settle `get`. What is no plain file of a fitting size is MISFIT, never an error."""
+        """Settle `get`. What is not a plain file of a fitting size is MISFIT, never an error."""
         direct = self.direct and not len(get.head) and get.offset % PAGE_BYTES == 0 and _aligned(get.body)
         try:
             with tree.home_of(get.name) as home:

@@ -113,7 +113,7 @@ class JanitorLease:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # Without hard links: others may see it empty for a moment, which is no lease of theirs and not old.
+            # Without hard links: others may see it empty for a moment, which is not a lease of theirs and not old.
             self._write(NAME, tree.base, tree.file_mode)
 
     def _write(self, name: str, folder: int, mode: int) -> None:

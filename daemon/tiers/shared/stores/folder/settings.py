@@ -20,7 +20,7 @@ class FolderSettings:
 
     Attributes:
         path: the folder, absolute.
-        size_bytes: the janitor keeps the values below this; 0 is no limit.
+        size_bytes: the janitor keeps the values below this; 0 means no limit.
         ttl_s: the janitor removes values that are older.
         direct: use O_DIRECT where it works.
         sync: have each value on the disk before it is visible. Without it, a host or server that crashes may leave
@@ -43,7 +43,7 @@ def parse_folder_url(url: str) -> FolderSettings:
     if scheme != "file" or host not in ("", "localhost"):
         raise ConfigError(f"{url}: has no absolute path of a folder behind file://: {_EXAMPLE}")
     if fragment or "\0" in path or ".." in path.split("/"):
-        raise ConfigError(f"{url}: is no plain path of a folder: {_EXAMPLE}")
+        raise ConfigError(f"{url}: is not a plain path of a folder: {_EXAMPLE}")
     if not path.startswith("/") or not path.strip("/"):
         raise ConfigError(f"{url}: names no folder: {_EXAMPLE}")
     path = "/" + path.strip("/")

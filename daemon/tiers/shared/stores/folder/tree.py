@@ -145,7 +145,7 @@ class Tree:
             os.close(fd)
 
     def put_aside(self, name: bytes) -> None:
-        """Move what stands in the place of a value, and is no file, out of the way. Raises OSError."""
+        """Move what stands in the place of a value, and is not a file, out of the way. Raises OSError."""
         aside = self._folder(ASIDE, self.base)
         fan, token = fan_out(name), secrets.token_hex(4)
         try:
@@ -168,7 +168,7 @@ class Tree:
                     os.close(home)
         finally:
             os.close(aside)
-        log.warning("%s/%s: %s is no value of ours: it is now in %s", self._path, OURS, moved, ASIDE)
+        log.warning("%s/%s: %s is not a value of ours: it is now in %s", self._path, OURS, moved, ASIDE)
 
     def _close(self) -> None:
         for fd in (self.base, self.values, self.notes, self.tmp):

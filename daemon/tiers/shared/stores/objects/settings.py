@@ -63,7 +63,7 @@ def parse_object_url(url: str) -> ObjectSettings:
         raise ConfigError(f"{shown}: credentials do not belong in the URL: {CREDENTIALS[scheme]}")
     prefix = unquote(path).strip("/")
     if not _BUCKET.fullmatch(netloc):
-        raise ConfigError(f"{shown}: {netloc!r} is no name of a bucket: {example}")
+        raise ConfigError(f"{shown}: {netloc!r} is not a name of a bucket: {example}")
     parts = prefix.split("/") if prefix else []
     if fragment or not _PREFIX.fullmatch(prefix) or {"", ".", ".."} & set(parts):
         raise ConfigError(f"{shown}: its prefix may have letters, digits, . _ = + - and single slashes: {example}")
@@ -106,13 +106,13 @@ def _config(scheme: str, found: Mapping[str, str]) -> dict[str, str]:
 
 def _endpoint(text: str) -> str:
     if not _ENDPOINT.fullmatch(text):
-        raise ValueError("is no address of a server: write for example http://10.0.0.5:9000")
+        raise ValueError("is not an address of a server: write for example http://10.0.0.5:9000")
     return text.rstrip("/")
 
 
 def _file(text: str) -> str:
     if not text.startswith("/"):
-        raise ValueError("is no absolute path: write for example /etc/ssl/our-ca.pem")
+        raise ValueError("is not an absolute path: write for example /etc/ssl/our-ca.pem")
     return text
 
 

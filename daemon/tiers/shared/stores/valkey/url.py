@@ -203,7 +203,7 @@ def _place(text: str) -> Place:
     host, port = bracketed.groups() if bracketed else _split_port(text)
     if bracketed:
         if ":" not in host or not is_host(host):
-            raise _wrong("what is in brackets is no IPv6 address: write [::1]:6379")
+            raise _wrong("what is in brackets is not an IPv6 address: write [::1]:6379")
     elif not host:
         raise _wrong("it names no host: write valkey://HOST:PORT")
     elif not is_host(host):

@@ -365,7 +365,7 @@ def test_a_directory_in_use_is_refused(directory: Path) -> None:
 
 
 def test_what_is_no_cache_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no nvme directory of tiercache"):
+    with pytest.raises(ConfigError, match="is not an nvme directory of tiercache"):
         check(tmp_path)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="cannot be checked"):

@@ -57,7 +57,7 @@ def test_nothing_on_the_disk_can_be_read_and_all_of_it_comes_back(tmp_path: Path
 
 
 def test_a_flipped_bit_is_a_miss_even_where_the_checksum_is_made_right(tmp_path: Path) -> None:
-    """The checksum is no secret; the tag is what an attacker cannot make."""
+    """The checksum is not a secret; the tag is what an attacker cannot make."""
     cipher = load_cipher(write_key(tmp_path / "key"))
     plain = secrets.token_bytes(8192)
     owner = whose(b"k" * 16, "fingerprint", 8192, codecs.SEALED)

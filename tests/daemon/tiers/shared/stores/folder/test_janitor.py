@@ -101,7 +101,7 @@ def test_unfinished_files_are_removed_once_their_writer_must_be_gone(folder: Pat
 
 
 def test_nothing_else_is_touched(folder: Path, tmp_path: Path) -> None:
-    """Not through links, not what is no plain file, not folders that are none of ours, not beside our folder."""
+    """Not through links, not what is not a plain file, not folders that are none of ours, not beside our folder."""
     put(store(folder).connect(), {b"a": b"value!"})
     outside = tmp_path / "outside"
     (outside / "abc").mkdir(parents=True)

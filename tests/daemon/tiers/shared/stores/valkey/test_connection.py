@@ -78,7 +78,7 @@ def test_a_flush_waits_for_the_replicas(valkey: ValkeyServer) -> None:
             ):
                 with pytest.raises(NotReplicated, match="1 of 1 replicas have not taken a flush"):
                     call()
-            assert connection.set_note(b"made", b"3", soon(), only_if_missing=True) == b"3", "that is no flush"
+            assert connection.set_note(b"made", b"3", soon(), only_if_missing=True) == b"3", "that is not a flush"
         finally:
             replica.go_on()
         assert connection.set_note(b"flushed", b"4", soon()) == b"4"
