@@ -161,5 +161,5 @@ def test_memory_that_could_shrink_or_is_of_another_size_is_not_mapped() -> None:
         os.close(fd)
     with region() as sealed, pytest.raises(ArenaError, match="1048576 bytes with seals"):
         Region(0, sealed, 1 << 21)
-    with open("/dev/null", "rb") as file, pytest.raises(ArenaError, match="no memory file"):
+    with open("/dev/null", "rb") as file, pytest.raises(ArenaError, match="not a memory file"):
         Region(0, file.fileno(), 0)

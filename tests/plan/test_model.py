@@ -145,7 +145,7 @@ def test_bytes_of_a_state_are_those_of_vllm(more: dict[str, Any], of_one: int, o
         ({**SMALL, "layer_types": ["full_attention"]}, ["layer_types", "4 layers"]),
         ({**SMALL, "layer_types": ["linear_attention", "full_attention"] * 2}, ["linear_attention", "not known here"]),
         ({**SMALL, "quantization_config": {"quant_method": "awq"}}, ["awq", "--weights"]),
-        ([1], ["no config.json", "list"]),
+        ([1], ["not a config.json", "list"]),
         ({**SMALL, **DELTA, "linear_key_head_dim": 0}, ["linear_key_head_dim is 0"]),
         ({**SMALL, **DELTA, "mamba_ssm_dtype": "int3"}, ["mamba_ssm_dtype is int3", "bfloat16"]),
         ({**SMALL, "layer_types": ["mlp", "full_attention"] * 2}, ["of mlp", "not known here"]),

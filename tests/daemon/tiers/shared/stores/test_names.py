@@ -46,7 +46,7 @@ def test_names_of_files_are_safe_and_differ() -> None:
     [
         ("file://kv", "no absolute path"),
         ("file:///", "names no folder"),
-        ("file:///mnt/../etc", "no plain path"),
+        ("file:///mnt/../etc", "not a plain path"),
         ("file:///mnt/kv?sise=1", "'sise' is not a setting of this store: write size, ttl"),
         ("file:///mnt/kv?size=much", "size = much"),
         ("file:///mnt/kv?size=10", "must be 1MiB or more"),
