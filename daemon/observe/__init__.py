@@ -1,6 +1,5 @@
 """Observation of the daemon's own work. Nothing here changes what it holds.
 
-histograms             the histograms of `tiercache stats`; requests/stats answers with them and all other figures
 traffic, hot_prefixes  look-ups and hits; the prefixes most asked for
 reuse*                 the hit rate that caches of other sizes would have
 observers              passes on to these what clients ask and store

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tiercache import __version__
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.ground.own_process import process_figures, rss_bytes
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.observe.histograms import build_histograms
+from tiercache.ground.histograms import Histogram, LatencyHistogram
 from tiercache.protocol.messages import Stats
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tiercache.daemon.ground.regions import RegionMaker
     from tiercache.daemon.observe.http_process import HttpProcess
     from tiercache.daemon.observe.recorder import Recorder
+    from tiercache.daemon.observe.traffic import Traffic
     from tiercache.daemon.tiers.dram.space import Namespace
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
     from tiercache.daemon.tiers.quotas import Quotas
@@ -39,6 +40,12 @@ MAX_LISTED_QUOTAS = 256
 _NAMESPACES_AT_ONCE = 128
 _MAX_CHARS = 48
 _COUNTERS = [field.name for field in fields(Counters)]
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_START_FIELD = 19
+"""Index of the start time among the fields of /proc/self/stat after the process's name (proc(5))."""
 
 
 class Daemon(Protocol):
@@ -260,3 +267,76 @@ def _namespace(namespace: Namespace, now_s: float, pinned: int, below: int) -> d
         "refused_blocks": use.refused_blocks,
         "idle_s": None if use.used_s is None else round(now_s - use.used_s, 1),
     }
+
+
+# --- histograms, and figures of this process -----------------------------------------------------------
+
+
+def build_histograms(
+    traffic: Traffic,
+    leases: Mapping[str, LatencyHistogram],
+    latency: Mapping[str, LatencyHistogram],
+    nvme: NvmeTier | None,
+) -> dict[str, list[dict[str, Any]]]:
+    """By name, one for each combination of labels. Sums and bucket bounds are in the unit that ends the name.
+
+    `leases`: how long leases of clients were held, by kind. `latency`: that of requests, by kind. Some 10 us for each
+    non-empty one.
+    """
+    found = {
+        "request_ns": [_shown(histogram, request=name) for name, histogram in sorted(latency.items())],
+        "asked_tokens": [_shown(traffic.asked_tokens)],
+        "hit_tokens": [_shown(traffic.hit_tokens)],
+        "lease_ns": [_shown(histogram, kind=kind) for kind, histogram in leases.items()],
+    }
+    if nvme is not None:
+        found |= {"promotion_ns": [], "demotion_ns": [], "disk_call_ns": [], "disk_call_bytes": []}
+        for path, queue in nvme.queues().items():
+            for urgency in ("load", "prefetch"):
+                found["promotion_ns"].append(_shown(queue.latency[urgency], directory=path, urgency=urgency))
+            found["demotion_ns"].append(_shown(queue.latency["write"], directory=path))
+            for call in ("read", "write"):
+                labels = {"directory": path, "call": call}
+                found["disk_call_ns"].append(_shown(queue.latency[f"{call}_call"], **labels))
+                found["disk_call_bytes"].append(_shown(queue.call_bytes[f"{call}_call"], **labels))
+    return found
+
+
+def _shown(histogram: Histogram, **labels: str) -> dict[str, Any]:
+    return {"labels": labels, "count": histogram.count, "sum": histogram.sum, "buckets": histogram.buckets()}
+
+
+def process_figures() -> dict[str, Any]:
+    """CPU time, start, address space and descriptors. Some 50 us, and 0.2 us per open descriptor."""
+    with open("/proc/self/statm", "rb") as file:
+        pages = int(file.read().split()[0])
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "started_unix_s": _STARTED_S,
+        "cpu_s": time.process_time(),
+        "vm_bytes": pages * _PAGE_BYTES,
+        "open_fds": len(os.listdir("/proc/self/fd")) - 1,  # one is that of the listing
+        **({} if soft == resource.RLIM_INFINITY else {"max_fds": soft}),
+    }
+
+
+def rss_bytes() -> tuple[int, int]:
+    """Resident bytes of this process: all, and those that are shared memory."""
+    fd = os.open("/proc/self/status", os.O_RDONLY)
+    try:
+        text = os.read(fd, 8192)
+    finally:
+        os.close(fd)
+    fields = (text.partition(name)[2].split(None, 1)[0] for name in (b"VmRSS:", b"RssShmem:"))
+    resident, shared = (int(field) * 1024 for field in fields)
+    return resident, shared
+
+
+def _started_s() -> float:
+    """Start time of this process, in Unix time: read once, so that setting the clock does not look like a restart."""
+    with open("/proc/self/stat", "rb") as file:
+        ticks = int(file.read().rpartition(b")")[2].split()[_START_FIELD])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / _TICKS_PER_S
+
+
+_STARTED_S = round(_started_s(), 3)

@@ -13,6 +13,7 @@ import pytest
 from command_line import COMMAND, DEADLINE_S, Run, assert_refused
 
 from tiercache.cli import stats
+from tiercache.cli.stats import what_if_sentence, what_if_table
 
 TREE: dict[str, Any] = {
     "daemon": {"generation": 7},
@@ -73,3 +74,25 @@ def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
     assert len(stats.cells(row)) == len(stats._COLUMNS) == len(stats._WIDTHS)
     idle = stats.changes(TREE, TREE, 1.0)
     assert (idle["hit_rate"], stats.cells(idle)[1]) == (None, "-")
+
+
+# --- the estimate for other sizes of cache ----------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def curve(*rates: tuple[float, float]) -> dict[str, Any]:
+    """Hit rates by GiB, for 1 GiB of DRAM and 6 GiB of NVMe."""
+    found = [{"capacity_bytes": int(size * GIB), "hit_rate": rate} for size, rate in rates]
+    tiers = {"dram": {}, "nvme": {"capacity_bytes": 6 * GIB}}
+    return {"arena": {"bytes": GIB}, "tiers": tiers, "what_if": {"window_s": 7200.0, "curve": found}}
+
+
+def test_the_sentence() -> None:
+    assert what_if_sentence(curve((1, 0.25), (2, 0.375), (7, 0.5), (13, 0.625))) == (
+        "twice the DRAM (2.0 GiB) would have had 37.5% of the blocks looked up in the last 120.0 min, and this much "
+        "25.0%; with the NVMe 50.0%, with twice the NVMe 62.5%"
+    )
+    assert "not enough" in what_if_sentence(curve())
+    assert what_if_table(curve()) == []
+    assert "off" in what_if_sentence({})

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.engine import distribution
+from tiercache.engine import sampling
 from tiercache.engine.sampling import Sampler, SamplingParams, choose
 from tiercache.errors import ConfigError
 
@@ -84,11 +84,11 @@ def test_cuts_are_those_of_a_plain_sort(
 ) -> None:
     """Against one row at a time with everything sorted; also where the candidates do not suffice."""
     logits = torch.randn(3, 32, generator=torch.Generator().manual_seed(seed)) * (0.1 if flat else 3)
-    limits = distribution.Limits([1.0] * 3, [min_p] * 3, [top_k] * 3, [top_p] * 3)
+    limits = sampling.Limits([1.0] * 3, [min_p] * 3, [top_k] * 3, [top_p] * 3)
     steps = torch.linspace(0, 1, 201)[:-1].tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distribution, "_CANDIDATES", candidates)
-        found = [distribution.draw(logits, limits, [step] * 3).tolist() for step in steps]
+        patch.setattr(sampling, "_CANDIDATES", candidates)
+        found = [sampling.draw(logits, limits, [step] * 3).tolist() for step in steps]
     for row in range(3):
         values, order = torch.softmax(logits[row], -1).sort(descending=True)
         kept = values >= min_p * values[0]

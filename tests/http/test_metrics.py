@@ -14,11 +14,10 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.ground.counters import Counters
-from tiercache.http.families import FAMILIES, table
 from tiercache.http.measured.counters import COUNTERS
 from tiercache.http.measured.family import PREFIX
 from tiercache.http.measured.shared import SHARED
-from tiercache.http.metrics import metrics_text
+from tiercache.http.metrics import FAMILIES, metrics_text, table
 from tiercache.http.readings import MAX_NAMESPACES, MAX_REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +66,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tierca
 
 def test_the_documented_table_is_that_of_the_code() -> None:
     text = (ROOT / "daemon" / "MONITORING.md").read_text()
-    assert table() in text, "put what `python -m tiercache.http.families` prints into daemon/MONITORING.md"
+    assert table() in text, "put what `python -m tiercache.http.metrics` prints into daemon/MONITORING.md"
 
 
 def test_every_counter_has_its_metric() -> None:

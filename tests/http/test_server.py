@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.http.__main__ import main
+from tiercache.http.app import FOLDER
 from tiercache.http.limits import MAX_CONNECTIONS
 from tiercache.http.probe import Probe
 from tiercache.http.query import MAX_SEGMENTS
@@ -126,6 +129,29 @@ def test_names_stay_names(url: str, daemon: tiercache.LaunchedDaemon) -> None:
         assert [sample.value for sample in families["tiercache_up"].samples] == [1.0]
         assert EVIL in {sample.labels["engine"] for sample in families["tiercache_namespace_blocks"].samples}
         assert EVIL in {row["engine"] for row in request(f"{url}/v1/stats").tree["namespaces"]}
+
+
+# --- the dashboard's files ---------------------------------------------------------------------------
+
+
+def test_the_page_is_of_this_port_alone(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    assert request(f"{url}/dashboard").text == page
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+    named = re.findall(r'(?:src|href)="(/static/[^"]+)"', page)
+    assert len(named) >= 4
+    assert {request(url + path).status for path in named} == {200}
+
+
+def test_files_have_what_the_policy_allows() -> None:
+    for path in FOLDER.iterdir():
+        text = path.read_text()
+        assert not re.search(r"https?://(?!www\.w3\.org/)", text), path
+        assert "innerHTML" not in text, path
+        if path.suffix == ".html":
+            assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", text), path
 
 
 # --- readiness ---------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
 from tiercache.http.hosts import allowed_hosts
-from tiercache.serve import bodies
-from tiercache.serve.app import ModelService
-from tiercache.serve.bodies import Bodies
-from tiercache.serve.connections import Sweeper, cut_unsent
+from tiercache.serve import app
+from tiercache.serve.app import Bodies, ModelService
 from tiercache.serve.failures import ApiError, api_error
+from tiercache.serve.server import Sweeper, cut_unsent
 
 DEADLINE_S = 60.0
 
@@ -111,7 +110,7 @@ def refused(held: Bodies, its: Request) -> int:
 
 
 def test_bodies_are_bounded_each_and_all_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 250)
+    monkeypatch.setattr(app, "MAX_HELD_BYTES", 250)
     held = Bodies(100)
     held._max_bytes = 200
     assert refused(held, request(b"x" * 150, b"x" * 51)) == 413
@@ -133,7 +132,7 @@ def test_bodies_are_bounded_each_and_all_that_are_held(monkeypatch: pytest.Monke
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.01)
     held = Bodies(100)
     assert refused(held, request(b"half", hangs=True)) == 408
     assert held._held_bytes == 0

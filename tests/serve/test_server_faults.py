@@ -25,7 +25,7 @@ HANGS = """
 import os, socket, time
 from tiercache.engine.model import HostedModel
 from tiercache.ground import listening
-from tiercache.serve import bodies, server
+from tiercache.serve import app, server
 forward = HostedModel.forward
 def hanging(*arguments):
     while os.path.exists({file!r}):
@@ -33,7 +33,7 @@ def hanging(*arguments):
     return forward(*arguments)
 HostedModel.forward = hanging
 server.SWEEP_S = 1
-bodies.BODY_TIMEOUT_S = 5.0
+app.BODY_TIMEOUT_S = 5.0
 bind = listening.bind
 def bind_small(*arguments):
     listener = bind(*arguments)

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from fractions import Fraction
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,9 +19,8 @@ from tiercache.cli.declare import Address, Json, command
 from tiercache.cli.exit_status import EXIT_OK
 from tiercache.cli.readings import Reading, quiet_client, take_reading
 from tiercache.cli.report import Section, human, print_json, print_sections, sections, with_human
-from tiercache.cli.what_if import sentence, table
 from tiercache.errors import ConfigError
-from tiercache.ground.units import format_bytes
+from tiercache.ground.units import format_bytes, format_duration
 
 SUMMARY = "summary"
 _WHAT_IF = "what_if"
@@ -95,7 +95,10 @@ def show(address: str | None, *, wanted: Sequence[str] = (), as_json: bool) -> i
         return EXIT_OK
     found = [summary(tree)] if SUMMARY in wanted or not wanted else []
     if _WHAT_IF in wanted or not wanted:
-        found += table(tree) or ([Section("what if", ("", ""), [("what if", sentence(tree))])] if wanted else [])
+        estimate = what_if_table(tree)
+        if not estimate and wanted:
+            estimate = [Section("what if", ("", ""), [("what if", what_if_sentence(tree))])]
+        found += estimate
     found += sections(
         {name: branch for name, branch in tree.items() if name != _WHAT_IF and (name in wanted or not wanted)}
     )
@@ -130,7 +133,7 @@ def summary(tree: dict[str, Any]) -> Section:
         ("blocks", human("blocks", total_blocks(tree))),
         ("sessions", human("sessions", len(tree.get("sessions", [])))),
         ("up for", human("uptime_s", tree.get("daemon", {}).get("uptime_s", 0))),
-        ("what if", sentence(tree)),
+        ("what if", what_if_sentence(tree)),
     ]
     return Section("summary", ("", ""), rows)
 
@@ -245,3 +248,61 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     rates = [f"{value:,.0f}" for name, value in row.items() if name.endswith("_per_s")]
     state = [human(name, row[name]) for name in ("blocks", "used_bytes", "sessions", "match_p99_us")]
     return (clock, hit_rate, *rates, *state)
+
+
+# --- what if: the daemon's estimate for caches of other sizes ------------------------------------------
+
+
+class CurvePoint(NamedTuple):
+    """A cache size, its composition, and the share of looked-up blocks that it would have had."""
+
+    size_bytes: int
+    label: str
+    hit_rate: float
+
+
+def what_if_points(tree: dict[str, Any]) -> list[CurvePoint]:
+    """The curve with names for its sizes; empty if there is none (yet)."""
+    dram_bytes = int(tree.get("arena", {}).get("bytes", 0))
+    curve = tree.get("what_if", {}).get("curve", [])
+    below_bytes = int(tree.get("tiers", {}).get("nvme", {}).get("capacity_bytes", 0))
+    if not dram_bytes:
+        return []
+    return [
+        CurvePoint(
+            int(one["capacity_bytes"]), _label(int(one["capacity_bytes"]), dram_bytes, below_bytes), one["hit_rate"]
+        )
+        for one in curve
+    ]
+
+
+def _label(size_bytes: int, dram_bytes: int, below_bytes: int) -> str:
+    for times in (Fraction(1, 2), Fraction(1), Fraction(2)):
+        if below_bytes and abs(size_bytes - dram_bytes - below_bytes * times) < 1:
+            return "DRAM + NVMe" if times == 1 else f"DRAM + {times} NVMe"
+    times = Fraction(size_bytes, dram_bytes).limit_denominator(8)
+    return "DRAM" if times == 1 else f"{times} DRAM"
+
+
+def what_if_sentence(tree: dict[str, Any]) -> str:
+    """The gain from more memory, in one line."""
+    what_if = tree.get("what_if")
+    if not what_if:
+        return "off (--what-if no)"
+    by_label = {point.label: point for point in what_if_points(tree)}
+    if "DRAM" not in by_label or "2 DRAM" not in by_label:
+        return "not enough has been looked up yet to say what more memory would bring"
+    now, twice = by_label["DRAM"], by_label["2 DRAM"]
+    text = f"twice the DRAM ({format_bytes(twice.size_bytes)}) would have had {twice.hit_rate:.1%} of the blocks"
+    text += f" looked up in the last {format_duration(what_if['window_s'])}, and this much {now.hit_rate:.1%}"
+    if "DRAM + NVMe" in by_label and "DRAM + 2 NVMe" in by_label:
+        both, more = by_label["DRAM + NVMe"], by_label["DRAM + 2 NVMe"]
+        text += f"; with the NVMe {both.hit_rate:.1%}, with twice the NVMe {more.hit_rate:.1%}"
+    return text
+
+
+def what_if_table(tree: dict[str, Any]) -> list[Section]:
+    """The curve as a section; no section without a curve."""
+    rows = [(format_bytes(point.size_bytes), point.label, f"{point.hit_rate:.1%}") for point in what_if_points(tree)]
+    columns = ("capacity", "as large as", "hit rate")
+    return [Section("what if (LRU caches of other sizes)", columns, rows)] if rows else []

@@ -3,8 +3,8 @@
 `tiercache daemon --http 127.0.0.1:8181` starts it, `tiercache http` runs it alone. It is an ordinary client of the
 daemon, so an HTTP request costs the daemon's loop no more than a client's request. Needs the extra `http`.
 
-    server ──► app: routes ──► metrics ◄── families ◄── measured/: the daemon's metrics; readings: as read from stats
-                           ├─► page, history    the dashboard
+    server ──► app: routes ──► metrics ◄── measured/: the daemon's metrics; readings: as read from stats
+                           ├─► history    what the dashboard shows
                            ├─► affinity, models how much of a prompt is stored
                            └─► trees, probe     the daemon's stats, shared by all requests; a test block
     hosts, limits    which requests are taken

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,7 +24,6 @@ from tiercache.http.history import History
 from tiercache.http.limits import error_body
 from tiercache.http.metrics import CONTENT_TYPE, metrics_text
 from tiercache.http.models import models_by_namespace
-from tiercache.http.page import page_routes
 from tiercache.http.probe import Probe
 from tiercache.protocol.messages import ModelList, Models
 
@@ -45,6 +45,19 @@ _decode_query = msgspec.json.Decoder(Query).decode
 
 EVERY_S = 0.1
 """Least seconds between two requests to the daemon."""
+
+
+FOLDER = Path(__file__).parent / "static"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGE = "dashboard.html"
+HEADERS = {
+    # Nothing inline, nothing from elsewhere, and no framing.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 
 class Trees:
@@ -244,3 +257,20 @@ async def _on_hang_up(request: Request, error: Exception) -> Response:
 async def _on_defect(request: Request, error: Exception) -> Response:
     """An unexpected error; the log has the traceback."""
     return HttpError(500, "failed", f"the server failed: {type(error).__name__}").response()
+
+
+# --- the dashboard -------------------------------------------------------------------------------------
+
+
+def page_routes() -> list[Route]:
+    """Routes of the page at `/` and `/dashboard`, and of its other files under `/static`. Reads all files once."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
+    paths = {"/": PAGE, "/dashboard": PAGE, **{f"/static/{name}": name for name in files if name != PAGE}}
+    return [_route(path, files[name], _TYPES[Path(name).suffix]) for path, name in paths.items()]
+
+
+def _route(path: str, content: bytes, media_type: str) -> Route:
+    async def answer(request: Request) -> Response:
+        return Response(content, headers=HEADERS, media_type=media_type)
+
+    return Route(path, answer)

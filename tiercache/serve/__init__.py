@@ -2,6 +2,6 @@
 
 Needs the extras `engine` and `serve`.
 
-    server ──► app: routes ──► bodies, requests: what clients ask, checked ──► the engine ──► answers, encoding
-    private_daemon   a daemon of the server's own         connections, failures, metrics, settings
+    server ──► app: routes, bodies ──► requests: what clients ask, checked ──► the engine ──► answers, encoding
+    private_daemon   a daemon of the server's own         failures, metrics, settings
 """

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from tiercache.engine.async_engine import AsyncEngine, EngineDied, Stalled, Stop
 from tiercache.engine.prompts import Prompts
 from tiercache.http.hosts import Complaint, HostCheck, allowed_hosts
 from tiercache.serve.answers import ChatAnswer, CompletionAnswer, Piece, TokenTexts, Usage
-from tiercache.serve.bodies import Bodies
 from tiercache.serve.encoding import END_OF_EVENTS, event, json_response
 from tiercache.serve.failures import ApiError, api_error
 from tiercache.serve.metrics import Metrics
@@ -29,6 +29,45 @@ from tiercache.serve.requests import ChatRequest, CompletionRequest, check_size,
 
 HUNG_UP = 499
 """Status of an answer whose client has hung up; nginx's code for it."""
+
+
+BODY_TIMEOUT_S = 60.0
+# A token rarely takes more bytes in JSON, as an id or as a text full of escapes.
+_TOKEN_BYTES = 32
+_LEAST_BYTES = 1 << 20
+_MOST_BYTES = 16 << 20
+MAX_HELD_BYTES = 256 << 20
+
+
+class Bodies:
+    """Reads bodies. `max_model_len` bounds their size, since decoding JSON blocks the event loop."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_bytes = min(_LEAST_BYTES + max_model_len * _TOKEN_BYTES, _MOST_BYTES)
+        self._held_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """The body, which counts as held within the `with`. Raises ApiError if it is too large or too late."""
+        body = bytearray()
+        try:
+            try:
+                await asyncio.wait_for(self._read(request, body), BODY_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+            yield body
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        async for part in request.stream():
+            if len(body) + len(part) > self._max_bytes:
+                text = f"the body has more than {self._max_bytes} bytes: ask for less in one request"
+                raise ApiError(413, text, code="body_too_large")
+            if self._held_bytes + len(part) > MAX_HELD_BYTES:
+                raise ApiError(503, f"requests of {MAX_HELD_BYTES} bytes are being read: try again later")
+            body += part
+            self._held_bytes += len(part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,13 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.engine import Connect, Engine, connect_to
 from tiercache.engine.async_engine import AsyncEngine, Stopping
@@ -27,7 +30,6 @@ from tiercache.errors import ConfigError
 from tiercache.ground import listening
 from tiercache.http.hosts import allowed_hosts
 from tiercache.serve.app import ModelService, build_app
-from tiercache.serve.connections import SWEEP_S, Sweeper, cut_unsent
 from tiercache.serve.metrics import Metrics
 from tiercache.serve.private_daemon import PrivateDaemon
 from tiercache.serve.requests import sampling_defaults
@@ -39,6 +41,10 @@ _BACKLOG = 2048
 _LAST_WORDS_S = 5
 _MAX_FILES = 65536
 _TICKS_PER_S = 10  # uvicorn's
+
+
+SWEEP_S = 30
+"""Seconds between sweeps; a connection that has not moved from one sweep to the next is closed."""
 
 
 def serve(settings: ServeSettings, engine_settings: EngineSettings) -> int:
@@ -172,3 +178,42 @@ class _Server:
     def _stop(self) -> None:
         assert self._uvicorn is not None
         self._uvicorn.should_exit = True
+
+
+# --- connections that stall: half a request, or an answer that the client does not read ----------------
+
+
+class Sweeper:
+    """Remembers the state of each connection at the last sweep."""
+
+    def __init__(self) -> None:
+        self._stood: dict[H11Protocol, tuple[object, int]] = {}
+
+    def sweep(self, connections: Iterable[object]) -> None:
+        stand = {
+            connection: _stand(connection)
+            for connection in connections
+            if isinstance(connection, H11Protocol) and _waits_for_client(connection)
+        }
+        for connection, how in stand.items():
+            if self._stood.get(connection) == how:
+                connection.transport.abort()
+        self._stood = stand
+
+
+def cut_unsent(connections: Iterable[object]) -> None:
+    """Close the connections whose request is incomplete."""
+    for connection in list(connections):
+        if isinstance(connection, H11Protocol) and connection.conn.their_state is h11.SEND_BODY:
+            connection.transport.abort()
+
+
+def _waits_for_client(connection: H11Protocol) -> bool:
+    """True if the client has to act: read, or send a request. A body that does not come has its own deadline."""
+    cycle = connection.cycle
+    return cycle is None or bool(cycle.response_complete) or connection.flow.write_paused
+
+
+def _stand(connection: H11Protocol) -> tuple[object, int]:
+    """What changes when the client acts: its last request, and the part of the answer it has not read."""
+    return connection.cycle, connection.transport.get_write_buffer_size()

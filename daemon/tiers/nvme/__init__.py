@@ -1,7 +1,7 @@
 """The NVMe tier: blocks on local disks, one directory per disk.
 
 tier ──► keeper     a directory during the daemon's life: opened (opening), given up, opened again;
-                    left alone while it hangs (`Shelf.offline`); keepers: those of all directories
+                    left alone while it hangs (`Shelf.offline`); `Keepers`: those of all directories
      ──► shelf      one open directory: its index, its slots, rows from before the restart (recovery, registry)
      ──► placement, fairness    which directory a chain lives in; whose blocks are evicted
      ──► flushes    each is answered when every directory has it

@@ -13,7 +13,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ TOLD_AT_ONCE = 2000
 KNOWN_ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS)
 """Counted from zero, so that the first one is an increase."""
 _COUNTERS = (*COUNTERS, "evicted_blocks", "write_failures", "database_written_bytes")
+
+
+# --- all directories -----------------------------------------------------------------------------------
 
 
 class Keeper:
@@ -245,3 +248,78 @@ def _figures_of_none() -> dict[str, Any]:
         "errors": {},
         "latency": {name: LatencyHistogram().snapshot() for name in LATENCIES},
     }
+
+
+# --- all directories -----------------------------------------------------------------------------------
+
+
+PATIENCE_S = 30.0
+"""How long nothing is written while directories have not opened yet."""
+
+
+class Keepers:
+    """Runs the keepers, each in a task of its own. Event loop only. `clock_s` is monotonic seconds."""
+
+    def __init__(self, keepers: Sequence[Keeper], clock_s: Callable[[], float]) -> None:
+        self._keepers = keepers
+        self._clock_s = clock_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writing_from_s = 0.0
+
+    async def open(self, patience_s: float | None) -> None:
+        """See `NvmeTier.open`."""
+        self._writing_from_s = self._clock_s() + PATIENCE_S
+        self._tasks = [asyncio.ensure_future(keeper.keep()) for keeper in self._keepers]
+        for task in self._tasks:
+            task.add_done_callback(_tell_bug)
+        tried = [asyncio.ensure_future(keeper.tried.wait()) for keeper in self._keepers]
+        await asyncio.wait(tried, timeout=patience_s)
+        for waiting in tried:
+            waiting.cancel()
+        for keeper in self._keepers:
+            keeper.strict = False
+        if refusal := next((keeper.refusal for keeper in self._keepers if keeper.refusal is not None), None):
+            self.stop()
+            raise refusal
+
+    def stop(self) -> None:
+        """The daemon ends: nothing more is opened or watched, and writes wait for no directory."""
+        self._writing_from_s = 0.0
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def may_write(self) -> bool:
+        """True if blocks may be written: a chain in a directory not yet open must not begin again in another one."""
+        return all(keeper.tried.is_set() for keeper in self._keepers) or self._clock_s() >= self._writing_from_s
+
+    def closed(self) -> list[tuple[Path, bool]]:
+        """Directories that are not open, and whether that may last."""
+        return [(keeper.path, keeper.away) for keeper in self._keepers if keeper.shelf is None]
+
+    @property
+    def leaving(self) -> list[Shelf]:
+        """Shelves whose directories have gone, while the kernel still has I/O of them."""
+        return [keeper.leaving for keeper in self._keepers if keeper.leaving is not None]
+
+
+async def close_shelves(
+    runner: Runner, shelves: Sequence[Shelf], leaving: Sequence[Shelf], settle: Callable[[], bool]
+) -> None:
+    """Close all at once, so that many hung disks take no longer than one. `settle()`: see `WriteBehind`."""
+    for shelf in (*shelves, *leaving):
+        shelf.queue.begin_stop()
+    end_s = time.monotonic() + CLOSE_S
+    stopped = [shelf.queue.stop(end_s) for shelf in shelves]
+    for shelf in leaving:
+        shelf.queue.stop(end_s)
+    while settle():
+        pass  # what was written in time is kept
+    await asyncio.gather(*(runner.blocking("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
+    over = [shelf for shelf, all_done in zip(shelves, stopped, strict=True) if all_done]  # of others I/O is under way
+    await asyncio.gather(*(runner.blocking("directory end", shelf.directory.close) for shelf in over))
+
+
+def _tell_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a directory is no longer monitored: its keeper has crashed", exc_info=error)

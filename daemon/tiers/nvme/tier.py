@@ -50,8 +50,7 @@ from tiercache.protocol.messages import KEY_BYTES, BlockView
 from . import inspection as viewing
 from .fairness import Fairness
 from .flushes import Flushes
-from .keeper import Keeper
-from .keepers import Keepers, close_shelves
+from .keeper import Keeper, Keepers, close_shelves
 from .opening import Plan
 from .parts import BlockQueue, OpenDirectory
 from .placement import ShelfPlacement

@@ -18,7 +18,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tiercache.cli.demo.tables import DEFECT, new_table, prompt_table
 from tiercache.cli.exit_status import EXIT_OK, EXIT_UNWELL
 from tiercache.demo.chat import CONVERSATIONS, POOL_SHARE, TURNS, ChatDemo, Chats
 from tiercache.demo.child import none_left
@@ -37,6 +36,32 @@ SERVER = "tiercache.cli.demo.server"
 """Main modules of the processes that the demo starts."""
 MOST_HOSTS = 2
 _SERVING = ("starlette", "uvicorn")
+
+
+DEFECT = "NOT the same: this is a defect, please report it"
+
+
+def prompt_table(title: str, runs: list[Run], prompt: int) -> Table:
+    """A row for each run of a prompt of `tokens` tokens; the first one computed it."""
+    table = new_table(title, "run", "TTFT", "faster", "pool", "cache", "computed")
+    for run in runs:
+        table.add_row(
+            run.what,
+            format_duration(run.ttft_s),
+            f"{runs[0].ttft_s / run.ttft_s:.1f}x",
+            str(run.pool_tokens),
+            str(run.cache_tokens),
+            str(prompt - run.pool_tokens - run.cache_tokens),
+        )
+    return table
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table; all columns but the first hold numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
 
 
 def show_hosts(demo: TwoHosts, out: Console) -> dict[str, Any]:

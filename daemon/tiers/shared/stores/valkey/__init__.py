@@ -11,9 +11,8 @@ connection   the calls of the tier, and a connection to one server
 cluster      a connection to a cluster: its lines, and redirects
 commands     the few commands that we use: how each is written, and how its reply is read
 exchange     a pipeline of commands on one line, with bounds on what is under way
-line         one socket: connects, sends, receives, until a deadline
+line         one socket: finds the host's addresses, connects, sends, receives, until a deadline
 tls_line     the same with TLS
-resolve      addresses of a host's name, until a deadline
 refusals     what an error of the server means to the tier
 
 The protocol is RESP2 (https://valkey.io/topics/protocol), and nothing in it beyond what these commands need.

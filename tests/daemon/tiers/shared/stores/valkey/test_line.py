@@ -12,7 +12,7 @@ from fake_valkey import ENOUGH_S, GOOD, SIZE, VALUE, FakeServer, Peer, failing, 
 from valkey_rig import connect, got, new_put, soon
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, StoreProblem
-from tiercache.daemon.tiers.shared.stores.valkey import resolve
+from tiercache.daemon.tiers.shared.stores.valkey.line import MOST_LOOKUPS
 
 MIB = 1 << 20
 
@@ -92,10 +92,10 @@ def test_names_that_hang(no_names: list[str]) -> None:
         connection = connect("valkey://one.test")
         assert failing(lambda line=connection: line.exists([b"x"], [], soon(0.1))).problem is StoreProblem.TIMEOUT
     assert no_names == ["one.test"]
-    for number in range(resolve.MOST_LOOKUPS + 3):
+    for number in range(MOST_LOOKUPS + 3):
         connection = connect(f"valkey://host{number}.test")
         failing(lambda line=connection: line.exists([b"x"], [], soon(0.02)))
-    assert len(no_names) == resolve.MOST_LOOKUPS
+    assert len(no_names) == MOST_LOOKUPS
     assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.UNREACHABLE
     connection = connect("valkey://one.test")
     threading.Timer(0.1, connection.close).start()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import byte_tokenizer, word_tokenizer
 
-from tiercache.engine.detokenize import Detokenizer, StopStrings
+from tiercache.engine.text_engine import Detokenizer, StopStrings
 
 pytestmark = pytest.mark.engine
 BYTES, WORDS = byte_tokenizer(), word_tokenizer()
