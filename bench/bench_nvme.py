@@ -65,7 +65,7 @@ from nvme_rigs import (
 )
 from nvme_worker import COPY_BLOCKS, Child
 
-from tiercache.daemon.tiers.nvme.placement import COPIED_SHARE
+from tiercache.daemon.tiers.nvme.moves.placement import COPIED_SHARE
 
 TOTAL_BUDGET_S = 90.0
 """For each carrier: no round begins after this."""

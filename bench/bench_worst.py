@@ -163,12 +163,12 @@ class _Parts:
         from tiercache.daemon.ground.slices import Slices
         from tiercache.daemon.requests.reads import ReadRequests
         from tiercache.daemon.requests.router import Router
+        from tiercache.daemon.tiers.dram.promotion import Promotion
         from tiercache.daemon.tiers.dram.reads import Reads
         from tiercache.daemon.tiers.dram.space import Space
         from tiercache.daemon.tiers.dram.writes import Writes
         from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
-        from tiercache.daemon.tiers.nvme.shelf import Shelf
-        from tiercache.daemon.tiers.promotion import Promotion
+        from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
         for owner, name in (
             (Cache, "expire"),

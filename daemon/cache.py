@@ -28,15 +28,15 @@ from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.observe.observers import Observers
 from tiercache.daemon.observe.reuse import WhatIf
+from tiercache.daemon.tiers.dram.below import FlushBelow, NoTierBelow, TierBelow
 from tiercache.daemon.tiers.dram.check import check_dram
 from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.quotas import Quotas
 from tiercache.daemon.tiers.dram.reads import Reads
 from tiercache.daemon.tiers.dram.space import Namespace, Space
+from tiercache.daemon.tiers.dram.store_leases import process_gone, session_lost
+from tiercache.daemon.tiers.dram.unfinished import Unfinished
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.lower_tier import FlushBelow, NoTierBelow, TierBelow
-from tiercache.daemon.tiers.quotas import Quotas
-from tiercache.daemon.tiers.store_leases import process_gone, session_lost
-from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.protocol.messages import KEY_BYTES
 
 from .policies import Maker, Policies

@@ -14,7 +14,7 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.daemon.events.publisher import MAX_SUBSCRIBERS
 from tiercache.daemon.ground.connections import UNSEEN_EVENTS
 from tiercache.daemon.requests.sessions import MAX_GREETING
-from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
+from tiercache.daemon.tiers.nvme.opening.worker_choice import worker_processes
 from tiercache.errors import ConfigError
 
 log = logging.getLogger("tiercache.daemon")

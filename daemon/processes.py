@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Beside
-from tiercache.daemon.tiers.nvme.worker_choice import worker_processes
+from tiercache.daemon.tiers.nvme.opening.worker_choice import worker_processes
 from tiercache.daemon.tiers.shared.stores.folder.settings import CONNECTIONS, parse_folder_url
 from tiercache.errors import ConfigError
 

@@ -43,7 +43,7 @@ from tiercache.daemon.requests.slow import SlowRequests
 from tiercache.daemon.requests.stats import build_stats, health_of
 from tiercache.daemon.requests.unsent import Unsent
 from tiercache.daemon.tiers.below_dram import BelowDram
-from tiercache.daemon.tiers.unfinished import FLOOR_SHARE
+from tiercache.daemon.tiers.dram.unfinished import FLOOR_SHARE
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import Welcome
 

@@ -50,18 +50,26 @@ tiercache.daemon
 MAY_KNOW_ABOVE = "tiercache.daemon.requests", "tiercache.daemon"
 """Requests are answered from what these put together; nothing below them knows it."""
 
+TIER_FLOORS = """
+tiercache.daemon.tiers.dram | tiercache.daemon.tiers.forms
+tiercache.daemon.tiers.nvme | tiercache.daemon.tiers.shared
+tiercache.daemon.tiers
+"""
+"""Those of the tiers: DRAM knows one thing below it; the files directly in tiers/ put them together."""
+
 NVME_FLOORS = """
 tiercache.daemon.tiers.nvme.disk
 tiercache.daemon.tiers.nvme.catalog
+tiercache.daemon.tiers.nvme.shelf
 tiercache.daemon.tiers.nvme.check | tiercache.daemon.tiers.nvme.moves | tiercache.daemon.tiers.nvme.worker
-tiercache.daemon.tiers.nvme.direct
-tiercache.daemon.tiers.nvme.worker
+tiercache.daemon.tiers.nvme.direct | tiercache.daemon.tiers.nvme.opening
+tiercache.daemon.tiers.nvme
 """
-"""Those of the NVMe tier. The files directly in nvme/ are used by those that move blocks, and use them."""
+"""Those of the NVMe tier: the files directly in nvme/ put them together."""
 
 HOUSES = [
     {folder: floor for floor, line in enumerate(text.split("\n")) for folder in line.split(" | ") if folder}
-    for text in (FLOORS, DAEMON_FLOORS, NVME_FLOORS)
+    for text in (FLOORS, DAEMON_FLOORS, TIER_FLOORS, NVME_FLOORS)
 ]
 
 HEAVY = {"torch", "triton", "transformers", "safetensors", "kvikio", "vllm", "sglang"}
@@ -202,7 +210,7 @@ def all_imports() -> list[Import]:
 
 
 def test_every_folder_has_a_floor() -> None:
-    for house, depth in zip(HOUSES, (2, 3, 5), strict=True):
+    for house, depth in zip(HOUSES, (2, 3, 4, 5), strict=True):
         top = next(iter(house)).rpartition(".")[0]
         names = {name for name in modules() if name.startswith(f"{top}.") and name.count(".") >= depth}
         assert {".".join(name.split(".")[:depth]) for name in names} - set(house) == set()

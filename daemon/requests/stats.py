@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tiercache.daemon.observe.http_process import HttpProcess
     from tiercache.daemon.observe.recorder import Recorder
     from tiercache.daemon.observe.traffic import Traffic
+    from tiercache.daemon.tiers.dram.quotas import Quotas
     from tiercache.daemon.tiers.dram.space import Namespace
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
-    from tiercache.daemon.tiers.quotas import Quotas
     from tiercache.daemon.tiers.shared.tier import SharedTier
 
     from .service import Service

@@ -7,9 +7,9 @@ from functools import partial
 
 from tiercache.daemon.events.events import Named, NamedBlocks
 from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.below import Granted
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
-from tiercache.daemon.tiers.lower_tier import Granted
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, ErrorCode

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
+from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.dram.writes import Writes
-
-from .lower_tier import TierBelow
 
 if TYPE_CHECKING:
     from tiercache.daemon.tiers.nvme.tier import NvmeTier

@@ -18,15 +18,14 @@ from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Touch
+from tiercache.daemon.tiers.dram.below import Claim, FlushBelow, GrantsBelow, NoTierBelow, TierBelow
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
+from tiercache.daemon.tiers.dram.promotion import Promotion
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.shared.tier import SharedTier
 from tiercache.protocol.messages import BlockView
-
-from .lower_tier import Claim, FlushBelow, GrantsBelow, NoTierBelow, TierBelow
-from .promotion import Promotion
 
 
 class LowerTiers:

@@ -10,11 +10,11 @@ import pytest
 
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers import promotion
+from tiercache.daemon.tiers.dram import promotion
+from tiercache.daemon.tiers.dram.below import NoTierBelow
 from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.lower_tier import NoTierBelow
-from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
 
 UNIT_BYTES = 4096
@@ -29,7 +29,7 @@ _TINY = {
     "tiercache.daemon.index.check": {"ENTRIES": 4},
     "tiercache.daemon.index.lookups": {"REMEMBERED": 2},
     "tiercache.daemon.index.walks": {"REMEMBERED": 2, "WALKED_AT_ONCE": 2, "LOOKUPS": 3},
-    "tiercache.daemon.tiers.store_leases": {"PLACES_AT_ONCE": 10, "NOTES_AT_ONCE": 2},
+    "tiercache.daemon.tiers.dram.store_leases": {"PLACES_AT_ONCE": 10, "NOTES_AT_ONCE": 2},
     "tiercache.daemon.tiers.dram.growing_leases": {"PINS": 1},
     "tiercache.daemon.tiers.dram.growing_run": {"PINS": 1},
     "tiercache.daemon.tiers.dram.match_ends": {"LOOKUPS": 3, "_CHAINS": 1},
@@ -38,7 +38,7 @@ _TINY = {
     "tiercache.daemon.tiers.dram.read_leases": {"PINS": 2, "EXPIRED_AT_ONCE": 2, "ENDED_AT_ONCE": 2, "PINS_LISTED": 4},
     "tiercache.daemon.tiers.dram.runs": {"PINS": 2, "MAX_TOGETHER": 1},
     "tiercache.daemon.tiers.dram.space": {"SLICE": 4, "ROOM_STEPS": 16, "EVICT_AT_ONCE": 16, "LOOK_AT_ONCE": 4},
-    "tiercache.daemon.tiers.promotion": {"BATCH": 2, "BATCHES_AT_ONCE": 1, "TAKEN_AT_ONCE": 1},
+    "tiercache.daemon.tiers.dram.promotion": {"BATCH": 2, "BATCHES_AT_ONCE": 1, "TAKEN_AT_ONCE": 1},
 }
 
 

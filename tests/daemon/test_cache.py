@@ -29,9 +29,9 @@ from tiercache.daemon.ground.slices import AnswerNow
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.reads import Found
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.protocol.messages import KEY_BYTES, BlockState, CommitState, EventRun, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
 

@@ -17,11 +17,11 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, USED, Policy
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.daemon.policies.fresh_stores import are_below
+from tiercache.daemon.tiers.dram.promotion import BATCH
 from tiercache.daemon.tiers.dram.space import SLICE
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import MATCHED_AT_ONCE
-from tiercache.daemon.tiers.nvme.slots import EVICT_AT_ONCE, FREE_AHEAD_BYTES
-from tiercache.daemon.tiers.promotion import BATCH
+from tiercache.daemon.tiers.nvme.shelf.slots import EVICT_AT_ONCE, FREE_AHEAD_BYTES
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.requests import RequestKind, TraceRequest

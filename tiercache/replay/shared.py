@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.shared.epochs import new_note
 from tiercache.daemon.tiers.shared.flushes import FlushJob
@@ -27,7 +28,6 @@ from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import Arrived, Connection, Exists, Fate, Get, Noted, Put
 from tiercache.daemon.tiers.shared.tier import SharedTier
 from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm
-from tiercache.daemon.tiers.source import FetchOutcome
 
 _TTL_S = DaemonConfig().shared_ttl_s
 _SPARE_ENDS = 4096

@@ -26,7 +26,7 @@ from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
 from tiercache.protocol.namespaces import NamespaceSpec

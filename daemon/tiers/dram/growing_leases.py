@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tiercache.daemon.ground.slices import PINS, Steps
-from tiercache.daemon.tiers.lower_tier import TierBelow
 
+from .below import TierBelow
 from .growing_run import GrowingRun
 from .leases import ReadLease
 from .read_leases import ReadLeases

@@ -17,9 +17,9 @@ from tiercache.daemon.ground.slices import LOOKUPS, Steps
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.index.walks import walk
-from tiercache.daemon.tiers.lower_tier import Claim, TierBelow
 from tiercache.protocol.messages import KEY_BYTES
 
+from .below import Claim, TierBelow
 from .space import Namespace, Space, first_of_window
 
 _CHAINS = 16

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.lower_tier import TierBelow
 from tiercache.protocol.messages import KEY_BYTES
 
+from .below import TierBelow
 from .growing_leases import GrowingLeases
 from .leases import Owner, ReadLease
 from .pins import ClientPins

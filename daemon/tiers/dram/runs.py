@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from tiercache.daemon.ground.slices import PINS, AnswerNow, Steps, noted
 from tiercache.daemon.index.policy import NO_ENTRY, USED
-from tiercache.daemon.tiers.lower_tier import TierBelow
 from tiercache.protocol.messages import KEY_BYTES
 
+from .below import TierBelow
 from .leases import Owner
 from .match_ends import Cuts
 from .space import Namespace, Space, first_of_window

@@ -17,10 +17,11 @@ from tiercache.daemon.index.entries import LIVE, Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.policies import Policies
-from tiercache.daemon.tiers.quotas import UNLIMITED, Quotas
 from tiercache.protocol.messages import REGION_SHIFT
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.protocol.wire import UNREADABLE
+
+from .quotas import UNLIMITED, Quotas
 
 MAX_NAMESPACES = 4096
 MAX_TENANT_NAMESPACES = 256

@@ -18,14 +18,14 @@ from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.ground.slices import AnswerNow, Steps
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers.store_leases import StoreLeases
-from tiercache.daemon.tiers.unfinished import Unfinished
 from tiercache.ground.histograms import LatencyHistogram
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
 
 from .leases import Owner
 from .pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from .space import Namespace, Space
+from .store_leases import StoreLeases
+from .unfinished import Unfinished
 from .write_lease import BlockPhase, PendingBlock, Reservation, WriteLease
 
 _COMMIT_STATE = {

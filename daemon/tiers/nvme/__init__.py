@@ -1,13 +1,14 @@
 """The NVMe tier: blocks on local disks, one directory per disk.
 
-tier ──► keeper     a directory during the daemon's life: opened (opening), given up, opened again;
-                    left alone while it hangs (`Shelf.offline`); `Keepers`: those of all directories
-     ──► shelf      one open directory: its index, its slots, rows from before the restart (recovery, registry)
-     ──► placement, fairness    which directory a chain lives in; whose blocks are evicted
-     ──► flushes    each is answered when every directory has it
-inspection          what operators see: single blocks, and figures
+tier          puts the rooms together, for the event loop
+inspection    what operators see: single blocks, and figures
 
-moves/    DRAM to NVMe and back          direct/    disks that clients read and write themselves
-catalog/  the durable index, in SQLite   disk/      files, system calls, I/O threads
+From the highest floor to the lowest; each imports from those below it:
+
+opening/  a directory while the daemon runs      direct/   disks that clients read and write themselves
+moves/    DRAM to NVMe and back, and flushes     worker/   a directory in a process of its own
 check/    searches for damage
+shelf/    one open directory: index and slots
+catalog/  the durable index, in SQLite
+disk/     files, system calls, I/O threads
 """

@@ -7,19 +7,18 @@ from typing import Any
 
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.walks import path_to
+from tiercache.daemon.tiers.dram.promotion import Promotion
+from tiercache.daemon.tiers.dram.source import FetchTally
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.forms.codecs import SEALED, codec_name
 from tiercache.daemon.tiers.nvme.direct.extents import HeldExtents
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.moves.placement import HeadCopies
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
-from tiercache.daemon.tiers.promotion import Promotion
-from tiercache.daemon.tiers.source import FetchTally
+from tiercache.daemon.tiers.nvme.opening.keeper import Keeper
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import BlockView
-
-from .keeper import Keeper
-from .placement import HeadCopies
-from .shelf import Shelf
 
 LEAST_AMPLIFIED_BYTES = 64 << 20
 """Bytes of blocks that must have been written before write amplification is reported."""

@@ -28,35 +28,35 @@ from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Touch
+from tiercache.daemon.tiers.dram.below import FlushBelow, IndexedTier
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.promotion import Promotion
+from tiercache.daemon.tiers.dram.source import LowerTier
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
-from tiercache.daemon.tiers.lower_tier import FlushBelow, IndexedTier
 from tiercache.daemon.tiers.nvme.check.scan import Scan
 from tiercache.daemon.tiers.nvme.direct.extents import Held, HeldExtents
 from tiercache.daemon.tiers.nvme.direct.grants import Grants
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.moves.fairness import Fairness
+from tiercache.daemon.tiers.nvme.moves.flushes import Flushes
 from tiercache.daemon.tiers.nvme.moves.offers import Offers
+from tiercache.daemon.tiers.nvme.moves.placement import ShelfPlacement
 from tiercache.daemon.tiers.nvme.moves.shelf_source import ShelfSource, ShelfSources
 from tiercache.daemon.tiers.nvme.moves.writebehind import WriteBehind
+from tiercache.daemon.tiers.nvme.opening.keeper import Keeper, Keepers, close_shelves
+from tiercache.daemon.tiers.nvme.opening.runners import Runner, runner_for
+from tiercache.daemon.tiers.nvme.opening.worker_choice import worker_processes
+from tiercache.daemon.tiers.nvme.shelf.parts import BlockQueue, OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
+from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-from tiercache.daemon.tiers.promotion import Promotion
-from tiercache.daemon.tiers.source import LowerTier
 from tiercache.protocol.messages import KEY_BYTES, BlockView
 
 from . import inspection as viewing
-from .fairness import Fairness
-from .flushes import Flushes
-from .keeper import Keeper, Keepers, close_shelves
-from .opening import Plan
-from .parts import BlockQueue, OpenDirectory
-from .placement import ShelfPlacement
-from .runners import Runner, runner_for
-from .shelf import Shelf
-from .worker_choice import worker_processes
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get
-from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally
 from tiercache.protocol.messages import KEY_BYTES
 
 from .epochs import EpochReader, Epochs, deadline

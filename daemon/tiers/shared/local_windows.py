@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.index.index import Index
+from tiercache.daemon.tiers.dram.below import Claim
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
-from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.protocol.messages import KEY_BYTES
 
 MAX_LOOKED_FOR = 16_384

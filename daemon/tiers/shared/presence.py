@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from tiercache.daemon.tiers.dram.below import Claim
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.protocol.messages import KEY_BYTES
 
 CLAIM_S = 10.0

@@ -22,10 +22,10 @@ from typing import Any
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.below import Claim
+from tiercache.daemon.tiers.dram.source import Fetch, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.lower_tier import Claim
 from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, SharedStore, StoreError, StoreProblem
-from tiercache.daemon.tiers.source import Fetch, SourcePart, TierParts
 from tiercache.protocol.messages import KEY_BYTES
 
 from .ancestry import Ancestry

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import struct
 
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, Cipher, CipherError
-from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.protocol.checksums import CHECKSUM_XXH3, block_checksum, block_seed
 
 from .memory import address_of

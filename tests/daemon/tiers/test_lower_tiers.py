@@ -13,11 +13,11 @@ from played import played
 
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.index import Index
+from tiercache.daemon.tiers.dram.below import NoTierBelow
+from tiercache.daemon.tiers.dram.promotion import Promotion
+from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.lower_tier import NoTierBelow
-from tiercache.daemon.tiers.promotion import Promotion
 from tiercache.daemon.tiers.shared.memory import frame_view
-from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 
 NEAR, ALL = 6, 12
 CHAIN = chain_of("x", ALL)

@@ -15,11 +15,11 @@ from tiercache.cli.doctor.findings import Finding, failure, ok, skipped, warning
 from tiercache.cli.readings import Tree
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.shared.naming import EPOCH_BYTES, FORMAT, MARK_BYTES, BlockIdentity
 from tiercache.daemon.tiers.shared.settings import SharedSettings, shared_settings
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, Put, StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.value import HEADER_BYTES
-from tiercache.daemon.tiers.source import FetchOutcome
 from tiercache.errors import ConfigError
 from tiercache.ground.units import format_bytes, format_duration
 from tiercache.protocol.messages import KEY_BYTES

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tiercache.daemon.tiers.nvme.disk.directory import segments_within
-from tiercache.daemon.tiers.nvme.opening import DB_RESERVE_SHARE, fitted_segment_bytes
+from tiercache.daemon.tiers.nvme.worker.opening import DB_RESERVE_SHARE, fitted_segment_bytes
 from tiercache.protocol.messages import KEY_BYTES, Priority
 from tiercache.protocol.namespaces import NamespaceSpec
 from tiercache.replay.formats.lines import BadLine

@@ -16,7 +16,7 @@ from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
 
 ALL = -1
 """As a sample: every block."""

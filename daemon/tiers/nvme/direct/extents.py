@@ -18,8 +18,8 @@ from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.moves.placement import ShelfPlacement
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, Extent
 

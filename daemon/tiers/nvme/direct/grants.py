@@ -26,17 +26,17 @@ from tiercache.daemon.events.events import Named
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.policy import NO_ENTRY
+from tiercache.daemon.tiers.dram.below import Granted
 from tiercache.daemon.tiers.dram.leases import KeepsStores, Owner, StoreLease
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.dram.store_leases import StoreLeases
+from tiercache.daemon.tiers.dram.unfinished import Unfinished
 from tiercache.daemon.tiers.forms.codecs import RAW
-from tiercache.daemon.tiers.lower_tier import Granted
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
-from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
-from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
-from tiercache.daemon.tiers.store_leases import StoreLeases
-from tiercache.daemon.tiers.unfinished import Unfinished
+from tiercache.daemon.tiers.nvme.moves.fairness import Fairness, Room
+from tiercache.daemon.tiers.nvme.moves.placement import ShelfPlacement
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
 

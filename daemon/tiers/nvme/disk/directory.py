@@ -31,7 +31,7 @@ from .aio_probe import refusal_of_aio
 from .aside import aside_bytes, is_aside, put_aside, remove_aside
 from .disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
 from .lock import LOCK_NAME, LockedBy, take_lock
-from .mounts import check_mounted, device_below, mount_point_of
+from tiercache.daemon.ground.mounts import check_mounted, device_below, mount_point_of
 from .segment_files import MAX_SEGMENT_ID, SegmentLook, segment_id, segment_name
 from .superblock import DamagedSuperblock, NewerSuperblock, Superblock
 from .troubles import unavailable

@@ -27,13 +27,13 @@ from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, WriteOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.fairness import Fairness
-from tiercache.daemon.tiers.nvme.placement import HeadCopies
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 from .budget import WriteBudget
+from .fairness import Fairness
+from .placement import HeadCopies
 
 MAX_IN_FLIGHT_BYTES = 64 << 20
 MAX_IN_FLIGHT = 1024

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.policy import USED, Touch
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
-from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
 from tiercache.protocol.messages import KEY_BYTES
 
+from .placement import ShelfPlacement
 from .writebehind import WriteBehind
 
 LOOKED_AT_ONCE = 1024

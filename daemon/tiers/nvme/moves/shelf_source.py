@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercache.daemon.ground.slices import PINS, Steps
+from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.shelf import Shelf, StoredBlock
-from tiercache.daemon.tiers.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
 from tiercache.protocol.messages import KEY_BYTES
+
+from .placement import ShelfPlacement
 
 MAX_UNREADABLE = 4096
 """Unreadable blocks that are remembered, until they fail again."""

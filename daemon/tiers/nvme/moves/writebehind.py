@@ -30,12 +30,12 @@ from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.cpu_limit import CpuLimit
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.nvme.fairness import Fairness, Room
-from tiercache.daemon.tiers.nvme.placement import ShelfPlacement, near
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 from .budget import WriteBudget
+from .fairness import Fairness, Room
 from .flights import Flight, Flights, Name
+from .placement import ShelfPlacement, near
 
 MAX_QUEUED = 65_536
 MAX_LANE = 16_384

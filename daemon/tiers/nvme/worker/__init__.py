@@ -13,6 +13,7 @@ A process that ends costs the reads that it had taken, which are misses; writes 
 sent to the next one. The end of file on a line proves that its I/O is over: the kernel closes a process's files after
 it has waited for its system calls and its asynchronous I/O. Until then its frames and slots are not reused.
 
+opening       opens a directory and its catalog, here or in the daemon
 records       blocks on the line: 64 bytes each        messages      all else that is said
 lines         packets in parts                         regions       the arena's memory in the process
 """

@@ -20,11 +20,11 @@ from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
-from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
 from tiercache.errors import ConfigError, DirectoryUnavailable
 
 from . import messages
 from .blocks_line import BlocksLine
+from .opening import Plan, open_directory
 from .packets import receive_message, send_message
 from .rows_line import RowsLine
 

@@ -28,11 +28,11 @@ from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
 from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.nvme.disk.directory import Home
-from tiercache.daemon.tiers.nvme.opening import Plan
-from tiercache.daemon.tiers.nvme.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
 from tiercache.errors import ConfigError, DirectoryUnavailable
 
 from . import messages
+from .opening import Plan
 from .packets import receive_message, send_message
 from .regions import ArenaFiles
 from .remote_catalog import RemoteCatalog

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection
 
 from tiercache.daemon.tiers.nvme.disk.directory import Home, segments_within
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
-from tiercache.daemon.tiers.nvme.opening import Plan
 
 from . import messages
+from .opening import Plan
 from .packets import receive_message, send_message
 
 

@@ -10,9 +10,9 @@ from cache_rig import FRAME_BYTES, CacheRig, finish
 from chains import chain_of
 
 from tiercache.daemon.tiers.dram import growing_leases, growing_run
+from tiercache.daemon.tiers.dram.below import NoTierBelow
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.lower_tier import NoTierBelow
 
 
 class Rising(NoTierBelow):

@@ -6,7 +6,7 @@ import pytest
 from catalog_bench import bench
 from disk_rig import ObedientDisk
 
-from tiercache.daemon.tiers.nvme import keeper
+from tiercache.daemon.tiers.nvme.opening import keeper
 
 __all__ = ["bench"]
 

@@ -29,14 +29,13 @@ from played import Clock, ClockLoop
 from tier_rig import TierRig
 
 from tiercache.daemon.cache import CacheLimits
-from tiercache.daemon.tiers import promotion
-from tiercache.daemon.tiers.dram import growing_leases, growing_run, read_leases, runs
+from tiercache.daemon.tiers.dram import growing_leases, growing_run, promotion, read_leases, runs
+from tiercache.daemon.tiers.dram.below import Granted
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.lower_tier import Granted
-from tiercache.daemon.tiers.nvme import flushes, placement, recovery
-from tiercache.daemon.tiers.nvme.moves import flights, offers, shelf_source
+from tiercache.daemon.tiers.nvme.moves import flights, flushes, offers, placement, shelf_source
+from tiercache.daemon.tiers.nvme.shelf import recovery
 from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.protocol.messages import BlockState
 

@@ -24,8 +24,8 @@ from tiercache.daemon.index.allocator import Allocator
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
-from tiercache.daemon.tiers.nvme.runners import InDaemon, Runner, runner_for
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.opening.runners import InDaemon, Runner, runner_for
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
@@ -202,7 +202,8 @@ class TierRig:
                 pinned = {entry for entry, pins in enumerate(shelf.index.pins) if pins and shelf.index.state[entry]}
                 own |= set(shelf.slots.tails)
                 flying = writes._flying  # rule: those complete and not visible yet hold their parents
-                own |= {entry for name, entry in writes._held.items() if flying[name].shelf is shelf}
+                held_parents = writes._held  # rule: likewise
+                own |= {entry for name, entry in held_parents.items() if flying[name].shelf is shelf}
                 if self.tier.grants is not None:
                     own |= {grant.pin for grant in self.tier.grants.leases.values() if grant.shelf is shelf}
                 assert pinned <= own, "an entry is pinned for ever"

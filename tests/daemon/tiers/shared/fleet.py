@@ -22,7 +22,7 @@ from stepped_lines import SteppedLines, SteppedLoop
 
 from tiercache.daemon import cache
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.daemon.tiers import promotion
+from tiercache.daemon.tiers.dram import promotion
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.shared.fetches import FetchJob
 from tiercache.daemon.tiers.shared.lines import LineUse

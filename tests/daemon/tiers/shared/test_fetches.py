@@ -11,11 +11,11 @@ from host_rig import HostRig, host
 from memory_store import MemoryConnection, MemoryStore
 from played import played
 
-from tiercache.daemon.tiers.promotion import BATCH
+from tiercache.daemon.tiers.dram.promotion import BATCH
+from tiercache.daemon.tiers.dram.source import Fetch
 from tiercache.daemon.tiers.shared.breaker import FAILURES, BreakerState
 from tiercache.daemon.tiers.shared.search import ChainAsk, Probe, longest_run
 from tiercache.daemon.tiers.shared.stores.store import Connection, Exists, Get
-from tiercache.daemon.tiers.source import Fetch
 from tiercache.protocol.messages import KEY_BYTES
 
 FRAMES = 512

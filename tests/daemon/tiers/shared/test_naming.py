@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, Cipher
 from tiercache.daemon.tiers.shared.naming import BUCKETS, BlockIdentity, Naming, Scope
 from tiercache.daemon.tiers.shared.settings import _PERSON_OF_NAMES
 from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm
-from tiercache.daemon.tiers.source import FetchOutcome
 
 TEXT = (Path(__file__).parents[4] / "daemon" / "SHARED_FORMAT.md").read_text()
 K = bytes(range(32))

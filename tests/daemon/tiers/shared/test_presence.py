@@ -12,7 +12,7 @@ from host_rig import host
 from memory_store import MemoryStore
 from played import played
 
-from tiercache.daemon.tiers.lower_tier import Claim
+from tiercache.daemon.tiers.dram.below import Claim
 from tiercache.daemon.tiers.shared import presence
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")

@@ -11,11 +11,11 @@ from host_rig import KEY, host, names_of
 from memory_store import MemoryStore
 from played import played
 
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.shared.naming import BlockIdentity
 from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes
-from tiercache.daemon.tiers.source import FetchOutcome
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 

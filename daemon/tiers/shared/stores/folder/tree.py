@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tiercache.daemon.tiers.nvme.disk.mounts import unmounted_on_the_way
+from tiercache.daemon.ground.mounts import unmounted_on_the_way
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.ground.file_systems import lacks_inodes

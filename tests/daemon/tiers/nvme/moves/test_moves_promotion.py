@@ -10,8 +10,7 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
-from tiercache.daemon.tiers import promotion
-from tiercache.daemon.tiers.dram import reads
+from tiercache.daemon.tiers.dram import promotion, reads
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
 

@@ -14,7 +14,7 @@ from tier_rig import BLOCK_BYTES, TierRig
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.moves import flights, writebehind
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 SEGMENT_BYTES = 16 << 20
 

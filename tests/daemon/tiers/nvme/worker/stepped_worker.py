@@ -36,8 +36,7 @@ from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.threads import Mover
-from tiercache.daemon.tiers.nvme.opening import Plan
-from tiercache.daemon.tiers.nvme.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
 from tiercache.daemon.tiers.nvme.worker import (
     blocks_line,
     directory_worker,
@@ -50,6 +49,7 @@ from tiercache.daemon.tiers.nvme.worker import (
 )
 from tiercache.daemon.tiers.nvme.worker.blocks_line import BlocksLine
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
+from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.daemon.tiers.nvme.worker.packets import Joiner, receive_message, send_message
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
 from tiercache.daemon.tiers.nvme.worker.rows_line import RowsLine

@@ -25,9 +25,8 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.protocol.messages import KEY_BYTES
-
-from .shelf import Shelf
 
 _NEAR = 16
 """Namespaces before and after one that are searched for blocks of the same keys: those of a model are registered

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from tiercache.daemon.index.entries import Table
     from tiercache.daemon.index.index import Index
     from tiercache.daemon.index.policy import Touch
-    from tiercache.daemon.tiers.dram.leases import HeldBelow, Owner, ReadLease
-    from tiercache.daemon.tiers.dram.space import Namespace
+
+    from .leases import HeldBelow, Owner, ReadLease
+    from .space import Namespace
 
 
 class Granted(NamedTuple):

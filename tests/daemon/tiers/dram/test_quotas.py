@@ -9,8 +9,8 @@ from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
 from tiercache.daemon.tiers.dram.leases import Owner
+from tiercache.daemon.tiers.dram.quotas import Quotas
 from tiercache.daemon.tiers.dram.space import MAX_TENANT_NAMESPACES, Namespace, NoRoom
-from tiercache.daemon.tiers.quotas import Quotas
 from tiercache.errors import ConfigError
 from tiercache.protocol.namespaces import NamespaceSpec
 

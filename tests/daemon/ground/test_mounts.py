@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tiercache.daemon.tiers.nvme.disk import mounts
+from tiercache.daemon.ground import mounts
 from tiercache.daemon.tiers.nvme.disk.directory import Directory, Home
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
-from tiercache.daemon.tiers.nvme.opening import Plan, open_directory
+from tiercache.daemon.tiers.nvme.worker.opening import Plan, open_directory
 from tiercache.errors import DirectoryUnavailable
 
 MIB = 1 << 20

@@ -20,13 +20,13 @@ from tiercache.daemon.index.chain_ends import ChainEnds
 from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
+from tiercache.daemon.tiers.dram.quotas import UNLIMITED
 from tiercache.daemon.tiers.dram.space import Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState
 from tiercache.daemon.tiers.nvme.catalog.rows import SLOT_BITS
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.quotas import UNLIMITED
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 from .left_slots import LeftSlots

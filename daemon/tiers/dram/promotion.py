@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
-from tiercache.daemon.tiers.dram.growing_run import GrowingRun
-from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
-from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.protocol.messages import INSTANCE_BYTES, OFFSET_MASK, REGION_SHIFT, BlockState
 
+from .growing_leases import GrowingLeases
+from .growing_run import GrowingRun
+from .leases import Owner, ReadLease
 from .source import Fetch, FetchOutcome, FetchTally, LowerTier, Source
+from .writes import Writes
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
 """Per source, so that one hung disk affects one disk only."""

@@ -11,7 +11,8 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram.space import Namespace
+
+from .space import Namespace
 
 
 class FetchOutcome(Enum):

@@ -15,10 +15,9 @@ from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.worker.opening import Plan, open_directory
 from tiercache.errors import TierCacheError
-
-from .opening import Plan, open_directory
-from .parts import OpenDirectory
 
 if TYPE_CHECKING:
     from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles

@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram.leases import Deadlines, Owner, StoreLease
 
+from .leases import Deadlines, Owner, StoreLease
 from .unfinished import Unfinished
 
 PLACES_AT_ONCE = 1024

@@ -23,13 +23,13 @@ from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, TaskOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.tally import COUNTERS, LATENCIES
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
+from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.ground.histograms import LatencyHistogram
 
-from .opening import Plan
-from .parts import OpenDirectory
 from .runners import Runner
-from .shelf import Shelf
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -13,8 +13,8 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock, play
 from tier_rig import TierRig
 
-from tiercache.daemon.tiers.nvme import recovery
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
+from tiercache.daemon.tiers.nvme.shelf import recovery
 
 PAGE = 4096
 NOWHERE = Path("/nowhere")

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram.leases import Owner, StoreLease
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import MAX_RESERVE
+
+from .leases import Owner, StoreLease
 
 FLOOR_SHARE = 0.25
 """Share of the arena, in a daemon, that all clients together leave free. One client alone leaves twice as much."""

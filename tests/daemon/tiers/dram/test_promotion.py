@@ -8,7 +8,7 @@ from cache_world import UNIT_BYTES, Memory, Shelf, tiny_slices
 from chains import chain_of, key_of
 
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
-from tiercache.daemon.tiers.source import FetchOutcome
+from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.protocol.namespaces import NamespaceSpec
 
 KEYS = chain_of("window", 6)

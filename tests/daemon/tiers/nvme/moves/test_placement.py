@@ -11,8 +11,8 @@ from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.placement import COPIED_SHARE, HEAD_PER_BRANCH
-from tiercache.daemon.tiers.nvme.shelf import Shelf
+from tiercache.daemon.tiers.nvme.moves.placement import COPIED_SHARE, HEAD_PER_BRANCH
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.protocol.messages import CommitState
 
 PAGE = 4096

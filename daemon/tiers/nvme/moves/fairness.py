@@ -12,8 +12,7 @@ from enum import Enum
 
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-
-from .shelf import Shelf
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 
 class Room(Enum):

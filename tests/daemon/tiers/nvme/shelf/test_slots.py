@@ -14,7 +14,7 @@ from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme import slots as slots_module
+from tiercache.daemon.tiers.nvme.shelf import slots as slots_module
 
 PAGE = 4096
 SLOTS = 32

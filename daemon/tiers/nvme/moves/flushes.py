@@ -16,8 +16,7 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from tiercache.daemon.tiers.dram.space import Namespace
-
-from .shelf import Shelf
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 FLUSH_S = 10.0
 """Time after which a flush that some disk has not recorded is answered as not durable."""

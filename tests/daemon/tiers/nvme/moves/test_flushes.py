@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tiercache.daemon.tiers.nvme import flushes as nvme_flushes
-from tiercache.daemon.tiers.nvme.flushes import Flushes
+from tiercache.daemon.tiers.nvme.moves import flushes as nvme_flushes
+from tiercache.daemon.tiers.nvme.moves.flushes import Flushes
 
 A, B = Path("/a"), Path("/b")
 

@@ -19,7 +19,7 @@ from played import play, played
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.nvme.disk.superblock import FORMAT_VERSION, Superblock
-from tiercache.daemon.tiers.nvme.opening import fitted_segment_bytes
+from tiercache.daemon.tiers.nvme.worker.opening import fitted_segment_bytes
 
 MIB = 1 << 20
 
