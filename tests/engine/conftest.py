@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from real_models import SaveModel, model_saver
-from tiny_chat import write_model
+from tiny_chat import model_dir as model_dir
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +17,3 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
 @pytest.fixture(scope="session")
 def llama(save_model: SaveModel) -> Path:
     return save_model("LlamaConfig")
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model with its tokenizer."""
-    return write_model(tmp_path_factory.mktemp("models") / "tiny-chat")

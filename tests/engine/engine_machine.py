@@ -26,6 +26,14 @@ MODELS = (
     *({"window": window, "sinks": sinks} for window, sinks in ((0, 0), (0, 0), (1, 0), (4, 0), (7, 0), (4, 2), (3, 4))),
     *({"windows": windows} for windows in ((0, 1), (0, 4), (7, 0), (3, 0, 3, 3), (4, 4, 0, 4, 0))),
 )
+SETTINGS: dict[str, st.SearchStrategy[Any]] = {
+    "exact": st.booleans(),
+    "write": st.sampled_from(("through", "back")),
+    "enable_prefix_caching": st.sampled_from((True, True, False)),
+    "enable_chunked_prefill": st.booleans(),
+    "always_load": st.sampled_from((True, True, False)),
+    "max_stores": st.sampled_from((64, 1)),
+}
 TROUBLE = (
     *({"good_blocks": good} for good in range(4)),
     {"refuse": True},
@@ -53,42 +61,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.fresh = 0
 
     @initialize(
-        exact=st.booleans(),
-        write=st.sampled_from(("through", "back")),
-        caching=st.sampled_from((True, True, False)),
-        chunked=st.booleans(),
-        spare_blocks=st.integers(0, 8),
-        always_load=st.sampled_from((True, True, False)),
-        max_stores=st.sampled_from((64, 1)),
+        settings=st.fixed_dictionaries(SETTINGS),
         model=st.sampled_from(MODELS),
+        spare_blocks=st.integers(0, 8),
         block_s=st.sampled_from((0.0, 0.01)),
     )
-    def begin(
-        self,
-        exact: bool,
-        write: str,
-        caching: bool,
-        chunked: bool,
-        spare_blocks: int,
-        always_load: bool,
-        max_stores: int,
-        model: dict[str, Any],
-        block_s: float,
-    ) -> None:
+    def begin(self, settings: dict[str, Any], model: dict[str, Any], spare_blocks: int, block_s: float) -> None:
         # What the longest request needs alone, in as many groups of layers as there are, and little more.
         groups = {0: 1, 2: 2, 4: 4, 5: 3}[len(model.get("windows", ()))]
+        more_groups = (8 if settings["enable_chunked_prefill"] else 16) * (groups - 1)
         self.cache.dram_block_s = block_s
-        self.settings = {
-            "exact": exact,
-            "write": write,
-            "enable_prefix_caching": caching,
-            "enable_chunked_prefill": chunked,
-            "pool_blocks": 16 + (8 if chunked else 16) * (groups - 1) + spare_blocks,
-            "clean_blocks": 2,
-            "always_load": always_load,
-            "max_stores": max_stores,
-            **model,
-        }
+        self.settings = {"pool_blocks": 16 + more_groups + spare_blocks, "clean_blocks": 2, **settings, **model}
         self.start()
 
     def start(self) -> None:

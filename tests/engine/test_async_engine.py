@@ -21,23 +21,23 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def engine(model_dir: Path) -> Iterator[Engine]:
+def text_engine(model_dir: Path) -> Iterator[TextEngine]:
     with Engine(model_dir, EngineSettings(block_size=8, chunk_size=32, pool_blocks=128)) as engine:
-        yield engine
+        yield TextEngine(engine, load_tokenizer(model_dir))
 
 
-def run(engine: Engine, model_dir: Path, use: Callable[[AsyncEngine], Awaitable[None]], **limits: Any) -> list[str]:
+def run(text_engine: TextEngine, use: Callable[[AsyncEngine], Awaitable[None]], **limits: Any) -> list[str]:
     """Run `use` with an AsyncEngine in a loop of its own, then close it; returns the calls of `on_death`."""
     deaths: list[str] = []
 
     async def play() -> None:
-        text_engine = TextEngine(engine, load_tokenizer(model_dir))
         served = AsyncEngine(text_engine, on_death=lambda: deaths.append("died"), **limits)
         await asyncio.wait_for(use(served), TIMEOUT_S)
         await served.close()
         assert not served._waiting
         if not deaths:
             assert (served._places, served._request_ids, text_engine._texts) == ({}, {}, {})
+            engine = text_engine.engine
             assert (engine.stats()["kv_cache_usage"], engine.unfinished) == (0, False)
 
     asyncio.run(play())
@@ -56,7 +56,7 @@ def prompt(seed: int, length: int = 12) -> list[int]:
     return [random.Random(f"{seed}/{place}").randrange(256) for place in range(length)]
 
 
-def test_too_many_are_refused_and_nothing_of_them_stays(engine: Engine, model_dir: Path) -> None:
+def test_too_many_are_refused_and_nothing_of_them_stays(text_engine: TextEngine) -> None:
     params = SamplingParams(max_tokens=2)
 
     async def use(served: AsyncEngine) -> None:
@@ -68,10 +68,10 @@ def test_too_many_are_refused_and_nothing_of_them_stays(engine: Engine, model_di
         four = served.submit([prompt(number) for number in range(4)], params)
         await collect(four)
 
-    run(engine, model_dir, use, max_waiting=4)
+    run(text_engine, use, max_waiting=4)
 
 
-def test_streams_may_be_closed_at_any_time(engine: Engine, model_dir: Path) -> None:
+def test_streams_may_be_closed_at_any_time(text_engine: TextEngine) -> None:
     rng = random.Random(3)
 
     async def leave(stream: Stream, after: int) -> None:
@@ -94,12 +94,10 @@ def test_streams_may_be_closed_at_any_time(engine: Engine, model_dir: Path) -> N
             await asyncio.sleep(0)
         await asyncio.gather(*readers)
 
-    assert run(engine, model_dir, use) == []
+    assert run(text_engine, use) == []
 
 
-def test_an_unread_stream_ends_and_frees_its_blocks(
-    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unread_stream_ends_and_frees_its_blocks(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercache.engine.async_engine.MAX_UNREAD", 50)
 
     async def use(served: AsyncEngine) -> None:
@@ -113,16 +111,14 @@ def test_an_unread_stream_ends_and_frees_its_blocks(
             await collect(unread)
         assert await collect(unread) == [""]
 
-    assert run(engine, model_dir, use) == []
+    assert run(text_engine, use) == []
 
 
 @pytest.mark.stress
-def test_no_request_waits_for_blocks_that_never_come(
-    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_waits_for_blocks_that_never_come(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(served: AsyncEngine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._scheduler, "_has_room", lambda *_: False)
+            patch.setattr(text_engine.engine._scheduler, "_has_room", lambda *_: False)
             waiting = asyncio.create_task(collect(served.submit([prompt(1)], SamplingParams())))
             others = []
             while not waiting.done():  # though other requests come all the time
@@ -138,13 +134,12 @@ def test_no_request_waits_for_blocks_that_never_come(
         [text] = await collect(served.submit([prompt(1)], SamplingParams(max_tokens=3)))
         assert len(text) == 3
 
-    assert run(engine, model_dir, use, stall_timeout_s=1.5) == []
+    assert run(text_engine, use, stall_timeout_s=1.5) == []
 
 
-def test_when_the_engine_fails_all_streams_learn_it(
-    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward, calls = engine._model.forward, []
+def test_when_the_engine_fails_all_streams_learn_it(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = text_engine.engine, []
+    forward = engine._model.forward
 
     def failing(*arguments: object) -> object:
         calls.append(arguments)
@@ -162,4 +157,4 @@ def test_when_the_engine_fails_all_streams_learn_it(
         with pytest.raises(EngineDied, match="no memory"):
             served.submit([prompt(1)], SamplingParams())
 
-    assert run(engine, model_dir, use) == ["died"]
+    assert run(text_engine, use) == ["died"]

@@ -84,26 +84,6 @@ def test_one_stall_does_not_turn_a_fast_tier_off() -> None:
         assert choose_all(cost, blocks).end == blocks
 
 
-def test_the_network_has_a_price_of_its_own() -> None:
-    """A slow store leaves what is on this host to be loaded, and the price of the disk as it is."""
-    cost = model_of()
-    for _ in range(10):
-        note(cost, LoadChoice(64, 32, nvme_blocks=32), 64 * 1e-5)
-        note(cost, LoadChoice(96, 32, nvme_blocks=32, shared_blocks=32), 64 * 1e-5 + 32 * 1.0)
-    nvme_s = cost.load_s(0, 32)
-    choice = choose_all(cost, 96, nvme=32, shared=32)
-    assert choice[:4] == (64, 32, 32, 0)
-    assert cost.loads_avoided == 1
-    assert cost.load_s(0, 32) == nvme_s
-    assert choose_all(cost, 64, nvme=32).end == 64
-    assert choose_all(cost, 32, shared=32).end == 0
-    for _ in range(400):
-        choice = choose_all(cost, 96, nvme=32, shared=32)
-        if choice.end == 96:
-            note(cost, choice, 96 * 1e-5)
-    assert choose_all(cost, 96, nvme=32, shared=32).end == 96  # the network is fast again
-
-
 def test_only_what_reaches_further_than_the_pool_is_loaded() -> None:
     cost = model_of()
     choice = cost.choose(kept=32, reaches=[Reach(64, 24), Reach(96, 30, 26)], queue_s=0.0)

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 from memory_cache import MemoryCache
-from plain_model import (
-    FakeClock,
-    Watch,
-    chain_of,
-    continuation,
-    greedy,
-    plain_engine,
-    plain_prompt,
-    said,
-    sequence_of,
-)
+from plain_model import FakeClock, Watch, chain_of, continuation, greedy, plain_engine, plain_prompt, said, sequence_of
 
 from tiercache.engine import Engine
 from tiercache.engine.loads import LOOKUP_KEPT_S, LOOKUP_TIMEOUT_S
@@ -313,3 +303,4 @@ def test_a_cache_that_fails_between_two_groups_is_a_miss_and_counted() -> None:
     with plain_engine(cache.connect, windows=(0, 7), pool_blocks=80) as engine:
         assert hits(engine) == (0, 0)
         assert engine.stats()["errors_count"] == 1
+    assert not cache.leases

@@ -7,7 +7,7 @@ import pytest
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
-from tiercache.protocol.keys import KeyChain, root_key
+from tiercache.protocol.keys import root_key
 
 pytestmark = pytest.mark.engine
 ROOT = root_key("sequence")
@@ -26,24 +26,6 @@ def edges(sequence: Sequence) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
-        (1, [1]),
-        (4, [4]),
-        (5, [4, 5]),
-        (16, [12, 16]),
-        (17, [16, 17]),
-        (20, [16, 20]),
-        (21, [16, 20, 21]),
-        (32, [16, 28, 32]),
-        (39, [16, 32, 36, 39]),
-    ],
-)
-def test_exact_chunks_end_at_multiples_and_at_the_last_block(length: int, expected: list[int]) -> None:
-    assert edges(sequence_of(length, EXACT)) == expected
-
-
 def test_what_was_decoded_into_a_quantised_pool_is_computed_again_with_its_own_block_raw() -> None:
     sequence = sequence_of(6, EngineSettings(block_size=4, chunk_size=16, kv_cache_dtype="int8"))
     sequence.tokens += range(7, 19)
@@ -52,17 +34,6 @@ def test_what_was_decoded_into_a_quantised_pool_is_computed_again_with_its_own_b
     loose = sequence_of(6, EngineSettings(block_size=4, chunk_size=16, kv_cache_dtype="int8", exact=False))
     loose.tokens += range(7, 19)
     assert edges(loose) == [16, 18]
-
-
-def test_exact_keys_tell_the_split() -> None:
-    plain = KeyChain(ROOT, 4, range(1, 40))
-    at_28, at_32, at_39 = (sequence_of(length, EXACT).chain for length in (28, 32, 39))
-    # 28 tokens are cut at 24, 32 at 28: the blocks after 16 are different blocks.
-    assert [len(chain) for chain in (at_28, at_32, at_39)] == [6, 7, 9]
-    assert at_28.key(3) == at_32.key(3) == at_39.key(3) == plain.key(3)
-    assert len({at_28.key(4), at_32.key(4), at_39.key(4)}) == 3
-    assert at_39.key(4) == plain.key(4)  # a whole chunk
-    assert sequence_of(31, EXACT).chain.packed() == at_32.packed()  # both are cut at 28
 
 
 def test_preempted_sequences_have_keys_of_their_own() -> None:

@@ -1,9 +1,9 @@
-"""Attention over the pool against attention spelled out over the tokens, in every format and kind of pass."""
+"""Attention over the pool against the plain twin of the kernels, in every format and kind of pass."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 from tiercache.engine.kv_pool import RAW, BatchSegment, KVLayout, KVPool
 from tiercache.engine.torch_attention import TorchPass
 from tiercache.kernels.kv_formats import FORMATS
+from tiercache.kernels.paged_attention import paged_attention_reference
 
 pytestmark = pytest.mark.engine
 LAYERS, SIZE, KV_HEADS, HEADS, HEAD_DIM = 3, 4, 2, 6, 16
@@ -22,6 +23,10 @@ class Options(NamedTuple):
     window: int = 0
     softcap: float | None = None
     sinks: bool = False
+
+    def of_attention(self) -> dict[str, Any]:
+        sinks = torch.linspace(-1, 1, HEADS) if self.sinks else None
+        return {"window": self.window, "softcap": self.softcap, "sinks": sinks}
 
 
 class Conversation:
@@ -57,9 +62,8 @@ def run_pass(pool: KVPool, steps: list[tuple[Conversation, int]], options: Optio
         torch.cat([getattr(one, name)[:, one.done : end] for one, end in steps], dim=1)
         for name in ("query", "key", "value")
     ]
-    sinks = torch.linspace(-1, 1, HEADS) if options.sinks else None
     work = TorchPass(pool, segments)
-    out = work.attend(LAYER, *parts, scale=0.3, window=options.window, softcap=options.softcap, sinks=sinks)
+    out = work.attend(LAYER, *parts, scale=0.3, **options.of_attention())
     assert work.positions.tolist() == [token for one, end in steps for token in range(one.done, end)]
     results = [out[segment.row : segment.row + segment.end - segment.start] for segment in segments]
     for one, end in steps:
@@ -69,22 +73,10 @@ def run_pass(pool: KVPool, steps: list[tuple[Conversation, int]], options: Optio
 
 def expected(pool: KVPool, one: Conversation, start: int, end: int, options: Options) -> torch.Tensor:
     """What queries `[start, end)` should get, from K and V as the pool is to keep them at that time."""
-    key, value = _kept(pool, one, end)
-    group = HEADS // KV_HEADS
-    key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
-    scores = one.query[:, start:end] @ key.transpose(1, 2) * 0.3
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    query, token = torch.arange(start, end)[:, None], torch.arange(end)[None, :]
-    hidden = token > query
-    if options.window:
-        hidden |= token <= query - options.window
-    scores = scores.masked_fill(hidden, -math.inf)
-    if options.sinks:
-        sink = torch.linspace(-1, 1, HEADS).view(HEADS, 1, 1).expand(HEADS, end - start, 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :end]
-    return (weights @ value).transpose(0, 1)
+    key, value = (part.transpose(0, 1) for part in _kept(pool, one, end))
+    return paged_attention_reference(
+        one.query[:, start:end], [key], [value], [start], scale=0.3, **options.of_attention()
+    )
 
 
 def _kept(pool: KVPool, one: Conversation, end: int) -> tuple[torch.Tensor, torch.Tensor]:

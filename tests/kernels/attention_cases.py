@@ -231,20 +231,10 @@ def test_segments_without_tokens_get_zeros(device: str) -> None:
     batch.segments[1] = torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32)
     tiles = torch.tensor([(number, 0) for number in range(4)], dtype=torch.int32, device=device)
     query = torch.randn(4, 4, 16, device=device).transpose(0, 1)
+    options: dict[str, Any] = {"layer": LAYER, "scale": 0.25, "shape": tile_shapes.TileShape(16, 16, 4, 2)}
     for splits in (1, 3):
         out = torch.full((5, 4, 16), 7.0, device=device)
-        attention.paged_attention(
-            query,
-            batch.kv,
-            batch.segments,
-            batch.tables,
-            tiles,
-            out,
-            layer=LAYER,
-            scale=0.25,
-            shape=tile_shapes.TileShape(16, 16, 4, 2),
-            splits=splits,
-        )
+        attention.paged_attention(query, batch.kv, batch.segments, batch.tables, tiles, out, splits=splits, **options)
         assert out[1].eq(0).all()
         assert out[4].eq(7).all()
         assert out[[0, 2, 3]].ne(7).all()

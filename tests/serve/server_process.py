@@ -11,7 +11,6 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -65,16 +64,6 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())["error"]["code"]
 
-    @property
-    def daemon_dir(self) -> Path:
-        """Run directory of the private daemon."""
-        found = re.search(r"private daemon at (\S+),", self.log.read_text())
-        assert found is not None, self.log.read_text()
-        return Path(found[1])
-
-    def daemon_pid(self) -> int:
-        return int((self.daemon_dir / "lock").read_text())
-
     def wait_until_idle(self) -> None:
         """Wait until nothing runs, waits or holds a block."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -89,9 +78,7 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.client.close()
         if self.process.poll() is None:
             self.process.kill()

@@ -9,25 +9,53 @@ from typing import Any, cast
 
 import h11
 import pytest
-from service_alone import JSON, ask, bare_service
 from starlette.requests import Request
+from starlette.types import Message
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
 from tiercache.http.hosts import allowed_hosts
 from tiercache.serve import app
-from tiercache.serve.app import Bodies, ModelService
+from tiercache.serve.app import Bodies, ModelService, build_app
 from tiercache.serve.failures import ApiError, api_error
 from tiercache.serve.server import Sweeper, cut_unsent
 
 DEADLINE_S = 60.0
+JSON = "application/json"
 
 
-def keyed(**changed: Any) -> ModelService:
-    service = bare_service()
-    names = ("engine", "prompts", "model", "metrics", "defaults")
-    return ModelService(**{**{name: getattr(service, name) for name in names}, "api_key": "secret", **changed})
+def service(**changed: Any) -> ModelService:
+    """One without an engine behind it."""
+    parts = {
+        "engine": SimpleNamespace(max_model_len=100, death=None, stall=None),
+        "prompts": SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0})),
+        "model": "m",
+        "metrics": SimpleNamespace(text=lambda: b""),
+        "defaults": {},
+    }
+    return ModelService(**{**parts, **changed})
+
+
+def ask(asked: ModelService, method: str, path: str, **headers: str) -> tuple[int, bytes]:
+    """Status and body of one request with the body `{}`; underscores stand for hyphens in headers."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(cast("Any", build_app(asked))(scope, receive, send))
+    return sent[0]["status"], sent[1]["body"]
 
 
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer guessed", "Bearer secre", "Bearer secret ", "Basic secret"])
@@ -36,28 +64,30 @@ def keyed(**changed: Any) -> ModelService:
     [("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")],
 )
 def test_nothing_is_served_without_the_key(given: str, method: str, path: str) -> None:
-    status, body = ask(keyed(), method, path, host="localhost", content_type=JSON, authorization=given)
+    keyed = service(api_key="secret")
+    status, body = ask(keyed, method, path, host="localhost", content_type=JSON, authorization=given)
     assert status == 401
     assert b"invalid_api_key" in body
 
 
 def test_with_the_key_and_for_probes_all_is_served() -> None:
+    keyed = service(api_key="secret")
     for path in ("/v1/models", "/v1/models/m"):
-        assert ask(keyed(), "GET", path, host="localhost", authorization="Bearer secret")[0] == 200
+        assert ask(keyed, "GET", path, host="localhost", authorization="Bearer secret")[0] == 200
     for path in ("/health", "/metrics"):
-        assert ask(keyed(), "GET", path, host="localhost")[0] == 200
+        assert ask(keyed, "GET", path, host="localhost")[0] == 200
 
 
 def test_pages_of_others_reach_no_route() -> None:
     """`http/hosts.py` decides. The stand-in for an engine has no `submit`: a request that reaches it gets a 500."""
     for path in ("/v1/models", "/metrics", "/health", "/v1/completions", "/nothing"):
-        status, body = ask(bare_service(), "GET", path, host="evil.example")
+        status, body = ask(service(), "GET", path, host="evil.example")
         assert (status, b"--allowed-hosts" in body) == (421, True)
     post = "POST", "/v1/completions"
-    assert ask(bare_service(), *post, host="localhost", origin="https://evil.example", content_type=JSON)[0] == 403
-    assert ask(bare_service(), *post, host="localhost", content_type="text/plain")[0] == 415
-    assert ask(bare_service(), *post, host="localhost", content_type=JSON)[0] == 400
-    everywhere = bare_service(allowed_hosts("0.0.0.0", ""))
+    assert ask(service(), *post, host="localhost", origin="https://evil.example", content_type=JSON)[0] == 403
+    assert ask(service(), *post, host="localhost", content_type="text/plain")[0] == 415
+    assert ask(service(), *post, host="localhost", content_type=JSON)[0] == 400
+    everywhere = service(hosts=allowed_hosts("0.0.0.0", ""))
     assert ask(everywhere, "GET", "/v1/models", host="node7")[0] == 200
 
 
@@ -65,7 +95,7 @@ def test_pages_of_others_reach_no_route() -> None:
 def test_health_says_what_is_wrong_with_the_engine(trouble: str) -> None:
     states = {"death": None, "stall": None, trouble: (EngineDied if trouble == "death" else Stalled)("it is over")}
     engine = SimpleNamespace(max_model_len=100, **states)
-    status, body = ask(keyed(engine=engine), "GET", "/health", host="localhost")
+    status, body = ask(service(engine=engine), "GET", "/health", host="localhost")
     assert (status, b"it is over" in body) == (503, True)
 
 

@@ -189,12 +189,9 @@ def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> Non
     [
         ("temperature", -1, "must be 0 (greedy) or more"),
         ("temperature", "hot", "Expected `float | null`, got `str`"),
-        ("max_tokens", 0, "at least 1"),
         ("max_tokens", 10**12, "exceed the 1024 tokens"),
         ("n", 65, "max_num_seqs 64"),
         ("n", 10**9, "128 choices"),
-        ("logprobs", 21, "0 to 20"),
-        ("stop", ["x"] * 17, "at most 16"),
         ("stop_token_ids", [5] * 100_000, "stop_token_ids is (5, 5, 5, 5, "),
         ("logit_bias", {"99999": 1}, "not in 0..259"),
         ("logit_bias", {"x": 1}, "logit_bias"),

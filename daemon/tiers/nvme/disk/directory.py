@@ -21,6 +21,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from tiercache.daemon.ground.mounts import check_mounted, device_below, mount_point_of
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.errors import ConfigError, DirectoryUnavailable
 from tiercache.ground.file_systems import IN_THE_WAY, what_stands_at
@@ -31,7 +32,6 @@ from .aio_probe import refusal_of_aio
 from .aside import aside_bytes, is_aside, put_aside, remove_aside
 from .disk import PAGE_BYTES, DiskIO, refusal_of_direct_io
 from .lock import LOCK_NAME, LockedBy, take_lock
-from tiercache.daemon.ground.mounts import check_mounted, device_below, mount_point_of
 from .segment_files import MAX_SEGMENT_ID, SegmentLook, segment_id, segment_name
 from .superblock import DamagedSuperblock, NewerSuperblock, Superblock
 from .troubles import unavailable
