@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tiercache.daemon.ground import mounts
-from tiercache.daemon.tiers.nvme.disk.directory import Directory, Home
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.worker.opening import Plan, open_directory
 from tiercache.errors import DirectoryUnavailable
@@ -44,25 +42,3 @@ def test_a_disk_of_its_own_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(mounts, "mount_point_of", lambda path: Path("/mnt"))
     mounts.check_mounted(tmp_path / "kv", needed=True)
-
-
-def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
-    tmp_path: Path, mount: Callable[[str], Path]
-) -> None:
-    disk = mount("40m")
-    disk.chmod(0o700)
-    directory = Directory(disk, 32 * MIB, MIB)
-    directory.open()
-    home = directory.home
-    assert home is not None
-    assert home.device_below == tmp_path.stat().st_dev
-    directory.close()
-    again = Directory(disk, 32 * MIB, MIB, before=home)
-    again.open()
-    again.close()
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    below = Home(home.directory_id, folder.stat().st_dev)
-    with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
-        Directory(folder, 32 * MIB, MIB, before=below).open()
-    assert list(folder.iterdir()) == []

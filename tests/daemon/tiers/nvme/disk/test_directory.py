@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from disk_rig import ObedientDisk, segment_path
 
-from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory
+from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory, Home
 from tiercache.daemon.tiers.nvme.disk.superblock import (
     SIZE_BYTES,
     DamagedSuperblock,
@@ -255,3 +255,25 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(path: Path, fail_at: str) 
     directory.create_segment(1)
     assert directory.segments == [1]
     directory.close()
+
+
+def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
+    tmp_path: Path, mount: Callable[[str], Path]
+) -> None:
+    disk = mount("40m")
+    disk.chmod(0o700)
+    directory = Directory(disk, 32 * MIB, MIB)
+    directory.open()
+    home = directory.home
+    assert home is not None
+    assert home.device_below == tmp_path.stat().st_dev
+    directory.close()
+    again = Directory(disk, 32 * MIB, MIB, before=home)
+    again.open()
+    again.close()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    below = Home(home.directory_id, folder.stat().st_dev)
+    with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
+        Directory(folder, 32 * MIB, MIB, before=below).open()
+    assert list(folder.iterdir()) == []
