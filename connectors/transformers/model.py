@@ -189,8 +189,15 @@ def _check_state(model: Any) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "rope_deltas"):
             raise ModelRefused(f"{name or 'the model'} keeps positions of one call for the next (rope_deltas)")
-    if is_fsdp_managed_module(model) or is_deepspeed_zero3_enabled():
-        raise ModelRefused("its weights are divided among processes (FSDP or ZeRO-3): load it whole")
+    divided = (getattr(model, "_tp_size", None) or 1) > 1 or any(_is_sharded(one) for one in model.parameters())
+    if divided or is_fsdp_managed_module(model) or is_deepspeed_zero3_enabled():
+        # Each rank of tensor parallelism has K and V of some heads: one name would stand for all of them.
+        raise ModelRefused("its weights are divided among processes (tensor parallelism, FSDP, ZeRO-3): load it whole")
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    """True for a DTensor, without importing its module."""
+    return hasattr(parameter, "device_mesh")
 
 
 def _check_causal(model: Any, tokens: torch.Tensor, whole: DynamicCache) -> None:

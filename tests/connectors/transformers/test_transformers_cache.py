@@ -229,3 +229,15 @@ def test_attention_that_looks_ahead_is_refused_though_the_config_does_not_say_so
     embed.forward = original
     with pytest.raises(ModelRefused, match="keeps positions of one call for the next"):
         open_cache(model)
+
+
+def test_a_rank_of_tensor_parallelism_is_refused(open_cache: Open) -> None:
+    """Each rank has some of the heads; under one `model_id` it would find another rank's."""
+    model = tiny_model("LlamaConfig")
+    model._tp_size = 2  # what transformers sets
+    with pytest.raises(ModelRefused, match="divided among processes"):
+        open_cache(model, model_id="one of two ranks")
+    model._tp_size = 1
+    model.lm_head.weight.device_mesh = "as a DTensor has"  # type: ignore[assignment]
+    with pytest.raises(ModelRefused, match="divided among processes"):
+        open_cache(model, model_id="one of two ranks")
