@@ -76,8 +76,7 @@ def generate(
         cache._is_user_defined = True  # as transformers marks those that outlive the call
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        output = type(model)._sample(
-            model,
+        output = model._sample(
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
