@@ -1,4 +1,4 @@
-"""Requests of operators and watchers: pins, prefetches, flushes, reports, models, checks, inspection."""
+"""Requests of operators and watchers: pins, prefetches, reports, models, checks, inspection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.hints.hints import hint_given_at
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.index.walks import path_to
-from tiercache.daemon.observe.traffic import PROBE_ENGINE
 from tiercache.daemon.tiers.dram.pins import ClientPins
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.errors import ConfigError, RequestRefused
@@ -39,16 +38,6 @@ MODELS_AT_ONCE = 256
 """Models listed in one slice, about a millisecond: those of tenants are encoded for each request."""
 MAX_LISTED_SPECS_BYTES = 1 << 20
 MAX_FINDINGS = 1000
-_UNCONFIRMED = (
-    "a disk that hangs or was taken away has not confirmed the flush: its blocks may come back after a restart; flush "
-    "again when it is there, or restart the daemon if it is gone for good"
-)
-_KEPT = (
-    "the shared store is away: the flush is kept, across restarts too, and the store will be told when it is back; "
-    "until then this host uses nothing of it, and other hosts may still find the blocks"
-)
-_NAMED = 8
-"""Namespaces that a line of the log names."""
 _PRIORITIES = (0, *(int(priority) for priority in m.Priority))
 """Valid priorities of a hint; 0 says nothing."""
 
@@ -62,12 +51,11 @@ class AdminRequests:
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
-        self._cache = context.cache  # for what concerns all of it: hints, flushes, checks, inspection
+        self._cache = context.cache  # for what concerns all of it: hints, checks, inspection
         self._reads = context.cache.reads
         self._client_pins = context.cache.reads.pins
         self._below = context.cache.below
         self._space = context.cache.space
-        self._events = context.cache.events
         self._observers = context.cache.observers
         self._generation = context.generation
         self._store_waits = StoreWaits(context)
@@ -81,7 +69,6 @@ class AdminRequests:
             m.Unpin: self._unpin,
             m.Prefetch: self._prefetch,
             m.Hint: self._hint,
-            m.Flush: self._flush,
             m.Report: self._report,
             m.Models: self._models,
             m.Check: self._check,
@@ -143,45 +130,6 @@ class AdminRequests:
 
     def _named_or_all(self, numbers: Sequence[int]) -> list[Namespace]:
         return self._context.namespaces(numbers) if numbers else self._space.all_namespaces()
-
-    def _flush(self, session: Session, request: m.Flush) -> Steps[m.Reply | None]:
-        tiers = ["all", "dram", *self._below.tiers]
-        if request.tier not in tiers:
-            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"there is no tier {request.tier!r}: {', '.join(tiers)}")
-        if request.key:
-            check_keys(request.key, 1)
-        if self._context.tenant and not request.namespaces:
-            raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
-        namespaces = self._named_or_all(request.namespaces)
-        if self._events is not None and not (request.namespaces or request.key) and request.tier == "all":
-            self._events.cleared()
-        self._observers.flushed(namespaces, request.key, request.tier)
-        identity, blocks, more = self._context.identity, 0, False
-
-        def done(below_blocks: int, durable: bool) -> None:
-            late = () if below is None or durable else below.unconfirmed
-            _log_flush(session, request, namespaces, blocks, below_blocks, late)
-            kept = _KEPT if "shared" in late else ""
-            reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more, kept)
-            lost = below.lost if below is not None and kept else ""
-            if lost:
-                kept = f"the shared store is away, and {lost}: flush again before this daemon ends"
-            if "nvme" in late or lost:
-                text = "; ".join(filter(None, (_UNCONFIRMED if "nvme" in late else "", kept)))
-                reply = m.Error(request.request_id, self._generation, ErrorCode.UNCONFIRMED.value, text)
-            self._context.answer(identity, session, reply)
-
-        below = None
-        if self._below.tiers and request.tier != "dram":
-            named = bool(request.namespaces)
-            below = self._below.begin_flush(namespaces, request.key, done, named, request.tier)
-        in_dram = request.tier in ("all", "dram")
-        blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
-        if below is None:
-            _log_flush(session, request, namespaces, blocks, 0, ())
-            return m.Flushed(request.request_id, self._generation, blocks, more)
-        below.end()
-        return None
 
     def _report(self, session: Session, request: m.Report) -> m.Reply:
         if request.registration not in ("cuda", "mlock", "none") or len(request.counters) > MAX_CLIENT_COUNTERS:
@@ -299,35 +247,6 @@ class AdminRequests:
         setting = SETTINGS[request.key]
         value = setting.kind.render(getattr(settings.config, setting.field))
         return m.Changed(request.request_id, self._generation, value, note)
-
-
-def _log_flush(
-    session: Session, request: m.Flush, namespaces: Sequence[Namespace], dram: int, below: int, late: Sequence[str]
-) -> None:
-    """Who has flushed what, for audits. A probe of the data path flushes its own block every few seconds."""
-    is_probe = bool(namespaces) and all(one.spec.engine == PROBE_ENGINE for one in namespaces)
-    where = "every namespace"
-    if request.namespaces:
-        named = ", ".join(f"{one.number} ({one.fingerprint[:8]})" for one in namespaces[:_NAMED])
-        more = f" and {len(namespaces) - _NAMED} more" if len(namespaces) > _NAMED else ""
-        where = f"namespace{'s' if len(namespaces) > 1 else ''} {named}{more}"
-    what = "all blocks"
-    if request.key:
-        windowed = {one.table.windowed for one in namespaces}
-        following = " and all that follow it" if windowed != {True} else ""
-        limit = " (in windowed namespaces only that block)" if windowed == {True, False} else ""
-        what = f"block {request.key.hex()}{following}{limit}"
-    log.log(
-        logging.DEBUG if is_probe else logging.INFO,
-        "flush by %s: %s of %s, tier %s: %d blocks in DRAM, %d on NVMe%s",
-        session.who,
-        what,
-        where,
-        request.tier,
-        dram,
-        below,
-        f"; not confirmed yet by: {', '.join(late)}" if late else "",
-    )
 
 
 def announced_models(session: Session) -> dict[bytes, m.ModelCard]:

@@ -28,6 +28,7 @@ from tiercache.protocol.wire import UNREADABLE
 
 from .admin import AdminRequests
 from .context import Method, RequestContext, encoder
+from .flushes import FlushRequests
 from .reads import ReadRequests
 from .router import Answer
 from .sessions import Session
@@ -127,6 +128,7 @@ class Service:
             m.Bye: self._bye,
             **self.reads.methods(),
             **self._writes.methods(),
+            **FlushRequests(context).methods(),
             **AdminRequests(context).methods(),
         }
 

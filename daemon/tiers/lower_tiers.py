@@ -207,25 +207,33 @@ class _FlushOfBoth:
         self.waiting = 1  # until `end`
         self.unconfirmed: list[str] = []
         self.lost = ""
-        self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None
-        self.end: Callable[[], None] = self._end
         self.shared_end: Callable[[], None] = lambda: None
         self._shared = shared
         self._local: FlushBelow | None = None
-        self._done = done
+        self._done: Callable[[int, bool], None] | None = done  # until it was called: it may refer to this flush
         self._blocks = 0
 
     def add(self, flush: FlushBelow) -> None:
         """The flush of the local tier."""
         self.waiting += 1
         self._local = flush
-        self.forget = flush.forget
 
-    def _end(self) -> None:
+    def forget(self, namespaces: Sequence[Namespace]) -> None:
+        """See `FlushBelow`. The store was told at the beginning."""
+        if self._local is not None:
+            self._local.forget(namespaces)
+
+    def end(self) -> None:
+        """See `FlushBelow`."""
         self.shared_end()
         if self._local is not None:
             self._local.end()
         self._answered()
+
+    @property
+    def settled(self) -> bool:
+        """See `FlushBelow`."""
+        return self._done is None and (self._local is None or self._local.settled)
 
     def local_done(self, blocks: int, durable: bool) -> None:
         """A tier on this host has answered."""
@@ -243,5 +251,6 @@ class _FlushOfBoth:
 
     def _answered(self) -> None:
         self.waiting -= 1
-        if not self.waiting:
-            self._done(self._blocks, not self.unconfirmed)
+        if not self.waiting and self._done is not None:
+            done, self._done = self._done, None
+            done(self._blocks, not self.unconfirmed)

@@ -49,10 +49,15 @@ class GrantsBelow(Protocol):
 class FlushBelow(Protocol):
     """A flush of the tier below, which is told part by part what to drop."""
 
-    forget: Callable[[Sequence[Namespace]], None]
-    """Drop these now, out of sight at once."""
-    end: Callable[[], None]
-    """Those were all."""
+    def forget(self, namespaces: Sequence[Namespace]) -> None:
+        """Drop these now, out of sight at once."""
+
+    def end(self) -> None:
+        """Those were all."""
+
+    @property
+    def settled(self) -> bool:
+        """True if it was answered and no disk has any of it left to write: until then it takes memory."""
 
     @property
     def unconfirmed(self) -> Sequence[str]:
@@ -66,10 +71,16 @@ class FlushBelow(Protocol):
 class _NoFlush:
     unconfirmed: Sequence[str] = ()
     lost = ""
+    settled = True
 
     def __init__(self, done: Callable[[int, bool], None]) -> None:
-        self.forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None
-        self.end: Callable[[], None] = lambda: done(0, True)
+        self._done = done
+
+    def forget(self, namespaces: Sequence[Namespace]) -> None:
+        return
+
+    def end(self) -> None:
+        self._done(0, True)
 
 
 class Claim(NamedTuple):

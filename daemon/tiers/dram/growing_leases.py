@@ -102,7 +102,8 @@ class GrowingLeases:
             return
         for run in lease.runs:
             run.begin_pass()
-            self._look(lease, run)
+            if not run.namespace.table.windowed:
+                self._look(lease, run)
         if not self._looked(lease):
             self._stopping.append(lease)
 

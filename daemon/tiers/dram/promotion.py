@@ -148,6 +148,7 @@ class Promotion:
         self._of_lease: dict[int, int] = {}  # number of unfinished jobs, by lease
         self._waiting: dict[_Job, None] = {}
         self._again: deque[_Job] = deque()  # jobs to check again
+        self._given_up: deque[_Job] = deque()  # to be ended: their sources hang or are gone
         self._landed = False
         self._to_grow: deque[ReadLease] = deque()  # leases not yet told of arrived blocks
 
@@ -249,15 +250,22 @@ class Promotion:
         return self._fetch_bytes.get(source, 0) < MAX_IN_FLIGHT_BYTES and self._fetches.get(source, 0) < MAX_IN_FLIGHT
 
     def give_up(self, source: Source) -> None:
-        """The source hangs: stop waiting for it. Frames of its fetches are not reused before these have ended."""
+        """The source hangs: stop waiting for it. Frames of its fetches are not reused before these have ended.
+
+        Its jobs ask for nothing more; `look_again` ends them, some in each slice.
+        """
         source.cancel()
         queues = self._jobs.pop(source, (deque(), deque()))
         for job in dict.fromkeys([*queues[0], *queues[1], *self._fetching.pop(source, ())]):
-            for write_lease in job.writing:
-                self._writes.abort(self._owner, write_lease, finished=False)
             job.give_up()
             job.asking = False
-            self._end(job)
+            self._given_up.append(job)
+
+    def _end_given_up(self) -> None:
+        job = self._given_up.popleft()
+        for write_lease in job.writing:
+            self._writes.abort(self._owner, write_lease, finished=False)
+        self._end(job)
 
     def _fetch_batch(self, job: _Job) -> bool:
         """Request the next blocks; False when those were the last, or no more can arrive."""
@@ -395,14 +403,18 @@ class Promotion:
                 self._growing.stop(lease)
 
     def look_again(self) -> None:
-        """Check a slice of the jobs that wait for others, if there can be news for them."""
+        """End a slice of the jobs that were given up, then check those that wait for others, if there can be news."""
+        until_ns = time.perf_counter_ns() + GROW_NS
+        while self._given_up:
+            self._end_given_up()
+            if time.perf_counter_ns() >= until_ns:
+                return
         if not self._again:
             now_s = self._clock_s()
             if not self._waiting or not (self._landed or now_s >= self._look_again_s):
                 return
             self._look_again_s = now_s + LOOK_AGAIN_S
             self._again.extend(self._waiting)
-        until_ns = time.perf_counter_ns() + GROW_NS
         while self._again:
             job = self._again.popleft()
             if job in self._waiting:
@@ -433,7 +445,7 @@ class Promotion:
     @property
     def has_landed(self) -> bool:
         """True if `take_landed` or `look_again` has something to do."""
-        return self._landed or bool(self._to_grow or self._again or self._ended)
+        return self._landed or bool(self._to_grow or self._again or self._given_up or self._ended)
 
 
 def _leading_run(numbers: Sequence[int]) -> Sequence[int]:

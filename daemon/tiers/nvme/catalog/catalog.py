@@ -133,11 +133,15 @@ class Catalog:
         )
 
     def raise_epoch(self, namespace: int, epoch: int, done: Done | None = None) -> None:
-        """Drop rows of smaller epochs; never lowers the epoch. `done(True)`: survives a power loss."""
+        """Drop rows of smaller epochs, and tombstones up to it; never lowers the epoch.
+
+        `done(True)`: survives a power loss.
+        """
         assert namespace in self._namespaces, "an epoch belongs to a namespace that was added"
         assert 0 <= epoch <= _MAX_U32
         raised = ("UPDATE namespaces SET epoch = max(epoch, ?) WHERE number = ?", (epoch, namespace))
-        self._keep(("epoch", namespace, epoch), raised, _resum(namespace), durable=True, done=done)
+        needless = "DELETE FROM tombstones WHERE namespace = ? AND epoch <= ?", (namespace, epoch)
+        self._keep(("epoch", namespace, epoch), raised, _resum(namespace), needless, durable=True, done=done)
 
     def set_segment(self, segment: int, slot_bytes: int, done: Done | None = None) -> None:
         """The segment is divided into slots of this size. Rows of another size must be dropped before."""

@@ -35,24 +35,21 @@ LAST_WORDS_S = 2.0
 class FlushUnderWay:
     """One flush; `done(blocks, durable)` is called once."""
 
-    def __init__(
-        self,
-        done: Callable[[int, bool], None] = lambda blocks, durable: None,
-        forget: Callable[[Sequence[Namespace]], None] = lambda namespaces: None,
-        end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.forget = forget
-        """See `FlushBelow`."""
-        self.end = end
-        """Likewise."""
+    def __init__(self, done: Callable[[int, bool], None] | None = None) -> None:
         self.blocks = 0
         self.waiting = 1  # answers of disks, and one until all have been asked
+        self.unwritten = 0  # changes that catalogs of open directories have not confirmed
         self.over = False
         self.unconfirmed: Sequence[str] = ()
         self.lost = ""
         self.end_s = math.inf
-        self._done = done
+        self._done = done  # until it was called: it may refer to this flush
         self._durable = True
+
+    @property
+    def settled(self) -> bool:
+        """See `FlushBelow`."""
+        return self.over and not self.unwritten
 
     def noted(self, ok: bool) -> None:
         """One of the awaited answers has come."""
@@ -66,13 +63,50 @@ class FlushUnderWay:
         if not self.over:
             self.over = True
             self.unconfirmed = () if durable else ("nvme",)
-            self._done(self.blocks, durable)
+            done, self._done = self._done, None
+            if done is not None:
+                done(self.blocks, durable)
 
 
 _Kept = tuple[Sequence[Namespace] | None, bytes, FlushUnderWay]
 """Which namespaces (None: all), which key (empty: all), and the flush that waits for it."""
 _Told = tuple[Sequence[Namespace] | None, bytes]
 """As `_Kept`, without the flush."""
+
+
+class _ToldShelf:
+    """What an open directory was told and has not confirmed: one change for each namespace, numbered in order."""
+
+    def __init__(self) -> None:
+        self.again: dict[int, _Told] = {}
+        """What it is told again if it closes and opens."""
+        self._flushes: dict[int, FlushUnderWay] = {}  # of all these changes
+
+    def add(self, number: int, namespace: Namespace, key: bytes, flush: FlushUnderWay) -> None:
+        """The next change, which was not confirmed at once."""
+        self._flushes[number] = flush
+        flush.unwritten += 1
+        if len(self.again) >= MAX_KEPT:
+            every = _named(namespaces for namespaces, _ in self.again.values())
+            self.again.clear()
+            self.again[0] = every, b""
+        self.again[number] = [namespace], key
+
+    def noted(self, number: int, flush: FlushUnderWay, ok: bool) -> None:
+        """The directory says whether a change is durable. If not, it retries that before any later one."""
+        if ok and number in self._flushes:
+            for earlier in list(takewhile(number.__ge__, self._flushes)):
+                self._flushes.pop(earlier).unwritten -= 1
+        if ok and number in self.again:
+            for earlier in list(takewhile(number.__ge__, self.again)):
+                del self.again[earlier]
+        flush.noted(ok)
+
+    def gone(self) -> None:
+        """Its catalog is closed: what it has not written takes no memory any more."""
+        for flush in self._flushes.values():
+            flush.unwritten -= 1
+        self._flushes.clear()
 
 
 @dataclass
@@ -90,7 +124,7 @@ class Flushes:
         self._every = every
         self._clock_s = clock_s
         self._under_way: deque[FlushUnderWay] = deque()  # in order of their deadlines
-        self._told: dict[Shelf, dict[int, _Told]] = {}  # not confirmed yet by open directories, numbered
+        self._told: dict[Shelf, _ToldShelf] = {}
         self._numbers = count(1)
         self._kept: dict[Path, list[_Kept]] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
@@ -107,7 +141,7 @@ class Flushes:
         shelves: Sequence[Shelf],
         closed: Callable[[], Sequence[tuple[Path, bool]]],
         named: bool = False,
-    ) -> FlushUnderWay:
+    ) -> _Flush:
         """A flush of all these: `shelves` drop what they are told, part by part; `closed` directories as they open.
 
         `closed()`: paths, and whether that may last. Then the flush is not durable, and does not wait for them. A
@@ -116,31 +150,8 @@ class Flushes:
         """
         # A flush of all known namespaces includes those that only a closed directory knows.
         wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
-        kept_for = set[Path]()
-
-        def keep_for_closed() -> None:
-            now = closed()
-            kept_for.intersection_update(path for path, _ in now)  # what was open in between is told again
-            for path, lasting in now:
-                if path not in kept_for:
-                    kept_for.add(path)
-                    flush.waiting += 1
-                    self._keep(path, (wanted, key, FlushUnderWay() if lasting else flush))
-                    if lasting:
-                        flush.noted(False)
-
-        def forget(part: Sequence[Namespace]) -> None:
-            keep_for_closed()
-            for shelf in shelves:
-                self._flush(shelf, part, key, flush)
-
-        def end() -> None:
-            flush.end_s = self._clock_s() + FLUSH_S
-            self._under_way.append(flush)
-            flush.noted(True)
-
-        flush = FlushUnderWay(done, forget, end)
-        keep_for_closed()
+        flush = _Flush(self, wanted, key, done, shelves, closed)
+        flush.keep_for_closed()
         _add(self._of_this_life, (wanted, key, FlushUnderWay()))
         for kept in self._former.values():
             _add(kept, (wanted, key, FlushUnderWay()))
@@ -148,22 +159,24 @@ class Flushes:
             flush.noted(False)
         return flush
 
-    def _flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: FlushUnderWay) -> None:
-        told = self._told.setdefault(shelf, {})
+    def flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: FlushUnderWay) -> None:
+        """Tell an open directory of a part of a flush."""
+        told = self._told.setdefault(shelf, _ToldShelf())
         for namespace in namespaces:
             flush.waiting += 1
             waiting, number = flush.waiting, next(self._numbers)
-            flush.blocks += shelf.flush(namespace, key, partial(_noted, told, number, flush))
-            if flush.waiting < waiting:
-                continue  # confirmed at once: it has nothing of that namespace
-            if len(told) >= MAX_KEPT:
-                every = _named(namespaces for namespaces, _ in told.values())
-                told.clear()
-                told[0] = every, b""
-            told[number] = [namespace], key
+            flush.blocks += shelf.flush(namespace, key, partial(told.noted, number, flush))
+            if flush.waiting == waiting:  # else it has nothing of that namespace
+                told.add(number, namespace, key, flush)
 
-    def _keep(self, path: Path, one: _Kept) -> None:
+    def keep(self, path: Path, one: _Kept) -> None:
+        """Tell it to the directory that opens there."""
         _add(self._kept.setdefault(path, []), one)
+
+    def ends_later(self, flush: FlushUnderWay) -> None:
+        """Answer it at the latest in `FLUSH_S`."""
+        flush.end_s = self._clock_s() + FLUSH_S
+        self._under_way.append(flush)
 
     def opened(self, path: Path, shelf: Shelf) -> None:
         """A directory has opened: it is told of earlier flushes in slices. Only then are its rows loaded."""
@@ -208,7 +221,7 @@ class Flushes:
             namespaces, key, flush = late.kept[0]  # stays until all of it is told: see `gone`
             every = self._every() if namespaces is None else namespaces
             part = every[late.told : late.told + left]
-            self._flush(shelf, part, key, flush)
+            self.flush(shelf, part, key, flush)
             late.told += len(part)
             left -= max(1, len(part))
             if late.told >= len(every):
@@ -219,11 +232,14 @@ class Flushes:
     def gone(self, shelf: Shelf) -> None:
         """A directory is no longer open: it is told again what it has not confirmed before it is next used."""
         path = shelf.directory.path
-        for namespaces, key in self._told.pop(shelf, {}).values():
-            self._keep(path, (namespaces, key, FlushUnderWay()))
+        if shelf in self._told:
+            told = self._told.pop(shelf)
+            told.gone()
+            for namespaces, key in told.again.values():
+                self.keep(path, (namespaces, key, FlushUnderWay()))
         if shelf in self._late:
             for late in self._late.pop(shelf).kept:
-                self._keep(path, late)
+                self.keep(path, late)
 
     def work(self) -> bool:
         """Answer flushes at their deadline, and tell directories a slice of what is due; True while there is more."""
@@ -242,12 +258,48 @@ class Flushes:
         self._late.clear()
 
 
-def _noted(told: dict[int, _Told], number: int, flush: FlushUnderWay, ok: bool) -> None:
-    """A directory says whether a flush is durable there. If not, it retries that before any later one."""
-    if ok and number in told:
-        for earlier in list(takewhile(number.__ge__, told)):
-            del told[earlier]
-    flush.noted(ok)
+class _Flush(FlushUnderWay):
+    """Implements `FlushBelow`; see `Flushes.begin`."""
+
+    def __init__(
+        self,
+        flushes: Flushes,
+        wanted: Sequence[Namespace] | None,
+        key: bytes,
+        done: Callable[[int, bool], None],
+        shelves: Sequence[Shelf],
+        closed: Callable[[], Sequence[tuple[Path, bool]]],
+    ) -> None:
+        super().__init__(done)
+        self._flushes = flushes
+        self._wanted = wanted
+        self._key = key
+        self._shelves = shelves
+        self._closed = closed
+        self._kept_for = set[Path]()
+
+    def keep_for_closed(self) -> None:
+        """Keep it for directories that are not open now."""
+        now = self._closed()
+        self._kept_for.intersection_update(path for path, _ in now)  # what was open in between is told again
+        for path, lasting in now:
+            if path not in self._kept_for:
+                self._kept_for.add(path)
+                self.waiting += 1
+                self._flushes.keep(path, (self._wanted, self._key, FlushUnderWay() if lasting else self))
+                if lasting:
+                    self.noted(False)
+
+    def forget(self, namespaces: Sequence[Namespace]) -> None:
+        """See `FlushBelow`."""
+        self.keep_for_closed()
+        for shelf in self._shelves:
+            self._flushes.flush(shelf, namespaces, self._key, self)
+
+    def end(self) -> None:
+        """See `FlushBelow`."""
+        self._flushes.ends_later(self)
+        self.noted(True)
 
 
 def _add(kept: list[_Kept], one: _Kept) -> None:

@@ -192,7 +192,7 @@ class Recovery:
         end = self._shelf.directory.segment_bytes // frame_bytes * pages_each
         offsets, sizes = [place & SLOT_MASK for place in rows.places], self._slots.slot_bytes
         if (
-            not self._registry.tombstones
+            not self._registry.tombstone_count
             and (not namespace.table.windowed or set(rows.fields[1]) == {ROOT_KEY})
             and set(rows.fields[4]) == {namespace.spec.block_bytes}
             and min(rows.fields[3]) >= self._registry.oldest_epochs[namespace.number]
@@ -217,8 +217,8 @@ class Recovery:
             return False
         if not self._slots.is_slot(place, frame_bytes):
             return False
-        stone = self._registry.tombstones.get((namespace.number, row.key))
-        return row.epoch >= self._registry.oldest_epochs[namespace.number] and (stone is None or row.epoch >= stone)
+        oldest = self._registry.oldest_epochs[namespace.number]
+        return row.epoch >= max(oldest, self._registry.flushed_at(namespace, row.key))
 
     def _finish(self) -> bool:
         """Run a slice of the work left once all rows are read; False when that was the last."""

@@ -318,12 +318,15 @@ class Shelf:
             self._has_cut = True
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
-        """Drop a namespace's blocks, or one and what follows; `done(ok)` when that is durable."""
+        """Drop a namespace's blocks, or one and what follows; `done(ok)` when that is durable.
+
+        Where too many flushes of single blocks are remembered already, all of the namespace is dropped.
+        """
         if not self.registry.knows(namespace):  # nothing of it is here, nor being written
             done(True)
             return 0
         table = self.table(namespace)
-        if not key:
+        if not key or self.registry.is_crowded(namespace):
             self.registry.flush(namespace, done)
             dropped = self.index.drop_table(table)
             self._has_cut = True
@@ -363,6 +366,7 @@ class Shelf:
         self._hints.expire(self.index, self.slots.tails)
         with self.slots.left.deleted_together():
             more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
+        more = self.registry.work() or more
         if self.recovery is not None and not self.recovery.over:
             return self.recovery.work() or more
         return more

@@ -350,6 +350,8 @@ class MemoryCatalog:
         def apply(its: Database) -> None:
             saved = its.namespaces[namespace]
             its.namespaces[namespace] = saved._replace(epoch=max(saved.epoch, epoch))  # rule: a method of NamedTuple
+            for stone in [one for one, of in its.tombstones.items() if one[0] == namespace and of <= epoch]:
+                del its.tombstones[stone]
 
         self._post(_Change(apply, done, "kept", name=("epoch", namespace, epoch), synced=True))
 

@@ -22,6 +22,8 @@ def test_small_tables_come_back(bench: Bench) -> None:
     catalog, _ = bench.open()
     catalog.add_namespace(1, "aa", b"\x81\x00")
     catalog.add_namespace(2, "bb", b"", epoch=7)
+    for namespace in (1, 2):
+        catalog.add_tombstone(namespace, b"o" * 16, 5)
     catalog.raise_epoch(1, 5)
     catalog.raise_epoch(1, 3)
     catalog.add_namespace(1, "aa", b"\x82", epoch=4)
@@ -39,7 +41,7 @@ def test_small_tables_come_back(bench: Bench) -> None:
         fresh=False,
         namespaces=[SavedNamespace(1, "aa", b"\x82", 5), SavedNamespace(2, "bb", b"", 7)],
         segments={3: 2 << 20},
-        tombstones=[Tombstone(2, b"k" * 16, 10)],
+        tombstones=[Tombstone(2, b"o" * 16, 5), Tombstone(2, b"k" * 16, 10)],
         next_sequence=42,
     )
     assert read_state(bench.directory) == wanted

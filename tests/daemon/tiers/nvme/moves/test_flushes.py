@@ -116,6 +116,28 @@ def test_a_directory_whose_catalog_is_full_is_told_later(monkeypatch: pytest.Mon
     assert (len(one.flushed), one.loads) == (3, 1)
 
 
+def test_a_flush_takes_memory_until_each_open_disk_has_written_it_or_is_gone() -> None:
+    now_s, every, answers = [0.0], ["n", "m"], list[bool]()
+    flushes = Flushes(lambda: told, lambda: now_s[0])
+    told: Any = every
+    one, other = opened(flushes, A, "1"), opened(flushes, B, "2")
+    one.hangs = other.hangs = True
+    shelves: Any = [one, other]
+    flush = flushes.begin(told, b"k", lambda _, durable: answers.append(durable), shelves, list)
+    flush.forget(told)
+    flush.end()
+    now_s[0] = nvme_flushes.FLUSH_S
+    flushes.work()
+    assert (answers, flush.settled) == ([False], False), "it was answered, and still waits for both"
+    one.asked[0](False)
+    one.asked[1](True)  # the first one too: what could not be written is retried before what follows
+    assert not flush.settled
+    gone(flushes, other)
+    assert flush.settled
+    other.asked[0](True)  # too late
+    assert flush.settled
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_flush_of_named_namespaces_is_about_no_others_that_only_a_disk_knows(named: bool) -> None:
     """Else a tenant that comes first would flush what earlier lives have stored for the others."""

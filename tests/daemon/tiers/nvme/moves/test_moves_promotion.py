@@ -104,3 +104,25 @@ async def test_so_many_prefetches_are_under_way_at_a_time(clock: Clock, monkeypa
     assert rig.cache.match(rig.owner, [space], chains[2], 0).dram == 4
     rig.check()
     await rig.close()
+
+
+@on_clock
+async def test_jobs_of_a_disk_that_goes_are_ended_in_slices(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a last search for what its lease wanted, and there may be thousands."""
+    chains = [chain_of(name, 4) for name in "abcdef"]
+    rig, disk, space = await below(clock, *chains)
+    leases = [rig.match([space], chain) for chain in chains]
+    growing = rig.cache.reads.growing.leases
+    monkeypatch.setattr(promotion, "GROW_NS", 0)
+    disk.hung = True
+    rig.tier.promotion.give_up(rig.tier.sources.of(rig.shelves[0]))
+    left = [len(growing)]
+    while growing:
+        await rig.work()
+        left.append(len(growing))
+    assert left == [6, 5, 4, 3, 2, 1, 0]
+    assert [rig.read(lease, space) for lease in leases if lease] == [0] * 6
+    disk.hung = False
+    assert await rig.load_all([space], chains[0]) == 4
+    rig.check()
+    await rig.close()

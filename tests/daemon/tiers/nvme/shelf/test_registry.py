@@ -6,14 +6,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from chains import chain_of
-from played import play
+from chains import chain_of, key_of
+from memory_disks import MemoryCatalog, MemoryDisk
+from played import Clock, on_clock, play
 from tier_rig import TierRig
 
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
+from tiercache.daemon.tiers.nvme.catalog.catalog import SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
+from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
+from tiercache.daemon.tiers.nvme.shelf.registry import Registry
+from tiercache.protocol.namespaces import NamespaceSpec
 
 RANKS = 4
 
@@ -99,3 +104,57 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
         await rig.close()
 
     play(scenario)
+
+
+def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing disk may have left very many."""
+    monkeypatch.setattr(registry_module, "BURIED_AT_ONCE", 2)
+    space = Cache(lambda: 0.0).space
+    spec = NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=4096, tp_rank=0, tp_size=1)
+    namespace = space.open_namespace(spec)
+    disk = MemoryDisk(0, lambda: 0.0)
+    saved = SavedNamespace(1, namespace.fingerprint, space.save(namespace), 0)
+    disk.database.namespaces[1] = saved
+    disk.database.tombstones = {(1, bytes([number]) * 16): number for number in range(1, 6)}
+    catalog = MemoryCatalog(disk)
+    registry = Registry("d", catalog, catalog.state(), space)
+    registry.flush_key(namespace, bytes([1]) * 16, None, lambda ok: None)
+    catalog.commit()
+    registry.loaded(complete=True)
+    left = [registry.tombstone_count]
+    while registry.work():
+        catalog.commit()
+        left.append(registry.tombstone_count)
+    catalog.commit()
+    assert left == [5, 3, 1]
+    assert {key for _, key in disk.database.tombstones} == {b""}, "the one by which epochs go on"
+
+
+@on_clock
+async def test_very_many_flushes_by_key_that_cannot_be_forgotten_become_one_of_their_namespace(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "MAX_TOMBSTONES", 6)
+    monkeypatch.setattr(registry_module, "MANY_TOMBSTONES", 3)
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    many, few, chain = rig.namespace(4096), rig.namespace(4096, rank=1), chain_of("a", 20)
+    await rig.store_below([many, few], chain)
+    disk.hung = True
+    for namespace, blocks in ((many, (19, 18, 17, 16)), (few, (19, 18, 17))):
+        for block in blocks:
+            rig.tier.flush([namespace], key_of(chain, block), lambda blocks, durable: None)
+    tables = rig.shelves[0].index.tables
+    assert [tables[one.number].blocks for one in (many, few)] == [16, 17], "few of its own, of many in all"
+    rig.tier.flush([few], key_of(chain, 16), lambda blocks, durable: None)
+    rig.tier.flush([many], key_of(chain, 15), lambda blocks, durable: None)
+    assert [tables[one.number].blocks for one in (many, few)] == [15, 0]
+    disk.hung = False
+    await rig.committed()
+    await rig.crash()
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.committed()
+    assert [await rig.load(rig.namespace(4096, rank), chain) for rank in (0, 1)] == [15, 0]
+    assert all(key == b"" for _, key in disk.database.tombstones)
+    rig.check()
+    await rig.close()
