@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,17 +54,22 @@ def test_a_failed_put_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
     assert line.exists([NAME, b"before"], [], soon()).there == [False, True]
 
 
-@pytest.fixture
+@contextmanager
 def files_of_1_mib() -> Iterator[None]:
+    """For as short as possible: a tool that watches the tests has files in this process too."""
     earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, earlier[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
 
 
-def test_a_value_that_is_too_long_for_the_file_system_is_refused_alone(folder: Path, files_of_1_mib: None) -> None:
+def test_a_value_that_is_too_long_for_the_file_system_is_refused_alone(folder: Path) -> None:
     line = connect(folder)
-    assert put(line, {b"big": bytes(2 << 20), b"small": b"value!"}) == [Fate.REFUSED, Fate.DONE]
+    with files_of_1_mib():
+        fates = put(line, {b"big": bytes(2 << 20), b"small": b"value!"})
+    assert fates == [Fate.REFUSED, Fate.DONE]
     assert line.exists([b"big", b"small"], [], soon()).there == [False, True]
     assert drafts(folder) == []
 
