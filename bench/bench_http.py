@@ -24,8 +24,7 @@ from common import Report, cpu_s, percentile, rss_besides_arena_bytes
 
 import tiercache
 from tiercache.client.client import Client
-from tiercache.connectors.vllm.hashes import block_hashes, hash_seed
-from tiercache.connectors.vllm.names import keys_of
+from tiercache.connectors.vllm.names import block_hashes, hash_seed, keys_of
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import ModelCard
 

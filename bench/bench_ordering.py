@@ -23,8 +23,7 @@ from bench_http import Port, url_in
 from common import Report, percentile
 
 import tiercache
-from tiercache.connectors.vllm.hashes import block_hashes, hash_seed
-from tiercache.connectors.vllm.names import keys_of
+from tiercache.connectors.vllm.names import block_hashes, hash_seed, keys_of
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import ModelCard
 

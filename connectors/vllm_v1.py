@@ -17,29 +17,42 @@ from functools import partial
 from typing import Any
 
 from tiercache.connector.connector import Connector
-from tiercache.connectors.vllm.built import describe_built
-from tiercache.connectors.vllm.cards import Cards
 from tiercache.connectors.vllm.compat import (
     CacheHitSource,
     base,
     come_before_writes,
+    fit,
+    join_vllm,
+    layer_views,
+    probe,
     register,
     resolve_kv_cache_block_sizes,
+    untested,
 )
 from tiercache.connectors.vllm.costs import EngineCosts
-from tiercache.connectors.vllm.events import event_groups
-from tiercache.connectors.vllm.fits import fit, layer_views, probe, untested
-from tiercache.connectors.vllm.groups import check_groups, check_steps, leaves_last_token, parts_of, replicated
-from tiercache.connectors.vllm.log import RequestLog, introduce, join_vllm
-from tiercache.connectors.vllm.names import Names, check_hashes
-from tiercache.connectors.vllm.orders import Orders, RankForm, WorkerReport
-from tiercache.connectors.vllm.pool import make_pools
+from tiercache.connectors.vllm.groups import (
+    check_groups,
+    check_steps,
+    leaves_last_token,
+    make_pools,
+    parts_of,
+    replicated,
+)
+from tiercache.connectors.vllm.log import ConnectorStats, PromMetrics, RequestLog, introduce
+from tiercache.connectors.vllm.names import Cards, Names, check_hashes
+from tiercache.connectors.vllm.orders import Orders, RankForm, WorkerReport, event_groups
 from tiercache.connectors.vllm.scheduler import RequestPlanner
 from tiercache.connectors.vllm.settings import ConnectorSettings, absence
 from tiercache.connectors.vllm.siblings import Roll, check_parent, come_first, parent_of_caller
-from tiercache.connectors.vllm.stats import ConnectorStats, PromMetrics
 from tiercache.connectors.vllm.stores import EngineFacts
-from tiercache.connectors.vllm.weights import RunnerTensors, Weights, models_of, runner_of_caller, weights_stay
+from tiercache.connectors.vllm.weights import (
+    RunnerTensors,
+    Weights,
+    describe_built,
+    models_of,
+    runner_of_caller,
+    weights_stay,
+)
 from tiercache.connectors.vllm.worker import RankWorker
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.protocol.messages import INSTANCE_BYTES

@@ -1,33 +1,28 @@
-"""Lines in vLLM's log about the cache: that it is connected, and what requests get from it."""
+"""What vLLM's log and metrics say about the cache: that it is connected, what requests get from it, counters."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tiercache.connector.connector import Connector
 from tiercache.errors import TierCacheError
 from tiercache.ground.units import format_bytes, format_duration
 
+from .compat import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
 from .costs import TIER_NAMES, TierBlocks
 
 MOST_LINES = 20
 """Lines that may follow each other closely; then one every LINE_EVERY_S, and those left out are counted."""
 LINE_EVERY_S = 0.5
+COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "stored_bytes", "dropped_blocks")
+"""Counters of a rank."""
+DECLINED = "declined_blocks"
+"""The counter of blocks that were found but computed all the same."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
-
-
-def join_vllm() -> None:
-    """Send tiercache's log lines where vLLM's go, from the same level on, unless our logging was configured."""
-    ours, theirs = logging.getLogger("tiercache"), logging.getLogger("vllm")
-    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
-        return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.level)
-    ours.propagate = theirs.propagate
 
 
 def introduce(connector: Connector, ranks: int) -> bool:
@@ -121,3 +116,55 @@ class RequestLog:
             return False
         self._room -= 1
         return True
+
+
+# --- metrics -----------------------------------------------------------------------------------------
+
+ALL_COUNTERS = (*COUNTERS, DECLINED)
+
+
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts of an interval by name: `data` is a dict of ALL_COUNTERS."""
+
+    data: dict[str, int]
+
+    def reset(self) -> None:
+        """Begin a new interval."""
+        self.data = {}
+
+    def aggregate(self, other: ConnectorStats) -> ConnectorStats:
+        """This and another rank's or interval's counts as one."""
+        names = self.data.keys() | other.data.keys()
+        return ConnectorStats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For a log line."""
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        """True if nothing was moved."""
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One counter for each of ALL_COUNTERS, called `vllm:tiercache_<name>`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        labels = args[2]
+        self._metrics = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:tiercache_{name}",
+                    documentation=f"{name.replace('_', ' ')}, as tiercache's connector counts them.",
+                    labelnames=labels,
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name in ALL_COUNTERS
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval's counts."""
+        for name, count in transfer_stats_data.items():
+            self._metrics[name][engine_idx].inc(count)

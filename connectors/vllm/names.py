@@ -1,4 +1,6 @@
-"""Root keys of a vLLM engine's blocks: weights, config, adapters and tenant in one name.
+"""Names of a vLLM engine's blocks: our keys, vLLM's own hashes, and cards that tell the daemon which are which.
+
+A root key stands for weights, config, adapters and tenant in one name.
 
 vLLM's own block hashes name tokens, images, salt and an adapter's name, and nothing of the model; a key here is such a
 hash under a root that identifies the rest by content. The files are read once, in the background. Lookups wait for that
@@ -12,16 +14,20 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from tiercache.connector.connector import Connector
 from tiercache.connectors.weights.files import content_of, states_of
 from tiercache.errors import ModelRefused, TierCacheError
 from tiercache.ground import forks
 from tiercache.protocol.keys import content_id, salted_root
-from tiercache.protocol.messages import KEY_BYTES
+from tiercache.protocol.messages import KEY_BYTES, ModelCard
+from tiercache.protocol.namespaces import NamespaceSpec
 
 HASHES = ("sha256", "sha256_cbor")
 OPTIONS = (
@@ -183,3 +189,124 @@ def lengths_of(vllm_config: Any) -> list[int]:
 def _config_of(model: Any) -> dict[str, Any]:
     """The config of a model, without its origin."""
     return {**model.hf_config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+
+
+# --- vLLM's own block hashes, for affinity queries ---------------------------------------------------
+#
+#     hash_0 = the seed's hash;  hash_i = sha256(encode((hash_(i-1), tokens of block i, extras)))
+#
+# `encode` is Python's pickle (protocol 5, which every Python writes alike for these types) or canonical CBOR
+# (RFC 8949). The seed is a constant, or PYTHONHASHSEED where that is set. Only token ids, an adapter and a `cache_salt`
+# are known here: prompts with images have other hashes.
+
+_SEED = "vllm-none-hash"
+_HEADS = ((0xFF, 0x18, 1), (0xFFFF, 0x19, 2), (0xFFFFFFFF, 0x1A, 4), (0xFFFFFFFFFFFFFFFF, 0x1B, 8))
+
+
+def _cbor_head(major: int, value: int) -> bytes:
+    """Major type and argument, in the shortest form."""
+    if value < 24:
+        return bytes([major << 5 | value])
+    _, code, size = next(head for head in _HEADS if value <= head[0])
+    return bytes([major << 5 | code]) + value.to_bytes(size, "big")
+
+
+def _cbor(value: Any) -> bytes:
+    """Encode the values that a block's hash is made of."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, int):
+        return _cbor_head(0, value)
+    if isinstance(value, bytes):
+        return _cbor_head(2, len(value)) + value
+    if isinstance(value, str):
+        return _cbor_head(3, len(value.encode())) + value.encode()
+    return _cbor_head(4, len(value)) + b"".join(map(_cbor, value))
+
+
+def _pickle(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=5)
+
+
+ENCODINGS: Mapping[str, Callable[[Any], bytes]] = {"sha256": _pickle, "sha256_cbor": _cbor}
+"""vLLM's `prefix_caching_hash_algo` -> the encoding that is hashed."""
+
+
+def hash_seed(algorithm: str, environ: Mapping[str, str] = os.environ) -> bytes:
+    """What an engine started in this environment hashes before its first block."""
+    return hashlib.sha256(ENCODINGS[algorithm](environ.get("PYTHONHASHSEED", _SEED))).digest()
+
+
+def block_hashes(
+    algorithm: str,
+    seed: bytes,
+    tokens: Sequence[int],
+    size: int,
+    adapter: tuple[str, str] | None = None,
+    cache_salt: str = "",
+) -> list[bytes]:
+    """The hashes of all full blocks of `size` tokens.
+
+    `adapter` is the name and path of a LoRA adapter, `cache_salt` that of the request.
+    """
+    encode, sha256 = ENCODINGS[algorithm], hashlib.sha256
+    always = () if adapter is None else (("lora", *adapter),)
+    last, hashes = seed, []
+    for start in range(0, len(tokens) - size + 1, size):
+        extras = (*always, ("cache_salt", cache_salt)) if cache_salt and not start else always
+        last = sha256(encode((last, tuple(tokens[start : start + size]), extras or None))).digest()
+        hashes.append(last)
+    return hashes
+
+
+# --- model cards -------------------------------------------------------------------------------------
+
+HASHING = "vllm/"
+"""`ModelCard.hashing` is this and vLLM's name of the hash."""
+MAX_CARDS = 64
+"""For the most recently used adapters."""
+
+
+class Cards:
+    """The cards of one engine. Thread-safe.
+
+    Args:
+        connector: announces them.
+        specs: the forms of all ranks' and groups' blocks.
+        hash_size: tokens in a block hash of vLLM's.
+    """
+
+    def __init__(self, vllm_config: Any, connector: Connector, specs: Iterable[NamespaceSpec], hash_size: int) -> None:
+        model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
+        served = model.served_model_name
+        names = [*([served] if isinstance(served, str) else served or []), model.model, Path(model.model).name]
+        self._names = list(dict.fromkeys(names))
+        self._connector = connector
+        self._namespaces = sorted({spec.fingerprint() for spec in specs})
+        self._hashing, self._seed, self._hash_size = HASHING + algorithm, hash_seed(algorithm), hash_size
+        self._cards: dict[tuple[str, str], ModelCard] = {}
+        self._lock = threading.Lock()
+        forks.watch(self, "_lock")
+
+    def add(self, content: bytes, adapter: str, adapter_path: str) -> None:
+        """Blocks of `content`, perhaps with an adapter, are being used. Cheap if already announced."""
+        known = self._cards.get((adapter, adapter_path))
+        if known is not None and known.content == content:
+            return
+        block_size = self._connector.namespace.block_size
+        with self._lock:
+            self._cards.pop((adapter, adapter_path), None)
+            while len(self._cards) >= MAX_CARDS:
+                del self._cards[next(iter(self._cards))]
+            self._cards[adapter, adapter_path] = ModelCard(
+                self._names,
+                content,
+                self._namespaces,
+                block_size,
+                self._hashing,
+                self._hash_size,
+                self._seed,
+                adapter,
+                adapter_path,
+            )
+            self._connector.announce(list(self._cards.values()))

@@ -30,7 +30,7 @@ from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS, Priority
 
 from .compat import CacheHitSource, block_tables, ended_by_output, local_cache
 from .costs import EngineCosts, TierBlocks, tiers_of
-from .log import RequestLog
+from .log import DECLINED, RequestLog
 from .lookups import Lookup, MatchLookups
 from .names import Names, keys_of
 from .orders import ChainHint, Load, Orders, WorkerReport
@@ -42,8 +42,6 @@ STORED_WAIT_S = 1.0
 """Longest wait of a request for blocks that another engine is storing, as the request says."""
 STORED_PAUSES_S = 0.005, 0.05
 """Time between two lookups while it waits: at first, and at most. Each is twice as long as the one before."""
-DECLINED = "declined_blocks"
-"""The counter of blocks that were found but computed all the same."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 

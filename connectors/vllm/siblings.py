@@ -14,8 +14,7 @@ from typing import Any
 
 from tiercache.errors import ConfigError, ModelRefused
 
-from .callers import locals_of_callers
-from .compat import base
+from .compat import base, locals_of_callers
 from .orders import RankForm, WorkerReport
 
 WAIT_S = 5.0

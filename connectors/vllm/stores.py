@@ -22,10 +22,9 @@ from tiercache.connector.connector import Connector
 from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS
 from tiercache.protocol.namespaces import NamespaceSpec
 
-from .events import name_blocks
 from .groups import GroupPart
 from .names import keys_of
-from .orders import BlockRun, Orders, Store, WorkerReport
+from .orders import BlockRun, Orders, Store, WorkerReport, name_blocks
 
 MAX_JOBS = 48
 """Stores in progress; a request that finds no place offers its blocks again with a later step."""

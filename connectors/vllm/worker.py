@@ -13,8 +13,8 @@ from tiercache.copies.pool import COPY_GIVE_UP_S
 from tiercache.errors import DeadlineExceeded
 from tiercache.protocol.messages import KEY_BYTES, EventRun
 
-from .events import CacheGroup, of_group
-from .orders import BlockRun, Load, Orders, Store, WorkerReport
+from .log import COUNTERS
+from .orders import BlockRun, CacheGroup, Load, Orders, Store, WorkerReport, of_group
 from .weights import Weights
 
 FLUSH_TIMEOUT_S = 0.1
@@ -23,7 +23,6 @@ SLEEP_TIMEOUT_S = 2.0
 """Time for stores to end before vLLM goes to sleep; after that they are void."""
 IDLE_WAIT_S = 0.001
 """Time that a step without tokens waits for its loads, instead of spinning."""
-COUNTERS = ("loaded_blocks", "loaded_bytes", "loads_short", "stored_blocks", "stored_bytes", "dropped_blocks")
 
 Proof = Callable[[], bool]
 

@@ -13,8 +13,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes, hash_seed
-from tiercache.connectors.vllm.names import keys_of
+from tiercache.connectors.vllm.names import ENCODINGS, block_hashes, hash_seed, keys_of
 from tiercache.http.affinity import Affinity, Query, UnknownModel
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import ModelCard, ModelList, Models

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.client.session import Session
-from tiercache.connectors.vllm.hashes import hash_seed
+from tiercache.connectors.vllm.names import hash_seed
 from tiercache.http.affinity import Query
 from tiercache.http.ordering import Budget, OrderSearch
 from tiercache.http.peeking import ModelBlocks, ModelsKnown

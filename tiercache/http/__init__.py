@@ -11,5 +11,5 @@ daemon, so an HTTP request costs the daemon's loop no more than a client's reque
 
 A new metric of the daemon: a counter is a field of daemon/ground/counters.py and a text in measured/counters.py; any
 other figure comes from daemon/requests/stats.py and is a `Family` in measured/. Both have a row in
-daemon/MONITORING.md. `tiercache serve` and vLLM define theirs in serve/metrics.py and connectors/vllm/stats.py.
+daemon/MONITORING.md. `tiercache serve` and vLLM define theirs in serve/metrics.py and connectors/vllm/log.py.
 """

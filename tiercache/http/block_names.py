@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiercache.connectors.vllm.cards import HASHING
-from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes
-from tiercache.connectors.vllm.names import keys_of
+from tiercache.connectors.vllm.names import ENCODINGS, HASHING, block_hashes, keys_of
 from tiercache.http.query import Query
 from tiercache.protocol.keys import KeyChain, salted_root
 from tiercache.protocol.messages import CHAIN_HASHING, KEY_BYTES, MAX_KEYS, ModelCard

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tiercache.connectors.vllm.compat import kv_cache_interface
-from tiercache.connectors.vllm.fits import probe
-from tiercache.connectors.vllm.groups import GroupPart, check_groups, check_steps, leaves_last_token, parts_of
+from tiercache.connectors.vllm.compat import kv_cache_interface, probe
+from tiercache.connectors.vllm.groups import (
+    GroupPart,
+    check_groups,
+    check_steps,
+    leaves_last_token,
+    make_pools,
+    parts_of,
+)
 from tiercache.connectors.vllm.orders import BlockRun
-from tiercache.connectors.vllm.pool import make_pools
 from tiercache.connectors.vllm.stores import runs_of
 from tiercache.copies.pool import Pool
 from tiercache.errors import ModelRefused

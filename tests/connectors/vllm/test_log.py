@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tiercache.connectors.vllm import compat
 from tiercache.connectors.vllm import log as vllm_log
 from tiercache.connectors.vllm.costs import TierBlocks
 from tiercache.connectors.vllm.log import LINE_EVERY_S, MOST_LINES, RequestLog
@@ -24,8 +25,8 @@ def test_lines_go_where_vllms_go_unless_logging_was_configured(
     theirs.handlers, theirs.propagate = [] if configured == "not vLLM's" else [handler], False
     before = list(ours.handlers), ours.level, True
     loggers = SimpleNamespace(getLogger={"tiercache": ours, "vllm": theirs}.__getitem__, NOTSET=logging.NOTSET)
-    monkeypatch.setattr(vllm_log, "logging", loggers)
-    vllm_log.join_vllm()
+    monkeypatch.setattr(compat, "logging", loggers)
+    compat.join_vllm()
     joined = [handler], logging.WARNING, False
     assert (ours.handlers, ours.level, ours.propagate) == (joined if configured == "nothing" else before)
 

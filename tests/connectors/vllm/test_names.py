@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_vllm import SIZE, SPEC
 
+from tiercache.connectors.vllm import names
 from tiercache.connectors.vllm import names as vllm_names
 from tiercache.connectors.vllm.names import Names, check_hashes
 from tiercache.connectors.weights import files
 from tiercache.errors import ModelRefused
+from tiercache.protocol.messages import ModelCard
 
 LONG_S = 600.0
 
@@ -155,3 +158,24 @@ def test_what_changes_while_it_is_read_has_no_name(
     monkeypatch.undo()
     assert names.root(adapter(place, 1)) == b"", "it stays unknown which one vLLM has"
     assert names.root(adapter(place, 2)) != b""
+
+
+def test_cards_are_announced_when_they_change_and_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "MAX_CARDS", 2)
+    announced: list[list[ModelCard]] = []
+    connector: Any = SimpleNamespace(namespace=SPEC, announce=announced.append)
+    model = SimpleNamespace(model="/models/m", served_model_name=["served", "m"])
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+    its = names.Cards(config, connector, [SPEC], 2 * SIZE)
+    for content, adapter in ((b"1", ""), (b"1", ""), (b"1", "a"), (b"2", ""), (b"2", "b"), (b"1", "a")):
+        its.add(content, adapter, f"/{adapter}")
+    assert [[(card.content, card.adapter) for card in every] for every in announced] == [
+        [(b"1", "")],
+        [(b"1", ""), (b"1", "a")],
+        [(b"1", "a"), (b"2", "")],
+        [(b"2", ""), (b"2", "b")],
+        [(b"2", "b"), (b"1", "a")],
+    ]
+    [card] = announced[0]
+    assert (card.names, card.namespaces, card.block_size) == (["served", "m", "/models/m"], [SPEC.fingerprint()], SIZE)
+    assert (card.hashing, card.hash_size) == ("vllm/sha256", 2 * SIZE)

@@ -17,8 +17,9 @@ from waiting import wait_until
 import tiercache
 from tiercache.connectors.vllm.compat import CacheHitSource, RequestStatus
 from tiercache.connectors.vllm.costs import LAST_LOADS, LEAST_SAMPLES, EngineCosts, TierBlocks
+from tiercache.connectors.vllm.log import DECLINED
 from tiercache.connectors.vllm.orders import WorkerReport
-from tiercache.connectors.vllm.scheduler import DECLINED, MAX_THREADS, STORED_WAIT_S
+from tiercache.connectors.vllm.scheduler import MAX_THREADS, STORED_WAIT_S
 from tiercache.protocol.messages import KEY_BYTES, Priority, unpack_indices
 
 LOW = tiercache.Hint(ttl_s=3.5, priority=Priority.LOW)

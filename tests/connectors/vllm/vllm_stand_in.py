@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
-PRODUCT = ("scheduler", "worker", "tier_jobs", "cards", "stats", "siblings", "pool", "built")
+PRODUCT = ("scheduler", "worker", "tier", "siblings", "groups")
 """Modules of connectors/vllm that come with all others that need no more of vLLM than this."""
 
 RequestStatus = Enum(

@@ -10,7 +10,7 @@ import torch
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
-from tiercache.connectors.vllm.built import describe_built
+from tiercache.connectors.vllm.weights import describe_built
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 LONGROPE = {

@@ -14,7 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 from vllm_engines import prompt
 
-from tiercache.connectors.vllm.events import CacheGroup, name_blocks, of_group
+from tiercache.connectors.vllm.orders import CacheGroup, name_blocks, of_group
 from tiercache.protocol.messages import unpack_indices
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

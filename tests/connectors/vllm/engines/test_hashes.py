@@ -11,7 +11,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from tiercache.connectors.vllm.hashes import ENCODINGS, block_hashes, hash_seed
+from tiercache.connectors.vllm.names import ENCODINGS, block_hashes, hash_seed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TOKENS = [0, 1, 23, 24, 255, 256, 65_535, 65_536, 151_935, 2**31 - 1, *range(90)]

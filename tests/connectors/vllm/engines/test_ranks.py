@@ -14,7 +14,7 @@ import torch
 from vllm_engines import BLOCK, Engine, launch, prompt, statistics, wait_until
 
 import tiercache
-from tiercache.connectors.vllm import pool as vllm_pool
+from tiercache.connectors.vllm import groups as vllm_pool
 from tiercache.connectors.vllm.compat import kv_cache_interface
 from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.protocol.messages import Flush

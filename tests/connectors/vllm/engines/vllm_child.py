@@ -202,7 +202,7 @@ class Child:
 
     def _loads(self) -> bool:
         if self.tier is not None:
-            from tiercache.connectors.vllm.tier_jobs import LoadJob
+            from tiercache.connectors.vllm.tier import LoadJob
 
             return any(isinstance(job, LoadJob) for job in self.tier._jobs.values())
         assert self.scheduler is not None

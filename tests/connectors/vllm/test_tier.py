@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 from tiny_vllm import GARBAGE, SIZE, SPEC, ByHand, TinyCache
 
-from tiercache.connectors.vllm import lookups, tier_lookups
+from tiercache.connectors.vllm import lookups
+from tiercache.connectors.vllm import tier as tier_parts
 from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.connectors.vllm.names import keys_of
-from tiercache.connectors.vllm.tier_lookups import (
+from tiercache.connectors.vllm.tier import (
     ChunkPlace,
     ChunkPlaces,
     LookupResult,
@@ -110,7 +111,7 @@ def test_a_match_that_is_not_loaded_is_released(tier: Tier) -> None:
 
 
 def test_requests_beyond_the_limit_are_looked_up_in_later_steps(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_lookups, "MAX_LOOKUPS", 3)
+    monkeypatch.setattr(tier_parts, "MAX_LOOKUPS", 3)
     names = [f"{number}" for number in range(7)]
     for name in names:
         tier.add(name)
