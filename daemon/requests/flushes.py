@@ -22,6 +22,8 @@ log = logging.getLogger("tiercache.daemon")
 MAX_UNWRITTEN = 1024
 """Namespaces in flushes of one party that disks have yet to write, each counted as often as it was flushed. What waits
 for a disk takes memory, and the flushes of others and all blocks to be written wait behind it."""
+MAX_UNWRITTEN_OF_ALL = 32 * MAX_UNWRITTEN
+"""The same for all parties together: each process of this host is one."""
 _UNCONFIRMED = (
     "a disk that hangs or was taken away has not confirmed the flush: its blocks may come back after a restart; flush "
     "again when it is there, or restart the daemon if it is gone for good"
@@ -99,22 +101,30 @@ class Unwritten:
     def __init__(self) -> None:
         self._of_party: dict[str, deque[tuple[FlushBelow, int]]] = {}
         self._namespaces: dict[str, int] = {}
+        self._all = 0
 
     def check(self, party: str, namespaces: int) -> None:
-        """Raises RequestRefused where the party has too much waiting for one more flush of so many namespaces.
+        """Raises RequestRefused where too much waits for one more flush of so many namespaces.
 
-        A flush of any size may begin when none of its earlier ones waits.
+        A flush of any size may begin when none of the party's earlier ones waits, and not too many of all others.
         """
         waiting = self._waiting(party)
         if waiting and waiting + namespaces > MAX_UNWRITTEN:
             text = f"earlier flushes of {waiting} namespaces by this client are not on disk yet: ask again later"
             raise RequestRefused(ErrorCode.LIMIT.value, text)
+        if self._all >= MAX_UNWRITTEN_OF_ALL:
+            self._forget_settled()
+            if self._all >= MAX_UNWRITTEN_OF_ALL:
+                text = f"flushes of {self._all} namespaces by all clients are not on disk yet: look at its health"
+                raise RequestRefused(ErrorCode.LIMIT.value, text)
 
     def _waiting(self, party: str) -> int:
         """Namespaces in flushes from the oldest one on that is not settled."""
         flushes = self._of_party.get(party, deque())
         while flushes and flushes[0][0].settled:
-            self._namespaces[party] -= flushes.popleft()[1]
+            namespaces = flushes.popleft()[1]
+            self._namespaces[party] -= namespaces
+            self._all -= namespaces
         if not flushes:
             self._of_party.pop(party, None)
             self._namespaces.pop(party, None)
@@ -123,11 +133,15 @@ class Unwritten:
     def add(self, party: str, flush: FlushBelow, namespaces: int) -> None:
         """A flush has begun."""
         if party not in self._of_party:
-            for other in list(self._of_party):  # each client that flushes once is a party of its own
-                self._waiting(other)
+            self._forget_settled()  # each client that flushes once is a party of its own
         counted = max(1, namespaces)
         self._of_party.setdefault(party, deque()).append((flush, counted))
         self._namespaces[party] = self._namespaces.get(party, 0) + counted
+        self._all += counted
+
+    def _forget_settled(self) -> None:
+        for party in list(self._of_party):
+            self._waiting(party)
 
 
 def _log_flush(

@@ -69,9 +69,9 @@ async def test_flushes_that_wait_for_a_disk_are_bounded_for_each_client(
     service.disk.hung = True
     service.flush(0, namespaces, 39)
     service.flush(0, namespaces, 38)
-    blocks, pending = service.rig.tier.stats()["blocks"], service.rig.shelves[0].catalog.pending
     clock.now_s += FLUSH_S
     await service.rig.work()
+    blocks, pending = service.rig.tier.stats()["blocks"], service.rig.shelves[0].catalog.pending
     assert [type(answer) for answer in service.answers] == [m.Error, m.Error]
     with pytest.raises(RequestRefused, match="flushes of 4 namespaces by this client are not on disk yet"):
         service.flush(0, namespaces, 37)
@@ -84,6 +84,26 @@ async def test_flushes_that_wait_for_a_disk_are_bounded_for_each_client(
     service.flush(0, namespaces, 35)
     await service.rig.committed()
     assert [type(answer) for answer in service.answers[2:]] == [m.Flushed] * 3
+    await service.rig.close()
+
+
+@on_clock
+async def test_flushes_that_wait_for_a_disk_are_bounded_for_all_clients_together(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of this host is a client, and there may be many."""
+    monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN_OF_ALL", 2)
+    service = Service(tmp_path, clock)
+    namespaces = await service.open(2)
+    service.disk.hung = True
+    service.flush(0, namespaces, 39)
+    with pytest.raises(RequestRefused, match="flushes of 2 namespaces by all clients are not on disk yet"):
+        service.flush(1, namespaces, 38)
+    service.disk.hung = False
+    await service.rig.committed()
+    service.flush(1, namespaces, 38)
+    await service.rig.committed()
+    assert [type(answer) for answer in service.answers] == [m.Flushed] * 2
     await service.rig.close()
 
 

@@ -8,8 +8,8 @@ back without its last flushes: what it has not confirmed is kept for it too.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -22,12 +22,14 @@ FLUSH_S = 10.0
 """Time after which a flush that some disk has not recorded is answered as not durable."""
 MAX_KEPT = 4096
 """Flushes that wait for one directory. When there are more, all of their namespaces are flushed."""
-MAX_KEPT_NAMES = 65_536
-"""The same once flushes that wait may name more namespaces than this: putting them together takes a slice."""
+MAX_KEPT_NAMES = 16_384
+"""The same once they name more namespaces than this: putting them together takes a slice."""
 MAX_FORMER = 64
 """Directories that were replaced by others: beyond that the oldest are forgotten."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
+ANSWERED_AT_ONCE = 1024
+"""Flushes answered at their deadline in one slice."""
 LAST_WORDS_S = 2.0
 """Time in which a daemon that shuts down tells directories the rest."""
 
@@ -81,6 +83,7 @@ class _ToldShelf:
         self.again: dict[int, _Told] = {}
         """What it is told again if it closes and opens."""
         self._flushes: dict[int, FlushUnderWay] = {}  # of all these changes
+        self._refused = 0  # the last change that could not be written at first: the catalog tries it again by itself
 
     def add(self, number: int, namespace: Namespace, key: bytes, flush: FlushUnderWay) -> None:
         """The next change, which was not confirmed at once."""
@@ -94,19 +97,52 @@ class _ToldShelf:
 
     def noted(self, number: int, flush: FlushUnderWay, ok: bool) -> None:
         """The directory says whether a change is durable. If not, it retries that before any later one."""
-        if ok and number in self._flushes:
-            for earlier in list(takewhile(number.__ge__, self._flushes)):
-                self._flushes.pop(earlier).unwritten -= 1
+        if not ok:
+            self._refused = max(self._refused, number)
+        elif number in self._flushes:
+            self._written(number)
         if ok and number in self.again:
             for earlier in list(takewhile(number.__ge__, self.again)):
                 del self.again[earlier]
         flush.noted(ok)
+
+    def _written(self, number: int) -> None:
+        for earlier in list(takewhile(number.__ge__, self._flushes)):
+            self._flushes.pop(earlier).unwritten -= 1
+
+    def works_again(self) -> None:
+        """Its catalog has no trouble: it has written what it could not at first, and says nothing of that."""
+        if self._refused:
+            self._written(self._refused)
+            self._refused = 0
 
     def gone(self) -> None:
         """Its catalog is closed: what it has not written takes no memory any more."""
         for flush in self._flushes.values():
             flush.unwritten -= 1
         self._flushes.clear()
+
+
+class _KeptFlushes:
+    """Flushes that wait for one directory, in order: when there are too many, all of their namespaces are flushed."""
+
+    def __init__(self, flushes: Iterable[_Kept] = ()) -> None:
+        self._flushes = list(flushes)
+        self._names = sum(len(namespaces or ()) for namespaces, _, _ in self._flushes)
+
+    def __iter__(self) -> Iterator[_Kept]:
+        return iter(self._flushes)
+
+    def add(self, one: _Kept) -> None:
+        """The next one."""
+        if len(self._flushes) >= MAX_KEPT or self._names > MAX_KEPT_NAMES:
+            for _, _, flush in self._flushes:
+                flush.noted(False)
+            every = _named(namespaces for namespaces, _, _ in self._flushes)
+            self._flushes = [(every, b"", FlushUnderWay())]
+            self._names = len(every or ())
+        self._flushes.append(one)
+        self._names += len(one[0] or ())
 
 
 @dataclass
@@ -123,14 +159,14 @@ class Flushes:
     def __init__(self, every: Callable[[], Sequence[Namespace]], clock_s: Callable[[], float]) -> None:
         self._every = every
         self._clock_s = clock_s
-        self._under_way: deque[FlushUnderWay] = deque()  # in order of their deadlines
+        self._under_way: OrderedDict[FlushUnderWay, None] = OrderedDict()  # in order of their deadlines
         self._told: dict[Shelf, _ToldShelf] = {}
         self._numbers = count(1)
-        self._kept: dict[Path, list[_Kept]] = {}
+        self._kept: dict[Path, _KeptFlushes] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
-        self._former: dict[bytes, list[_Kept]] = {}  # for replaced directories, open nowhere now
+        self._former: dict[bytes, _KeptFlushes] = {}  # for replaced directories, open nowhere now
         self._used: set[Path] = set()  # paths at which a directory was open
-        self._of_this_life: list[_Kept] = []  # for directories that were open nowhere yet
+        self._of_this_life = _KeptFlushes()  # for directories that were open nowhere yet
         self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
     def begin(
@@ -152,9 +188,9 @@ class Flushes:
         wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
         flush = _Flush(self, wanted, key, done, shelves, closed)
         flush.keep_for_closed()
-        _add(self._of_this_life, (wanted, key, FlushUnderWay()))
+        self._of_this_life.add((wanted, key, FlushUnderWay()))
         for kept in self._former.values():
-            _add(kept, (wanted, key, FlushUnderWay()))
+            kept.add((wanted, key, FlushUnderWay()))
             flush.waiting += 1
             flush.noted(False)
         return flush
@@ -171,22 +207,26 @@ class Flushes:
 
     def keep(self, path: Path, one: _Kept) -> None:
         """Tell it to the directory that opens there."""
-        _add(self._kept.setdefault(path, []), one)
+        self._kept.setdefault(path, _KeptFlushes()).add(one)
 
     def ends_later(self, flush: FlushUnderWay) -> None:
         """Answer it at the latest in `FLUSH_S`."""
         flush.end_s = self._clock_s() + FLUSH_S
-        self._under_way.append(flush)
+        self._under_way[flush] = None
+
+    def answered(self, flush: FlushUnderWay) -> None:
+        """It needs no deadline any more."""
+        self._under_way.pop(flush, None)
 
     def opened(self, path: Path, shelf: Shelf) -> None:
         """A directory has opened: it is told of earlier flushes in slices. Only then are its rows loaded."""
-        here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), self._kept.pop(path, [])
+        here, last, kept = shelf.directory.superblock.directory_id, self._last.get(path), [*self._kept.pop(path, ())]
         is_known = here in self._former or here in self._last.values()
         was_used = path in self._used  # perhaps by another disk, which took what was kept for the path
         self._used.add(path)
         for other in [one for one, opened_id in self._last.items() if opened_id == here and one != path]:
             del self._last[other]  # mount points were swapped: what was kept there was about this directory
-            moved = self._kept.get(other, [])
+            moved = [*self._kept.get(other, ())]
             for _, _, flush in moved:
                 flush.waiting += 1
             kept = [*kept, *moved]
@@ -196,7 +236,7 @@ class Flushes:
                 flush.noted(False)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in kept]
         if last is not None and last != here:
-            self._former[last] = list(kept)
+            self._former[last] = _KeptFlushes(kept)
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         if last != here and was_used and not is_known:  # meanwhile nothing was kept for it
@@ -243,8 +283,14 @@ class Flushes:
 
     def work(self) -> bool:
         """Answer flushes at their deadline, and tell directories a slice of what is due; True while there is more."""
-        while self._under_way and (self._under_way[0].over or self._clock_s() >= self._under_way[0].end_s):
-            self._under_way.popleft().answer(durable=False)
+        for _ in range(min(ANSWERED_AT_ONCE, len(self._under_way))):
+            flush = next(iter(self._under_way))
+            if self._clock_s() < flush.end_s:
+                break
+            flush.answer(durable=False)
+        for shelf, told in self._told.items():
+            if not shelf.catalog.error:
+                told.works_again()
         for shelf in list(self._late):
             self._go_on(shelf)
         return any(not shelf.catalog.full for shelf in self._late)  # a full one is told more at a later tick
@@ -301,14 +347,10 @@ class _Flush(FlushUnderWay):
         self._flushes.ends_later(self)
         self.noted(True)
 
-
-def _add(kept: list[_Kept], one: _Kept) -> None:
-    names = len(one[0] or ())
-    if len(kept) >= MAX_KEPT or len(kept) * names > MAX_KEPT_NAMES:
-        for _, _, flush in kept:
-            flush.noted(False)
-        kept[:] = [(_named(namespaces for namespaces, _, _ in kept), b"", FlushUnderWay())]
-    kept.append(one)
+    def answer(self, durable: bool) -> None:
+        """See `FlushUnderWay`."""
+        self._flushes.answered(self)
+        super().answer(durable)
 
 
 def _named(flushed: Iterable[Sequence[Namespace] | None]) -> list[Namespace] | None:

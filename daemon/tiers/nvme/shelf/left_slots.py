@@ -26,16 +26,10 @@ DELETED_TOGETHER = 128
 
 
 class LeftSlots:
-    """Event loop only; never blocks.
+    """Event loop only; never blocks. `free(slots)` is called when slots may be used again."""
 
-    `row_gone(slot)` is called when the row of a slot is deleted, `free(slots)` when slots may be used again.
-    """
-
-    def __init__(
-        self, catalog: CatalogRows, row_gone: Callable[[int], None], free: Callable[[list[int]], None]
-    ) -> None:
+    def __init__(self, catalog: CatalogRows, free: Callable[[list[int]], None]) -> None:
         self._catalog = catalog
-        self._row_gone = row_gone
         self._free = free
         self._together: list[int] | None = None  # slots whose rows are deleted by the batch, while one is made
         self._leaving: set[int] = set()  # slots out of the index whose row is to be deleted, the lost ones too
@@ -118,9 +112,8 @@ class LeftSlots:
         if not ok:
             self._undeleted.extend(slots)  # not reused: their old rows could come back over new bytes
             return
-        free, held, row_gone = list[int](), self._held, self._row_gone
+        free, held = list[int](), self._held
         for slot in slots:
-            row_gone(slot)
             if slot in held:
                 held[slot] = True
             else:

@@ -1,16 +1,22 @@
 """The namespaces of one NVMe directory: their numbers in its catalog, and which of their rows were flushed.
 
 A flush raises the namespace's epoch. A flush of everything makes that the oldest valid epoch; a flush of one block
-leaves a tombstone, by which that block's rows of older epochs are dropped, until those are deleted. Where rows cannot
-be deleted, or are still being read, tombstones pile up; then a flush of one block becomes one of everything.
+leaves a tombstone, by which that block's rows of older epochs are dropped.
+
+    flush ─► tombstone recorded ─► rows deleted, slice by slice ─► tombstone removed ("buried")
+
+A tombstone is buried when nothing of the directory waits to be unlinked: all rows that were dropped until then have
+been deleted by changes posted before. Which flush a row was dropped by does not matter, nor whether it was evicted.
+Where rows cannot be deleted, or are still being loaded, tombstones pile up; then a flush of one block becomes one of
+everything.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Container
+from functools import partial
 
-from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done, SavedNamespace
 
@@ -28,8 +34,15 @@ MANY_TOMBSTONES = 1024
 """Of one namespace."""
 BURIED_AT_ONCE = 256
 
-Stone = tuple[int, bytes]
-"""A tombstone: namespace number and key."""
+
+class _Stones:
+    """The tombstones of one namespace."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[bytes, int] = {}
+        """By key; those being buried are left out."""
+        self.count = 0
+        """How many the catalog has, as far as known."""
 
 
 class Registry:
@@ -42,14 +55,14 @@ class Registry:
         self.tombstone_count = 0
         self.loading = True
         """True if rows may still come that a tombstone is about."""
+        self._may_bury = False
         self._name = name
         self._catalog = catalog
         self._space = space
         self._numbers: dict[str, int] = {}
         self._by_number: dict[int, Namespace] = {}
-        self._tombstones: dict[int, dict[bytes, int]] = {}  # epochs, by namespace number and key
-        self._stones: dict[int, tuple[Stone, int]] = {}  # by slot: whose row they are about
-        self._burying: Steps[None] | None = None
+        self._stones: dict[int, _Stones] = {}  # by namespace number
+        self._to_bury: dict[int, None] = {}  # numbers of namespaces with tombstones
         self._adopt(state)
 
     def _adopt(self, state: CatalogState) -> None:
@@ -67,7 +80,7 @@ class Registry:
             buried = self._by_number.get(stone.namespace)
             if buried is not None:
                 if stone.key != _LATEST:
-                    self._add((buried.number, stone.key), stone.epoch)
+                    self._add(buried, stone.key, stone.epoch)
                 self.epochs[buried.number] = max(self.epochs[buried.number], stone.epoch)
 
     def _reopen(self, saved: SavedNamespace) -> Namespace | None:
@@ -104,6 +117,7 @@ class Registry:
         for number, namespace in list(self._by_number.items()):
             if namespace.number not in keep:
                 del self._by_number[number], self._numbers[namespace.fingerprint]
+                self._forget_stones(namespace)
         self._catalog.forget_namespaces(keep=self._by_number)
 
     # --- flushes ---------------------------------------------------------------------------------
@@ -111,78 +125,70 @@ class Registry:
     def flush(self, namespace: Namespace, done: Done) -> None:
         """Drop all rows so far; `done(ok)` when that is durable."""
         epoch = self.oldest_epochs[namespace.number] = self._raise(namespace)
-        self.tombstone_count -= len(self._tombstones.pop(namespace.number, ()))  # the catalog drops them too
+        self._forget_stones(namespace)
         self._catalog.raise_epoch(self.number(namespace), epoch, done)
 
-    def flush_key(self, namespace: Namespace, key: bytes, slot: int | None, done: Done) -> None:
-        """Drop the row of `key`, in `slot` if there is one; `done(ok)` when that is durable."""
+    def flush_key(self, namespace: Namespace, key: bytes, done: Done) -> None:
+        """Drop the row of `key`, if there is one; `done(ok)` when that is durable. Then drop it from the index."""
         epoch, number = self._raise(namespace), self.number(namespace)
-        stone = namespace.number, key
-        self._add(stone, epoch)
-        if slot is not None:
-            self._stones[slot] = stone, epoch
-
-        def noted(ok: bool) -> None:
-            if ok and slot is None:
-                self._bury(stone, epoch)
-            done(ok)
-
+        self._add(namespace, key, epoch)
         self._catalog.add_tombstone(number, _LATEST, epoch)
-        self._catalog.add_tombstone(number, key, epoch, noted)
+        self._catalog.add_tombstone(number, key, epoch, done)
 
     def is_crowded(self, namespace: Namespace) -> bool:
         """True if a namespace has so many tombstones, of so many in all, that it should be flushed instead."""
-        return (
-            self.tombstone_count >= MAX_TOMBSTONES
-            and len(self._tombstones.get(namespace.number, ())) >= MANY_TOMBSTONES
-        )
+        stones = self._stones.get(namespace.number)
+        return self.tombstone_count >= MAX_TOMBSTONES and stones is not None and stones.count >= MANY_TOMBSTONES
 
     def flushed_at(self, namespace: Namespace, key: bytes) -> int:
-        """The epoch of the last flush of that block alone, rows before which are dropped; 0 if none is known."""
-        return self._tombstones.get(namespace.number, {}).get(key, 0)
+        """While rows are loading: the epoch of the last flush of that block alone; 0 if none is known.
 
-    def _add(self, stone: Stone, epoch: int) -> None:
-        keys = self._tombstones.setdefault(stone[0], {})
-        self.tombstone_count += stone[1] not in keys
-        keys[stone[1]] = epoch
+        Older rows of it are dropped.
+        """
+        stones = self._stones.get(namespace.number)
+        return 0 if stones is None else stones.epochs.get(key, 0)
 
     def _raise(self, namespace: Namespace) -> int:
         self.epochs[namespace.number] += 1
         return self.epochs[namespace.number]
 
-    def row_gone(self, slot: int) -> None:
-        """A slot's row is deleted: the tombstone for it is no longer needed."""
-        if slot in self._stones:
-            self._bury(*self._stones.pop(slot))
+    def _add(self, namespace: Namespace, key: bytes, epoch: int) -> None:
+        stones = self._stones.setdefault(namespace.number, _Stones())
+        if key not in stones.epochs:
+            stones.count += 1
+            self.tombstone_count += 1
+        stones.epochs[key] = epoch
+        self._to_bury[namespace.number] = None
 
-    def _bury(self, stone: Stone, epoch: int) -> None:
-        keys = self._tombstones.get(stone[0], {})
-        if not self.loading and keys.get(stone[1]) == epoch:
-            del keys[stone[1]]
-            self.tombstone_count -= 1
-            number = self._numbers[self._space.namespaces[stone[0]].fingerprint]
-            self._catalog.remove_tombstone(number, stone[1])
+    def _forget_stones(self, namespace: Namespace) -> None:
+        """The catalog drops all tombstones of a namespace by itself."""
+        stones = self._stones.pop(namespace.number, None)
+        if stones is not None:
+            self.tombstone_count -= stones.count
+            self._to_bury.pop(namespace.number, None)
 
     def loaded(self, complete: bool) -> None:
-        """No more rows come; unless `complete`, a row with a tombstone may be left on disk."""
+        """No more rows come; unless `complete`, a row with a tombstone may be left on disk, and no tombstone goes."""
         self.loading = False
-        if complete:
-            self._burying = self._bury_all()
+        self._may_bury = complete
 
-    def _bury_all(self) -> Steps[None]:
-        """Bury all tombstones but those of rows that still wait for deletion: they are buried together with these."""
-        waiting, left = {stone for stone, _ in self._stones.values()}, BURIED_AT_ONCE
-        for number in list(self._tombstones):
-            for key, epoch in list(self._tombstones.get(number, {}).items()):
-                if (number, key) not in waiting:
-                    self._bury((number, key), epoch)
+    def bury(self) -> bool:
+        """Bury a slice of the tombstones; True while there are more. Only when nothing waits to be unlinked."""
+        left = BURIED_AT_ONCE
+        while self._may_bury and self._to_bury and left:
+            number = next(iter(self._to_bury))
+            stones = self._stones[number]
+            catalog_number = self._numbers[self._space.namespaces[number].fingerprint]
+            while stones.epochs and left:
+                key, _ = stones.epochs.popitem()
+                self._catalog.remove_tombstone(catalog_number, key, partial(self._buried, number, stones))
                 left -= 1
-                if not left:
-                    left = BURIED_AT_ONCE
-                    yield
+            if not stones.epochs:
+                del self._to_bury[number]
+        return self._may_bury and bool(self._to_bury)
 
-    def work(self) -> bool:
-        """Bury a slice of the tombstones that nothing needs any more; True while there is more."""
-        if self._burying is not None and next(self._burying, self) is self:
-            self._burying = None
-        return self._burying is not None
+    def _buried(self, number: int, stones: _Stones, ok: bool) -> None:
+        """The catalog has removed one; or not, since some row could not be written: then it stays for the next life."""
+        if ok and self._stones.get(number) is stones:
+            stones.count -= 1
+            self.tombstone_count -= 1

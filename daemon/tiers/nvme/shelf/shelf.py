@@ -77,7 +77,7 @@ class Shelf:
         self.queue = queue
         self.index = Index(self._slot_left)
         self.registry = Registry(str(directory.path), catalog, state, space)
-        self.slots = Slots(directory, catalog, queue, state, space, self.index, self.registry.row_gone, soon, clock_s)
+        self.slots = Slots(directory, catalog, queue, state, space, self.index, soon, clock_s)
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True
         self.retired = False
@@ -331,8 +331,8 @@ class Shelf:
             dropped = self.index.drop_table(table)
             self._has_cut = True
             return dropped
-        before, entry = table.blocks, table.get(key)
-        self.registry.flush_key(namespace, key, None if entry == NO_ENTRY else self.index.frame[entry], done)
+        before = table.blocks
+        self.registry.flush_key(namespace, key, done)
         with self.slots.left.deleted_together():
             self.drop(namespace, key)
             self.index.unlink_slice(EVICT_AT_ONCE)
@@ -366,7 +366,8 @@ class Shelf:
         self._hints.expire(self.index, self.slots.tails)
         with self.slots.left.deleted_together():
             more = self.index.unlink_slice(EVICT_AT_ONCE) == EVICT_AT_ONCE
-        more = self.registry.work() or more
+        if not self.index.is_unlinking:  # the deletion of all rows that were dropped is posted
+            more = self.registry.bury() or more
         if self.recovery is not None and not self.recovery.over:
             return self.recovery.work() or more
         return more

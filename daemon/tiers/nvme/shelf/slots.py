@@ -116,11 +116,7 @@ class NewSegments:
 
 
 class Slots:
-    """Event loop only; never blocks.
-
-    `row_gone(slot)` is called when the row of a slot that was left is deleted, before the slot is free; `soon()` when a
-    slot has become free.
-    """
+    """Event loop only; never blocks. `soon()` is called when a slot has become free."""
 
     def __init__(
         self,
@@ -130,7 +126,6 @@ class Slots:
         state: CatalogState,
         space: Space,
         index: Index,
-        row_gone: Callable[[int], None],
         soon: Callable[[], None],
         clock_s: Callable[[], float],
     ) -> None:
@@ -154,7 +149,7 @@ class Slots:
         self._policies: dict[int, dict[str, Policy]] = {}  # by slot size, by account
         self._soon = soon
         self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them
-        self.left = LeftSlots(catalog, row_gone, self._free)
+        self.left = LeftSlots(catalog, self._free)
         index.on_held = self.left.hold
         self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
         self._emptying: tuple[int, int] | None = None  # a segment being emptied, next entry to look at

@@ -377,6 +377,8 @@ class MemoryCatalog:
         def apply(its: Database) -> None:
             for number in set(its.namespaces) - kept:
                 del its.namespaces[number]
+            for stone in [one for one in its.tombstones if one[0] not in kept]:
+                del its.tombstones[stone]
 
         self._post(_Change(apply, done, "burial"))
 

@@ -35,7 +35,7 @@ from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.moves import flights, flushes, offers, placement, shelf_source
-from tiercache.daemon.tiers.nvme.shelf import recovery
+from tiercache.daemon.tiers.nvme.shelf import recovery, registry, shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
 from tiercache.protocol.messages import BlockState
 
@@ -64,6 +64,8 @@ SLICES: list[tuple[Any, str]] = [
     (offers, "LOOKED_AT_ONCE"),
     (flushes, "TOLD_AT_ONCE"),
     (recovery, "RELEASED_AT_ONCE"),
+    (registry, "BURIED_AT_ONCE"),
+    (shelf, "EVICT_AT_ONCE"),
 ]
 
 chains = st.sampled_from(CHAINS)
@@ -496,6 +498,23 @@ class NvmeMachine(RuleBasedStateMachine):
             self.model.promised.clear()
         self.model.restarted()
         self.start()
+
+    @rule(
+        space=spaces, chain=chains, at=st.integers(0, 3), times=st.integers(1, 3), rounds=st.integers(0, 6), then=then
+    )
+    def flush_and_kill(
+        self, space: int, chain: bytes, at: int, times: int, rounds: int, then: tuple[int, int, bool]
+    ) -> None:
+        """What is on the disk is flushed, perhaps again and again, and the daemon is killed while it is unlinked."""
+        self.store(space, chain, 7, 0, then)
+        self.go_on(20)
+        for _ in range(times):
+            self.flush(key_of(chain, min(at, len(chain) // KEY_BYTES - 1)), "all", 5, (0, 0, False))
+            for disk in self.rig.memory:
+                disk.step()
+        self.go_on(rounds)
+        self.kill(0, 0, 0, False)
+        self.look()
 
     @rule(grace_s=st.sampled_from([0.0, 3.0, 3.0]), all_is_dirty=st.booleans())
     def stop(self, grace_s: float, all_is_dirty: bool) -> None:

@@ -23,7 +23,7 @@ class Shelf:
         self.hangs = False
         self.asked: list[Any] = []
         self.loads = 0
-        self.catalog = SimpleNamespace(full=False)
+        self.catalog = SimpleNamespace(full=False, error="")
 
     def start_loading(self) -> None:
         self.loads += 1
@@ -129,12 +129,31 @@ def test_a_flush_takes_memory_until_each_open_disk_has_written_it_or_is_gone() -
     now_s[0] = nvme_flushes.FLUSH_S
     flushes.work()
     assert (answers, flush.settled) == ([False], False), "it was answered, and still waits for both"
+    one.catalog.error = "no room"
     one.asked[0](False)
+    flushes.work()
     one.asked[1](True)  # the first one too: what could not be written is retried before what follows
     assert not flush.settled
     gone(flushes, other)
     assert flush.settled
     other.asked[0](True)  # too late
+    assert flush.settled
+
+
+def test_what_a_disk_could_not_write_at_first_is_written_once_it_works_again() -> None:
+    """Its catalog tries by itself and says nothing of that. Else a client could never flush again."""
+    told: Any = ["n"]
+    flushes, one = Flushes(lambda: told, lambda: 0.0), Shelf("1")
+    flushes.opened(A, one)  # type: ignore[arg-type]
+    one.hangs, one.catalog.error = True, "no room"
+    flush = flushes.begin(told, b"k", lambda _, durable: None, [one], list)  # type: ignore[list-item]
+    flush.forget(told)
+    flush.end()
+    one.asked[0](False)
+    flushes.work()
+    assert not flush.settled
+    one.catalog.error = ""
+    flushes.work()
     assert flush.settled
 
 

@@ -17,6 +17,7 @@ from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
 from tiercache.daemon.tiers.nvme.catalog.catalog import SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
+from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -118,15 +119,17 @@ def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.
     disk.database.tombstones = {(1, bytes([number]) * 16): number for number in range(1, 6)}
     catalog = MemoryCatalog(disk)
     registry = Registry("d", catalog, catalog.state(), space)
-    registry.flush_key(namespace, bytes([1]) * 16, None, lambda ok: None)
-    catalog.commit()
+    registry.flush_key(namespace, bytes([1]) * 16, lambda ok: None)
+    assert not registry.bury(), "rows may still come"
     registry.loaded(complete=True)
     left = [registry.tombstone_count]
-    while registry.work():
+    more = True
+    while more:
+        more = registry.bury()
+        assert registry.tombstone_count == left[-1], "not before they are gone from the catalog"
         catalog.commit()
         left.append(registry.tombstone_count)
-    catalog.commit()
-    assert left == [5, 3, 1]
+    assert left == [5, 3, 1, 0]
     assert {key for _, key in disk.database.tombstones} == {b""}, "the one by which epochs go on"
 
 
@@ -157,4 +160,64 @@ async def test_very_many_flushes_by_key_that_cannot_be_forgotten_become_one_of_t
     assert [await rig.load(rig.namespace(4096, rank), chain) for rank in (0, 1)] == [15, 0]
     assert all(key == b"" for _, key in disk.database.tombstones)
     rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_block_that_was_flushed_twice_stays_gone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second flush finds nothing in the index, while the rows of the first one are still to be deleted."""
+    monkeypatch.setattr(shelf_module, "EVICT_AT_ONCE", 1)
+    disk, chain = MemoryDisk(0, clock), chain_of("a", 20)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.store_below([rig.namespace(4096)], chain)
+    answers: list[bool] = []
+    for _ in range(2):
+        rig.tier.flush([rig.namespace(4096)], key_of(chain, 5), lambda blocks, durable: answers.append(durable))
+        disk.step()
+        await rig.work()
+        disk.step()
+    assert answers == [True, True]
+    assert rig.shelves[0].index.is_unlinking
+    await rig.crash()
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    assert await rig.load(rig.namespace(4096), chain) == 5
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_namespace_of_which_a_flush_is_all_that_is_left_is_forgotten(clock: Clock) -> None:
+    """Its rows were deleted before the daemon was killed, its tombstone not yet."""
+    disk, chain = MemoryDisk(0, clock), chain_of("a", 3)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.store_below([rig.namespace(4096)], chain)
+    await rig.crash()
+    disk.database.rows.clear()
+    [number] = disk.database.namespaces
+    disk.database.tombstones[number, key_of(chain, 0)] = 1
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.committed()
+    assert (disk.database.namespaces, disk.database.tombstones) == ({}, {})
+    assert rig.shelves[0].registry.tombstone_count == 0
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_tombstones_that_the_catalog_keeps_are_counted(clock: Clock) -> None:
+    """Where a row could not be written, one that should be gone may be left: the tombstone is for the next life."""
+    disk, chain = MemoryDisk(0, clock), chain_of("a", 5)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.store_below([rig.namespace(4096)], chain)
+    disk.failing = {"commit"}
+    rig.tier.flush([rig.namespace(4096)], key_of(chain, 4), lambda blocks, durable: None)
+    await rig.work(3)
+    disk.step()
+    disk.failing = set()
+    clock.now_s += 60.0
+    await rig.committed()
+    assert not await rig.load(rig.namespace(4096), key_of(chain, 4))
+    rig.tier.flush([rig.namespace(4096)], key_of(chain, 3), lambda blocks, durable: None)
+    await rig.until(lambda: rig.shelves[0].catalog.pending == 0 and not rig.shelves[0].registry.bury())
+    assert rig.shelves[0].registry.tombstone_count == 2
     await rig.close()
