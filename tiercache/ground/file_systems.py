@@ -1,4 +1,4 @@
-"""What stands in the way of a directory, and what a file system lacks, where the error of a call does not say."""
+"""What stands in the way of a directory, what a file system lacks where an error does not say, and names that last."""
 
 from __future__ import annotations
 
@@ -21,6 +21,26 @@ def lacks_inodes(path: str | os.PathLike[str]) -> bool:
 
 IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 """A directory can be neither made nor opened, since something else stands at its path or above it."""
+NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""A file system does not sync directories."""
+
+
+def sync_directory(directory: Path | int) -> None:
+    """Have the names in a directory survive a power cut; `directory` may be a descriptor of any kind (O_PATH).
+
+    Blocks as the disk does. Raises OSError, but not where a file system offers nothing of the kind.
+    """
+    if isinstance(directory, int):
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    else:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
+    finally:
+        os.close(fd)
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.index.index import Index
@@ -77,6 +78,22 @@ class Ancestry:
         for steps in range(0, len(walked), NOTED_EVERY):
             self._put(tenant, walked[steps], ChainPlace(root, number - steps))
         return self._places[tenant, key]
+
+    def root_of(self, namespaces: Sequence[Namespace], key: bytes) -> bytes | None:
+        """The first block of a chain, by the indexes of these namespaces alone and not by what clients have said.
+
+        None where none of them has the block, or a walk is too long. At most MAX_WALK steps in all.
+        """
+        index, left = self._index, MAX_WALK
+        for namespace in namespaces:
+            table = namespace.table
+            entry, root = NO_ENTRY if table.windowed else table.get(key), b""
+            while entry not in (NO_ENTRY, table.root) and left:
+                root, entry = index.key[entry], index.parent[entry]
+                left -= 1
+            if root and entry == table.root:
+                return root
+        return None
 
     def _put(self, tenant: str, key: bytes, place: ChainPlace) -> None:
         if len(self._places) >= MAX_PLACES:

@@ -12,6 +12,8 @@ from .naming import NOTE_BYTES, Naming, Scope
 
 MAX_NOTES = 65_536
 """Notes that are remembered; beyond that all are forgotten and read again."""
+SLOWEST_BYTES_PER_S = 10 << 20
+"""A store that moves less in a second, on one connection, does not answer in time."""
 EPOCH_TRIES = 3
 """How often a job begins again because another host flushed meanwhile."""
 
@@ -124,6 +126,6 @@ def new_note() -> bytes:
     return secrets.token_bytes(NOTE_BYTES)
 
 
-def deadline(seconds: float) -> float:
-    """A point in time for calls to a store."""
-    return time.monotonic() + seconds
+def deadline(seconds: float, moved_bytes: int = 0) -> float:
+    """A point in time for calls to a store, with the time that so many bytes may take."""
+    return time.monotonic() + seconds + moved_bytes / SLOWEST_BYTES_PER_S

@@ -22,16 +22,13 @@ from .lines import SharedJob
 from .memory import frame_view, thread_scratch
 from .naming import Scope, lifetime_s
 from .presence import Presence
-from .value import HEADER_BYTES, ValueForm, announced_bytes
+from .value import HEADER_BYTES, PACK_BYTES, ValueForm, announced_bytes
 
 FETCH_S = 2.0
-SLOWEST_BYTES_PER_S = 10 << 20
-"""Deadline of a job: `FETCH_S`, and the time that the bytes of its blocks take at this rate."""
+"""Deadline of a job, beside the time that the bytes of its blocks may take."""
 BLOCKS_EACH = 8
 BYTES_EACH = 8 << 20
 """Blocks in one job, and their bytes, unless one block is larger."""
-PACK_BYTES = 32 << 20
-"""Bytes in one job of packs: more, since each request costs, and a pack is read in one where possible."""
 
 
 class HeldBlock(NamedTuple):
@@ -119,8 +116,8 @@ class FetchJob(SharedJob):
 
             epochs = {fetch.held.scope: reader.of(fetch.held.scope) for fetch in self.fetches}
             gets = [one.get for one in readings.values()]
-            seconds = FETCH_S + sum(len(get.body) for get in gets) / SLOWEST_BYTES_PER_S
-            connection.get(gets, reader.names, deadline(seconds), arrived, noted)
+            until_s = deadline(FETCH_S, sum(len(get.body) for get in gets))
+            connection.get(gets, reader.names, until_s, arrived, noted)
         finally:
             self.learned = reader.learned
             self._settle_rest()

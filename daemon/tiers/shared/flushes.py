@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, StoreError, StoreProblem
-from tiercache.ground.file_systems import make_directory
+from tiercache.ground.file_systems import make_directory, sync_directory
 
 from .epochs import Epochs, deadline, new_note
 from .lines import SharedJob
@@ -398,7 +398,7 @@ class _StateFile:
             self._written = number
             if not names:
                 self.path.unlink(missing_ok=True)
-                return
+                return  # back after a power cut, it would flush once more
             make_directory(self.path.parent)
             fresh = self.path.with_name(f"{self.path.name}.new")
             with fresh.open("w") as file:
@@ -406,3 +406,4 @@ class _StateFile:
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self.path)
+            sync_directory(self.path.parent)

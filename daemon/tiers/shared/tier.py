@@ -41,6 +41,7 @@ from .naming import Scope
 from .presence import Presence
 from .search import ChainAsk, WindowAsk
 from .settings import SharedSettings
+from .value import pack_of
 from .write_job import WriteJob
 from .writes import SharedWrites
 
@@ -161,7 +162,7 @@ class SharedTier:
 
     def pack_of(self, namespace: Namespace) -> int:
         """How many blocks of this namespace are one value."""
-        return 1 if namespace.table.windowed else self.store.pack_blocks
+        return 1 if namespace.table.windowed else pack_of(namespace.spec.block_bytes, self.store.pack_blocks)
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -264,7 +265,9 @@ class SharedTier:
         return all(self._windows.completes(claim, place, one, keys) for place, one in windowed)
 
     def _look_up(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> None:
-        if self.away:  # since it was queued: its deadline, and those of all behind it, would pass one after another
+        # Since it was queued, the store went away (its deadline, and those of all behind it, would pass one after
+        # another), or so many blocks came that looking for them takes long.
+        if self.away or not self._windows.are_short_work(namespaces, len(keys) // KEY_BYTES):
             self._later(0.0, lambda: self._lookups.ended(namespaces, keys))
             return
         asks: list[ChainAsk | WindowAsk] = []
@@ -352,14 +355,14 @@ class SharedTier:
             every = [naming.namespace_note(one.fingerprint) for one in namespaces]
             return every if named else [naming.deployment_note]
         # A key stands for all blocks before it, so its first block is the same in every namespace of a tenant.
-        roots = dict[str, bytes]()
+        of_tenant = dict[str, list[Namespace]]()
         for one in namespaces:
-            if one.spec.tenant not in roots and (place := self._ancestry.place(one, key)) is not None:
-                roots[one.spec.tenant] = place.root
+            of_tenant.setdefault(one.spec.tenant, []).append(one)
+        roots = {tenant: self._ancestry.root_of(ones, key) for tenant, ones in of_tenant.items()}
         return [
-            naming.bucket_note(self.scope_of(one, roots[one.spec.tenant]))
-            if one.spec.tenant in roots
-            else naming.namespace_note(one.fingerprint)
+            naming.namespace_note(one.fingerprint)
+            if (root := roots[one.spec.tenant]) is None
+            else naming.bucket_note(self.scope_of(one, root))
             for one in namespaces
         ]
 

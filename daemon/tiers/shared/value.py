@@ -12,6 +12,7 @@ reaches a client before it is proved, and a value that fails is a miss.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.forms import codecs
@@ -28,6 +29,19 @@ _HEADER = struct.Struct("<4sBBBxQQQ16s16s16s16x")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == 96
 _SEALED = 0  # in the place of a kind of checksum: the tag of the cipher is one
+
+
+PACK_BYTES = 32 << 20
+"""The largest pack, unless one block is larger: more bytes in one request are not faster, only more to hold."""
+
+
+@lru_cache(maxsize=1024)
+def pack_of(block_bytes: int, most: int) -> int:
+    """How many blocks are one value, where a store has at most that many in one.
+
+    It divides `most`, so that a multiple of `most` ends a pack whatever the length of blocks.
+    """
+    return max(one for one in range(1, most + 1) if most % one == 0 and (one == 1 or one * block_bytes <= PACK_BYTES))
 
 
 def announced_bytes(header: bytes) -> int:

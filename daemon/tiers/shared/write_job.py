@@ -18,7 +18,7 @@ from .naming import Scope
 from .value import ValueForm
 
 WRITE_S = 10.0
-"""Deadline of a job."""
+"""Deadline of a job, beside the time that its bytes may take."""
 BYTES_TOGETHER = 4 << 20
 """Values sent in one call, unless one is larger."""
 
@@ -68,7 +68,7 @@ class WriteJob(SharedJob):
 
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
-        until_s = deadline(WRITE_S)
+        until_s = deadline(WRITE_S, sum(map(self._room, self.values)))
         reader = EpochReader(self._epochs, [value.scope for value in self.values])
         try:
             if self.given_up():

@@ -10,6 +10,7 @@ until it is sent, so there may be only a few of those.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
@@ -39,6 +40,8 @@ BLOCKS_EACH = 16
 BYTES_EACH = 8 << 20
 """Blocks of one job, and their bytes, unless one value is larger."""
 CONSIDERED_AT_ONCE = 64
+PUMP_NS = 1_000_000
+"""Blocks of the queue considered in one slice, and its time: to find the place of one may take milliseconds."""
 MATCHED_AT_ONCE = 256
 """Blocks of a chain that are offered again after one match."""
 
@@ -181,10 +184,13 @@ class SharedWrites:
         may_write, most_bytes = self._may_write(), self._at_most(MAX_IN_FLIGHT_BYTES) * self._share()
         if not may_write:
             self._let_evicted_go()  # they must not keep their frames for a store that takes nothing
+        until_ns = time.perf_counter_ns() + PUMP_NS
         while may_write and self._queue and considered < CONSIDERED_AT_ONCE:
             if self.in_flight_bytes >= most_bytes or not (self._closing or self._budget.has_room()):
                 break
             considered += 1
+            if time.perf_counter_ns() >= until_ns:
+                considered = CONSIDERED_AT_ONCE  # this one is the last
             value = self._take(self._queue.popleft())
             if value is None:
                 continue

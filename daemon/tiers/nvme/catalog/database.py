@@ -28,6 +28,7 @@ from xxhash import xxh3_64_intdigest
 
 from tiercache.daemon.tiers.nvme.disk.aside import remove
 from tiercache.errors import ConfigError
+from tiercache.ground.file_systems import sync_directory
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -183,7 +184,7 @@ def _create(db: sqlite3.Connection, path: Path, directory_id: bytes) -> bool:
     db.execute("COMMIT")
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     db.execute("PRAGMA synchronous = NORMAL")
-    _fsync_directory(path.parent)
+    sync_directory(path.parent)
     return True
 
 
@@ -249,7 +250,7 @@ def rename_aside(path: Path) -> Path | None:
     for end in ("-wal", "-shm", ""):
         with suppress(FileNotFoundError):
             os.rename(f"{path}{end}", f"{kept}{end}")
-    _fsync_directory(path.parent)
+    sync_directory(path.parent)
     remove(marker_of(path))
     return kept
 
@@ -257,14 +258,6 @@ def rename_aside(path: Path) -> Path | None:
 def marker_of(path: Path) -> Path:
     """The marker beside a database that is to be set aside at the next start."""
     return path.with_name(f"{path.name}.suspect")
-
-
-def _fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def size_of(path: Path | str) -> int:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import xxhash
 
+from tiercache.ground.file_systems import sync_directory
 from tiercache.protocol.frames import OFFSET_MASK
 
 NAME = "superblock"
@@ -122,8 +123,4 @@ def write_superblock(folder: Path, superblock: Superblock) -> None:
         with suppress(OSError):  # what it left would be put aside as lost data, at each try
             draft.unlink()
         raise
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder_fd)
-    finally:
-        os.close(folder_fd)
+    sync_directory(folder)

@@ -47,3 +47,35 @@ async def test_the_place_of_a_block_far_below_the_root_is_not_sought_again_and_a
         assert a.shared._ancestry.note(space, key_of(chain, number), key_of(chain, number - 1)) is not None
     a.check()
     await a.close()
+
+
+@played
+async def test_a_flush_of_a_prefix_does_not_believe_what_a_client_said_of_a_window(tmp_path: Path) -> None:
+    """A client may name any block as the one before a window's. The bucket of a flush is that of the chain."""
+    store, chain, root = MemoryStore(), chain_of("x", 4), chain_of("another", 1)
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    a.store(a.namespace(window_blocks=1), root + key_of(chain, 0))
+    await a.sent()
+    b.store(b.namespace(), chain)
+    await b.sent()
+    assert await a.load([a.namespace()], chain) == 4
+    assert await a.flush(key_of(chain, 0))
+    b.forget_dram()
+    assert [await one.load([one.namespace()], chain) for one in (a, b)] == [0, 0]
+    for one in (a, b):
+        one.check()
+        await one.close()
+
+
+@played
+async def test_a_root_is_sought_for_a_limited_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ancestry, "MAX_WALK", 30)
+    a = host(MemoryStore(), tmp_path, "a")
+    spaces, chain = [a.namespace(), a.namespace(tp_rank=1)], chain_of("x", 31)
+    for space in spaces:
+        a.store(space, chain)
+    root_of = a.shared._ancestry.root_of
+    assert root_of(spaces, key_of(chain, 29)) == key_of(chain, 0)
+    assert root_of(spaces, key_of(chain, 30)) is None
+    assert root_of([a.namespace(window_blocks=1)], key_of(chain, 0)) is None
+    await a.close()

@@ -15,7 +15,7 @@ from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.shared.naming import BlockIdentity
-from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes
+from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes, pack_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
@@ -150,3 +150,21 @@ async def test_a_spoilt_pack_costs_what_is_spoilt(tmp_path: Path) -> None:
     assert read.count("value") == BLOCKS // 4, "each pack is read at once"
     for one in (a, b):
         await one.close()
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "most", "blocks"),
+    [
+        (4096, 16, 16),
+        (2 << 20, 16, 16),
+        (3 << 20, 16, 8),
+        (8 << 20, 16, 4),
+        (64 << 20, 16, 1),
+        (8 << 20, 6, 3),
+        (1, 1, 1),
+    ],
+)
+def test_packs_are_limited_by_bytes_and_end_where_the_largest_ones_do(block_bytes: int, most: int, blocks: int) -> None:
+    """A look-up in several namespaces probes the ends of the largest packs alone."""
+    assert pack_of(block_bytes, most) == blocks
+    assert most % blocks == 0

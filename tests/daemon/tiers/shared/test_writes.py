@@ -16,7 +16,7 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
 from tiercache.daemon import cache
 from tiercache.daemon.ground.slices import finish
-from tiercache.daemon.tiers.shared import settings
+from tiercache.daemon.tiers.shared import settings, writes
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.errors import ConfigError
@@ -27,8 +27,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
 @played
 async def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiercache.daemon.tiers.shared import writes
-
     monkeypatch.setattr(writes, "MAX_QUEUED", 16)
     store = MemoryStore()
     a = host(store, tmp_path, "a")
@@ -220,4 +218,18 @@ async def test_flushed_blocks_that_wait_to_be_unlinked_are_not_sent(
         a.shared._writes.pump()
     assert store.values == {}
     a.check_end()
+    await a.close()
+
+
+@played
+async def test_a_slice_of_the_queue_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find the place of one block may take milliseconds."""
+    monkeypatch.setattr(writes, "PUMP_NS", 0)
+    a = host(MemoryStore(), tmp_path, "a")
+    a.store(a.namespace(), chain_of("x", 10))
+    left = [a.shared._writes.queued]
+    while a.shared._writes.pump():
+        left.append(a.shared._writes.queued)
+    assert left == list(range(10, -1, -1))
+    await a.sent()
     await a.close()

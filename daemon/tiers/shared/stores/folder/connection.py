@@ -25,6 +25,7 @@ from tiercache.daemon.tiers.shared.stores.store import (
     StoreError,
     StoreProblem,
 )
+from tiercache.ground.file_systems import sync_directory
 
 from .files import Files
 from .settings import FolderSettings
@@ -87,18 +88,21 @@ class FolderConnection:
                     os.unlink(file_name(name), dir_fd=home)
                 with contextlib.suppress(*_NO_FILE):
                     os.unlink(file_name(name), dir_fd=tree.notes)
+                    sync_directory(tree.notes)
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
         with self._tree(deadline_s) as tree:
             target, draft = file_name(name), self._next_draft()
             self._write_note(tree.tmp, draft, tree.file_mode, value)
             try:
-                if only_if_missing and not self._link(tree, draft, target, value):
-                    there = self._read_note(tree, name)
+                if only_if_missing:
+                    there = value if self._link(tree, draft, target, value) else self._read_note(tree, name)
                     if there is not None:
+                        sync_directory(tree.notes)
                         return there
                     # What is there is too long for a note, or it was removed just now.
                 os.rename(draft, target, src_dir_fd=tree.tmp, dst_dir_fd=tree.notes)
+                sync_directory(tree.notes)  # else a power cut would bring back what was flushed
                 return value
             finally:
                 with contextlib.suppress(FileNotFoundError):

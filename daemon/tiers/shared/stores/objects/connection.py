@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 WIDTH = 8
 """Transfers side by side for one call: as many values may be in memory besides their frames."""
 LOOK_WIDTH = 32
-MAX_WHOLE_BYTES = 512 << 20
-"""The largest object that is read whole where a part of it is wanted."""
+PART_BYTES = 1 << 20
+"""Bodies come in parts of this size: obstore makes each with the interpreter's lock held."""
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -41,9 +42,11 @@ log = logging.getLogger("tiercache.daemon")
 class Shared:
     """What all connections to a store have in common."""
 
-    def __init__(self, settings: ObjectSettings, bucket: Bucket) -> None:
+    def __init__(self, settings: ObjectSettings, bucket: Bucket, once: Bucket) -> None:
         self.settings = settings
         self.bucket = bucket
+        self.once = once
+        """The same, for requests that must not be sent again."""
         self.requests = BucketRequests()
         self.no_ranges = False
         """The server answers requests for a range with the whole object."""
@@ -203,20 +206,18 @@ class ObjectConnection:
         if start != offset or stop - start > room:
             text = f"{self._settings.address}: the server sends another range than it was asked for"
             raise StoreError(StoreProblem.PROTOCOL, text)
-        data = await _body(found, stop - start)
-        return data if len(data) == stop - start else Fate.MISFIT
+        return await _body(found, stop - start, 0, stop - start) or Fate.MISFIT
 
     async def _fetch_whole(self, key: str, offset: int, room: int, ranged: bool) -> Any:
         found = await self._obstore.get_async(self._shared.bucket, key)
         size = found.meta["size"]
-        if size > (MAX_WHOLE_BYTES if ranged else room) or size < offset:
+        # Of a pack, `room` is that of a record at least, and all of its records have one size.
+        if size > (self._settings.pack_blocks * room if ranged else room) or size < offset:
             return Fate.MISFIT
-        data = await _body(found, size)
-        if len(data) != size:
-            return Fate.MISFIT
-        return memoryview(data)[offset : offset + room] if ranged else data
+        first, end = (offset, min(offset + room, size)) if ranged else (0, size)
+        return await _body(found, size, first, end) or Fate.MISFIT
 
-    async def _store(self, key: str, data: bytes | bytearray) -> Fate:
+    async def _store(self, key: str, data: bytes | mmap.mmap) -> Fate:
         try:
             await self._obstore.put_async(self._shared.bucket, key, data, use_multipart=False)
         except Exception as error:
@@ -227,14 +228,14 @@ class ObjectConnection:
 
     async def _delete(self, keys: list[str]) -> None:
         try:
-            await self._obstore.delete_async(self._shared.bucket, keys)
+            await self._obstore.delete_async(self._shared.once, keys)
             return
         except Exception as error:
             if not troubles.is_missing(error):
                 raise
         for key in keys:  # some stores end at the first that is missing
             try:
-                await self._obstore.delete_async(self._shared.bucket, key)
+                await self._obstore.delete_async(self._shared.once, key)
             except Exception as error:
                 if not troubles.is_missing(error):
                     raise
@@ -245,8 +246,8 @@ class ObjectConnection:
             size = found.meta["size"]
             if size > MAX_NOTE_BYTES:
                 return None
-            note = bytes(await _body(found, size))
-            return note if len(note) == size else None
+            parts = await _body(found, size, 0, size)
+            return None if parts is None else b"".join(parts)
         except Exception as error:
             if troubles.is_missing(error):
                 return None
@@ -258,24 +259,31 @@ class ObjectConnection:
             if there is not None:
                 return there
             try:
-                await self._obstore.put_async(self._shared.bucket, key, value, mode="create")
+                await self._obstore.put_async(self._shared.once, key, value, mode="create")
             except Exception as error:
                 if not _is_taken(error):
                     raise
             # Of two at once, a server that knows no conditions keeps the last.
             return await self._read_note(key) or value
-        await self._obstore.put_async(self._shared.bucket, key, value, use_multipart=False)
+        await self._obstore.put_async(self._shared.once, key, value, use_multipart=False)
         return value
 
 
-async def _body(found: Any, length: int) -> Any:
-    """The bytes of an answer, of which `length` were promised; one that is longer is read little further."""
-    data: Any = b""
-    async for part in found.stream(min_chunk_size=length + 1):
-        data = part if not len(data) else bytes(data) + bytes(part)
-        if len(data) > length:
+async def _body(found: Any, length: int, first: int, end: int) -> list[memoryview] | None:
+    """Bytes `first ..< end` of an answer, in parts; None where it has not the `length` that was promised.
+
+    An answer that is longer is read little further.
+    """
+    parts, at = list[memoryview](), 0
+    async for chunk in found.stream(min_chunk_size=min(length + 1, PART_BYTES)):
+        part = memoryview(chunk).cast("B")
+        wanted = part[max(0, first - at) : max(0, end - at)]
+        if len(wanted):
+            parts.append(wanted)
+        at += len(part)
+        if at > length:
             break
-    return data
+    return (parts or [memoryview(b"")]) if at == length else None
 
 
 def _is_taken(error: Exception) -> bool:
@@ -284,22 +292,26 @@ def _is_taken(error: Exception) -> bool:
     return isinstance(error, (AlreadyExistsError, PreconditionError)) or troubles.status_of(error) in (409, 412)
 
 
-def _deliver(get: Get, data: Any) -> None:
+def _deliver(get: Get, parts: Sequence[memoryview]) -> None:
     """Copy what was read into `head` and `body`."""
-    view = memoryview(data).cast("B")
-    rest = len(view) - len(get.head)
+    rest = sum(map(len, parts)) - len(get.head)
     if not 0 <= rest <= len(get.body):
         get.fate = Fate.MISFIT
         return
-    get.head[:] = view[: len(get.head)]
-    copy_view(view[len(get.head) :], get.body)
+    head, body = get.head, get.body
+    for part in parts:
+        in_head = min(len(part), len(head))
+        head[:in_head] = part[:in_head]
+        copy_view(part[in_head:], body)
+        head, body = head[in_head:], body[len(part) - in_head :]
     get.fate, get.body_bytes = Fate.DONE, rest
 
 
-def _joined(parts: Sequence[memoryview | bytes]) -> bytes | bytearray:
+def _joined(parts: Sequence[memoryview | bytes]) -> bytes | mmap.mmap:
+    """All of them, in memory that the kernel clears: a bytearray would be cleared with the interpreter's lock held."""
     if len(parts) == 1 and isinstance(parts[0], bytes):
         return parts[0]
-    joined = bytearray(sum(map(len, parts)))
+    joined = mmap.mmap(-1, sum(map(len, parts)))
     start = 0
     with memoryview(joined) as target:
         for part in parts:

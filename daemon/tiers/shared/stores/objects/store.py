@@ -29,7 +29,9 @@ class ObjectsStore:
         self.trouble = ""
         self.pack_blocks = self.settings.pack_blocks
         self.connections = self.settings.connections
-        self._shared = Shared(self.settings, _bucket(self.settings))
+        # The tier tries again where that pays. One retry is for a connection that the server has closed meanwhile. No
+        # note is written once more: another host may have flushed in between, and what it flushed would be back.
+        self._shared = Shared(self.settings, _bucket(self.settings, retries=1), _bucket(self.settings, retries=0))
 
     def connect(self) -> ObjectConnection:
         return ObjectConnection(self._shared)
@@ -39,8 +41,8 @@ class ObjectsStore:
         self._shared.requests.close()
 
 
-def _bucket(settings: ObjectSettings) -> Bucket:
-    """Raises ConfigError. Makes no request."""
+def _bucket(settings: ObjectSettings, retries: int) -> Bucket:
+    """Raises ConfigError. Makes no request. `retries`: by obstore itself, of a request that seems to have failed."""
     try:
         from obstore import store
     except ImportError as error:
@@ -59,9 +61,8 @@ def _bucket(settings: ObjectSettings) -> Bucket:
                 **({"allow_http": True} if settings.allow_http else {}),
                 **authority,
             },
-            # The tier tries again where that pays. One retry is for a connection that the server has closed meanwhile.
             retry_config={
-                "max_retries": 1,
+                "max_retries": retries,
                 "retry_timeout": timedelta(seconds=CONNECT_S),
                 "backoff": {
                     "init_backoff": timedelta(milliseconds=20),

@@ -65,6 +65,7 @@ def ask_slots(line: ValkeyLine) -> list[Place | None]:
     owners: list[Place | None] = [None] * SLOTS
     if not isinstance(reply, list):
         raise line.breach("it did not answer CLUSTER SLOTS with a list")
+    told = 0
     for entry in reply:
         if not (isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[2], list) and len(entry[2]) >= 2):
             raise line.breach("it did not answer CLUSTER SLOTS with ranges of slots")
@@ -72,6 +73,9 @@ def ask_slots(line: ValkeyLine) -> list[Place | None]:
         host, port = entry[2][:2]
         if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= high < SLOTS):
             raise line.breach("it told slots that there are not")
+        told += high + 1 - low
+        if told > SLOTS:  # all work on them is bounded by that
+            raise line.breach("it told of two nodes for one slot")
         owners[low : high + 1] = [_place(line, host, port)] * (high + 1 - low)
     return owners
 

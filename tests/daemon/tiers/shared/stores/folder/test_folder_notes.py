@@ -11,6 +11,7 @@ from folder_rig import NAME, STRANGE, connect, place
 from store_calls import put, read, room, soon, value_of
 
 from tiercache.daemon.tiers.shared.stores.folder.tree import OURS
+from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.store import StoreError
 
 
@@ -50,6 +51,24 @@ def test_notes_work_on_a_file_system_without_hard_links(folder: Path, monkeypatc
     line = connect(folder)
     assert line.set_note(b"n", b"one", soon(), only_if_missing=True) == b"one"
     assert line.set_note(b"n", b"two", soon(), only_if_missing=True) == b"one"
+
+
+def test_a_note_and_its_end_survive_a_power_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is synced after its bytes: else the note before it, and what was flushed, would be back."""
+    line, real, synced = connect(folder), os.fsync, list[tuple[str, list[str]]]()
+
+    def sync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.append((path.name, sorted(os.listdir(path))))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    line.set_note(b"a", b"one", soon())
+    line.set_note(b"b", b"one", soon(), only_if_missing=True)
+    line.set_note(b"b", b"two", soon(), only_if_missing=True)
+    line.delete([b"a"], soon())
+    a, b = file_name(b"a"), file_name(b"b")
+    assert synced == [("notes", [a]), ("notes", [a, b]), ("notes", [a, b]), ("notes", [b])]
 
 
 @pytest.mark.parametrize("kind", [*STRANGE, "too long"])

@@ -17,6 +17,7 @@ from store_calls import content, put, read, soon
 from valkey_rig import Certificates
 from waiting import wait_until
 
+from tiercache.daemon.tiers.shared.stores.names import file_name
 from tiercache.daemon.tiers.shared.stores.objects import troubles
 from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
@@ -72,11 +73,28 @@ def failing(call: Callable[[], object]) -> StoreError:
 def test_a_whole_answer_to_a_range_is_cut(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     fake.ranges = False
     line = connect(fake.url())
-    pack = content(7, 10_000)
-    put(line, {b"a": pack})
-    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
-    assert read(line, [b"a"], 4, 96, 5000) == [pack[5000:5100]]
-    assert [wanted for method, _, wanted in fake.asked if method == "GET"] == ["bytes=5000-5099", "", ""]
+    pack = content(7, 16_000)
+    put(line, {b"a": pack, b"too long": bytes(16_001)})
+    assert read(line, [b"a"], 4, 996, 5000) == [pack[5000:6000]]
+    assert read(line, [b"a"], 4, 996, 5000) == [pack[5000:6000]]
+    assert [wanted for method, _, wanted in fake.asked if method == "GET"] == ["bytes=5000-5999", "", ""]
+    assert read(line, [b"too long"], 4, 996, 5000) == [Fate.MISFIT], "it is not a pack: nobody asks for memory for it"
+
+
+def test_what_must_not_be_done_twice_is_not_tried_again(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
+    """A note whose answer is lost may have been replaced by another host since, and what that flushed would be back."""
+    fake.hook = lambda method, key: (500, b"") if method in ("PUT", "POST") else None
+    line = connect(fake.url())
+    for call in (
+        lambda: line.set_note(b"n", b"note", soon()),
+        lambda: line.set_note(b"m", b"note", soon(), only_if_missing=True),
+        lambda: line.delete([b"n"], soon()),
+        lambda: put(line, {b"value": b"v"}),
+    ):
+        assert failing(call).problem is StoreProblem.BUSY  # type: ignore[arg-type]
+    puts = [key for method, key, _ in fake.asked if method == "PUT"]
+    notes = [f"prefix/notes/{file_name(name)}" for name in (b"n", b"m")]
+    assert puts == [*notes, *[f"prefix/values/{file_name(b'value')}"] * 2]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_a_flush_waits_for_the_replicas_of_the_node_that_takes_it(word: bytes) -
         b"*1\r\n*3\r\n:0\r\n$1\r\n1\r\n*2\r\n$1\r\na\r\n:1\r\n",
         b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\n/\r\n:1\r\n",
         b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\na\r\n:0\r\n",
+        b"*2\r\n" + 2 * b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\na\r\n:1\r\n",
         b"-ERR This instance has cluster support disabled\r\n",
     ],
 )
