@@ -447,19 +447,17 @@ class WhatIf:
         None where no rate is low enough for one request: the keys are not hashes.
         """
         shift = self._stack.shift
-        positions = chosen(keys, shift)
-        if len(positions) * namespaces <= self._most_at_once:  # no more than the most so far
-            return positions
-        most = max(1, MAX_SAMPLES_PER_REQUEST // namespaces)
-        while len(positions) > most and shift < MAX_SHIFT:
-            shift += 1
-            positions = chosen(keys, shift)
-        if shift > self._stack.shift:
+        count = marks(keys, shift).count(1)
+        if count * namespaces > self._most_at_once:  # more than the most so far
+            most = max(1, MAX_SAMPLES_PER_REQUEST // namespaces)
+            while count > most:
+                if shift == MAX_SHIFT:
+                    return None
+                shift += 1
+                count = marks(keys, shift).count(1)
             self._thin(shift)
-        if len(positions) > most:
-            return None
-        self._most_at_once = len(positions) * namespaces
-        return positions
+            self._most_at_once = count * namespaces
+        return chosen(keys, shift)
 
     def _thin(self, shift: int) -> None:
         if shift > self._stack.shift:

@@ -42,21 +42,25 @@ _CHOOSE = [bytes(int(byte < 256 >> shift) for byte in range(256)) for shift in r
 
 
 def chosen(keys: bytes, shift: int) -> list[int]:
-    """Positions of the keys in the sample, ascending. About a nanosecond for a key that is not in it."""
+    """Positions of the keys in the sample, ascending. A few nanoseconds for a key that is not in it."""
     if shift == 0:
         return list(range(len(keys) // KEY_BYTES))
     sample, found = marks(keys, shift), []
     at = sample.find(1)
     while at >= 0:
-        if shift <= 8 or keys[at * KEY_BYTES + NAME_START + 1] < 256 >> (shift - 8):
-            found.append(at)
+        found.append(at)
         at = sample.find(1, at + 1)
     return found
 
 
 def marks(keys: bytes, shift: int) -> bytes:
-    """For each key 1 when it is in the sample (at shifts above 8: when it may be), else 0."""
-    return keys[NAME_START::KEY_BYTES].translate(_CHOOSE[min(shift, 8)])
+    """For each key 1 when it is in the sample, else 0. A few nanoseconds a key."""
+    first = keys[NAME_START::KEY_BYTES].translate(_CHOOSE[min(shift, 8)])
+    if shift <= 8 or first.find(1) < 0:
+        return first
+    second = keys[NAME_START + 1 :: KEY_BYTES].translate(_CHOOSE[shift - 8])
+    both = int.from_bytes(first, "little") & int.from_bytes(second, "little")
+    return both.to_bytes(len(first), "little")
 
 
 def is_chosen(name: bytes, shift: int) -> bool:

@@ -19,10 +19,11 @@ from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.observe import reuse
 from tiercache.daemon.observe.reuse import WhatIf, windowed
 from tiercache.daemon.observe.reuse_curve import SLICE_S
+from tiercache.daemon.observe.reuse_stack import MAX_SHIFT, NAME_START, chosen, is_chosen, marks
 from tiercache.daemon.policies import Policies
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.protocol.messages import BlockState
+from tiercache.protocol.messages import KEY_BYTES, BlockState
 from tiercache.protocol.namespaces import NamespaceSpec
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
@@ -146,6 +147,31 @@ def test_a_flush_forgets() -> None:
 
 
 # --- bounds --------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_no_hashes_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rate is low enough for them: they are not in the sample, which stays as it is."""
+    h, looked = Harness(dram_blocks=1000), list[int]()
+    real = reuse.chosen
+
+    def listed(keys: bytes, shift: int) -> list[int]:
+        looked.append(len(keys))
+        return real(keys, shift)
+
+    monkeypatch.setattr(reuse, "chosen", listed)
+    h.store(keys_of(1, 50))
+    h.what_if.looked_up([h.space] * 64, bytes(KEY_BYTES * 65_536), 0, 0)
+    h.ask(keys_of(1, 50))
+    assert (h.what_if.stack.shift, len(h.what_if.stack)) == (0, 50)
+    assert looked == [KEY_BYTES * 50] * 2, "the positions of such keys are not even listed"
+
+
+def test_keys_are_marked_as_the_sample_chooses_them() -> None:
+    keys = keys_of(7, 3000) + bytes(8) + b"\0\1" + bytes(6)
+    for shift in range(MAX_SHIFT + 1):
+        each = [is_chosen(keys[at + NAME_START :][:2], shift) for at in range(0, len(keys), KEY_BYTES)]
+        assert list(marks(keys, shift)) == each
+        assert chosen(keys, shift) == [at for at, one in enumerate(each) if one]
 
 
 def test_too_much_work_halves_the_rate_and_a_quiet_time_doubles_it() -> None:
