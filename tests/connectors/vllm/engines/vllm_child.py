@@ -105,6 +105,9 @@ class Child:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        from tiercache.connectors.vllm import worker
+
+        worker.FLUSH_TIMEOUT_S = 60.0  # else a step of a busy machine gives up what it stores
         self.llm = LLM(**options)
         if self.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
             # Else later stages of an eager engine on a CPU have no buffers.
