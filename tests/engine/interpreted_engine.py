@@ -16,9 +16,9 @@ import torch
 from real_models import SaveModel, prompt_of
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
+from tiercache.engine.attention import GroupedPass
 from tiercache.engine.cuda_attention import KernelPass
 from tiercache.engine.decode_graphs import DecodeGraphs
-from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.torch_attention import TorchPass
 
 pytestmark = [pytest.mark.engine, pytest.mark.kernels]
@@ -124,7 +124,7 @@ def test_blocks_that_have_left_the_window_are_not_read(
     with Engine(folder, settings) as engine:
         # In the tables a block of their place that spoils whatever it is weighed into.
         bad = torch.full_like(engine.pool.blocks[:1], 255 if kv_cache_dtype == "int8" else float("nan"))
-        for module in ("block_table", "sequence"):
+        for module in ("blocks", "sequence"):
             monkeypatch.setattr(f"tiercache.engine.{module}.NO_BLOCK", len(engine.pool.blocks))
         engine.pool.blocks = torch.cat([engine.pool.blocks, bad])
         assert generate(engine, PROMPTS[:1]) == expected

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from tiercache.engine import Engine, EngineSettings, RequestOutput, SamplingParams
-from tiercache.engine.clock import Clock
-from tiercache.engine.kv_pool import KVPool
-from tiercache.engine.layer_groups import LayerGroups
+from tiercache.engine.cost import Clock
+from tiercache.engine.kv_pool import KVPool, LayerGroups
 from tiercache.engine.model import ModelShape
 from tiercache.engine.sequence import Sequence as EngineSequence
 from tiercache.protocol.keys import KeyChain, content_id

@@ -13,8 +13,8 @@ import pytest
 
 from tiercache.engine import Engine, EngineSettings, SamplingParams
 from tiercache.engine.async_engine import AsyncEngine, EngineDied, QueueFull, Stalled, Stream, StreamUnread
+from tiercache.engine.llm import TextEngine
 from tiercache.engine.prompts import load_tokenizer
-from tiercache.engine.text_engine import TextEngine
 
 pytestmark = pytest.mark.engine
 TIMEOUT_S = 60.0

@@ -16,8 +16,7 @@ from real_models import SaveModel, blocks_by_key, generated, prompt_of, record_l
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiercache.engine import Engine, EngineSettings, describe_model, engine
-from tiercache.engine.model import HostedModel
-from tiercache.engine.packed_linear import can_pack, pack_linears
+from tiercache.engine.model import HostedModel, can_pack, pack_linears
 from tiercache.errors import ConfigError, ModelRefused
 
 pytestmark = pytest.mark.engine

@@ -7,8 +7,8 @@ Needs the `engine` extra (torch, transformers). Its names are loaded when they a
 help can be read without torch.
 
     llm, text_engine, async_engine ──► engine: one step ──► scheduler ──► model, attention ──► sampling
-    sequence, block_table, blocks, kv_pool     what a request has in the KV pool
-    cache, connect, loads, stores, offload     the cache below the pool
+    sequence, blocks, kv_pool              what a request has in the KV pool
+    connect, cache, loads, offload, cost   the cache below the pool
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiercache.engine.cache import CacheLike
-    from tiercache.engine.connect import Connect, connect_to
+    from tiercache.engine.connect import Connect, connect_to, describe_model
     from tiercache.engine.engine import Engine
-    from tiercache.engine.identity import describe_model
     from tiercache.engine.llm import LLM
-    from tiercache.engine.outputs import RequestOutput, StepOutput
     from tiercache.engine.sampling import SamplingParams
+    from tiercache.engine.sequence import RequestOutput, StepOutput
     from tiercache.engine.settings import EngineSettings
 
 __all__ = [
@@ -45,11 +44,11 @@ _MODULES = {
     "Connect": "connect",
     "Engine": "engine",
     "EngineSettings": "settings",
-    "RequestOutput": "outputs",
+    "RequestOutput": "sequence",
     "SamplingParams": "sampling",
-    "StepOutput": "outputs",
+    "StepOutput": "sequence",
     "connect_to": "connect",
-    "describe_model": "identity",
+    "describe_model": "connect",
 }
 """Public name -> the module that defines it."""
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tiercache.engine.llm import TextEngine, TextOutput
 from tiercache.engine.sampling import SamplingParams
 from tiercache.engine.settings import MAX_WAITING, STALL_TIMEOUT_S
-from tiercache.engine.text_engine import TextEngine, TextOutput
 from tiercache.errors import DeadlineExceeded, TierCacheError
 from tiercache.ground import forks
 

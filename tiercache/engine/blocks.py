@@ -1,4 +1,4 @@
-"""Ownership of the KV pool's blocks, and the content that idle blocks still hold.
+"""Ownership of the KV pool's blocks, the content that idle blocks still hold, and the block tables of sequences.
 
 A block is in exactly one place:
 
@@ -10,7 +10,7 @@ A block is in exactly one place:
 A block with a key is in the prefix cache, in any of these places. Blocks of a sequence are given back deepest first, so
 that a tail is evicted before the blocks that it needs.
 
-A block holds the layers of one group (see `tiercache.engine.layer_groups`), and any block may serve any group. Keys
+A block holds the layers of one group (see `tiercache.engine.kv_pool`), and any block may serve any group. Keys
 name tokens. So the prefix cache finds a block by its group and its key.
 """
 
@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from tiercache.engine.settings import EngineSettings
 from tiercache.protocol.keys import KeyChain
 
 
@@ -265,3 +266,128 @@ class BlockManager:
         keyed = sum(key is not None for key in self._keys)
         keys = sum(map(len, self._cached))
         assert keyed == keys, f"{keys} keys for {keyed} blocks"
+
+
+# --- windows -----------------------------------------------------------------------------------------
+#
+#     block        0     1     2     3     4     5     6     7        block_size 4, size 10, sinks 4, 30 tokens computed
+#               |sinks| left the window |  held: tokens 21..29, seen by token 30   |
+#
+# Token p sees the `size` tokens up to itself, and the first `sinks` tokens (Xiao, Tian, Chen, Han and Lewis, Efficient
+# Streaming Language Models with Attention Sinks, 2023). A block that no later token sees is given back. So a prefix can
+# be continued at a *cut* as soon as the blocks that token `cut` sees are there.
+
+
+class Window(NamedTuple):
+    """A window in tokens; `size` 0 means no window: every token sees all before it."""
+
+    block_size: int
+    size: int = 0
+    sinks: int = 0
+
+    @property
+    def sink_blocks(self) -> int:
+        """Leading blocks that are kept for their sinks."""
+        return -(-self.sinks // self.block_size)
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks that a cut needs; 0 if it needs all before it."""
+        return self.sink_blocks + max(1, -(-(self.size - 1) // self.block_size)) if self.size else 0
+
+    def most_blocks(self, settings: EngineSettings) -> int | None:
+        """The most blocks that a sequence of any length holds: a window, and what a step computes.
+
+        None if there is no limit: without a window, or if a prompt is computed in one step.
+        """
+        if not self.size or not settings.enable_chunked_prefill:
+            return None
+        return self.blocks + -(-settings.step_tokens // self.block_size) + 1
+
+    def most_blocks_of(self, tokens: int, settings: EngineSettings) -> int:
+        """The most blocks that a sequence of that many tokens holds."""
+        whole, most = -(-tokens // self.block_size), self.most_blocks(settings)
+        return whole if most is None else min(whole, most)
+
+    def first_block(self, computed: int) -> int:
+        """The first block, apart from sinks, that tokens from `computed` on see."""
+        return max(0, computed + 1 - self.size) // self.block_size if self.size else 0
+
+    def needed(self, cut: int) -> list[int]:
+        """The positions in the chain of the blocks before block `cut` that a sequence needs to continue from there."""
+        first = self.first_block(cut * self.block_size)
+        return [*range(min(self.sink_blocks, first)), *range(first, cut)]
+
+
+# --- block tables ------------------------------------------------------------------------------------
+
+NO_BLOCK = -1
+"""Entry of a block that has left the window. A read through it by mistake hits no other sequence's block."""
+
+
+class BlockTable:
+    """Block i of `ids` holds tokens `[i * block_size, (i + 1) * block_size)`. The sequence has one reference on each.
+
+    A block that has left the `window` is `NO_BLOCK`.
+    """
+
+    __slots__ = ("_left_blocks", "ids", "window")
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.ids: list[int] = []
+        self._left_blocks = 0
+
+    def fork(self) -> BlockTable:
+        """A copy of the table, for another sequence."""
+        other = BlockTable(self.window)
+        other.ids, other._left_blocks = list(self.ids), self._left_blocks
+        return other
+
+    def clear(self) -> None:
+        """Start over; the blocks must have been given back before."""
+        self.ids = []
+        self._left_blocks = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that have not left the window."""
+        return [block_id for block_id in self.ids if block_id != NO_BLOCK]
+
+    def held_runs(self, first: int, end: int) -> list[tuple[int, list[int]]]:
+        """Runs of the blocks `[first, end)` that are held, each with the position of its first block in the chain."""
+        runs: list[tuple[int, list[int]]] = []
+        for position in range(first, end):
+            if self.ids[position] == NO_BLOCK:
+                continue
+            if not runs or self.ids[position - 1] == NO_BLOCK:
+                runs.append((position, []))
+            runs[-1][1].append(self.ids[position])
+        return runs
+
+    def begin(self, cut: int, block_ids: list[int]) -> None:
+        """Take these blocks: first those needed to continue from block `cut`, then those that follow it."""
+        self._left_blocks = self.window.first_block(cut * self.window.block_size)
+        kept = min(self.window.sink_blocks, self._left_blocks)
+        self.ids = [*block_ids[:kept], *[NO_BLOCK] * (self._left_blocks - kept), *block_ids[kept:]]
+
+    def can_go_on_from(self, cut: int) -> bool:
+        """True if the table has all blocks needed to continue from block `cut`."""
+        return self.window.first_block(cut * self.window.block_size) >= self._left_blocks
+
+    def take(self, keep: int) -> list[int]:
+        """Remove and return the table from `keep` on, for the caller to give its blocks back."""
+        taken = self.ids[keep:]
+        del self.ids[keep:]
+        return taken
+
+    def take_unseen(self, computed: int) -> list[int]:
+        """Remove and return the blocks that no token from the last full block on sees, for the caller to give back.
+
+        From the last full block and not from `computed` on: a preempted sequence continues there.
+        """
+        first = max(self._left_blocks, self.window.sink_blocks)
+        self._left_blocks = self.window.first_block(computed - computed % self.window.block_size)
+        taken = self.ids[first : self._left_blocks]
+        self.ids[first : first + len(taken)] = [NO_BLOCK] * len(taken)
+        return taken

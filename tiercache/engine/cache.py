@@ -1,7 +1,7 @@
 """The interface between the engine and a cache, and the handling of its failures.
 
 `tiercache.Connector` implements the interface, tests bring their own. For a model with several groups of layers the
-connector makes a sibling for each (see `tiercache.engine.grouped_cache`).
+connector makes a sibling for each (see `tiercache.engine.connect`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class OffloadCounters:
 
 
 class GroupsLike(Protocol):
-    """A cache for each group of layers, used together. See `tiercache.engine.grouped_cache.GroupedCache`."""
+    """A cache for each group of layers, used together. See `tiercache.engine.connect.GroupedCache`."""
 
     @property
     def available(self) -> bool: ...

@@ -20,6 +20,7 @@ Three rules keep a wrong estimate from staying wrong, or from costing much:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -217,3 +218,14 @@ class CostModel:
         """Add a load that brought too few blocks. That says nothing about its speed, unless it was slow as well."""
         if seconds > choice.load_s:
             self.note_load(choice, seconds, waited_s)
+
+
+class Clock:
+    """The real time. An engine takes all of its time from one clock, so another one makes its decisions repeatable."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed point; never goes back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from tiercache.engine.attention import Batch
+from tiercache.engine.attention import Batch, GroupedPass
 from tiercache.engine.cuda_attention import KernelPass, KernelTables
-from tiercache.engine.grouped_pass import GroupedPass
 from tiercache.engine.kv_pool import BatchSegment
 
 _LOG = logging.getLogger(__name__)

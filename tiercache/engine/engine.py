@@ -22,24 +22,17 @@ import torch
 
 from tiercache.engine.attention import Batch
 from tiercache.engine.blocks import BlockManager
-from tiercache.engine.clock import Clock
-from tiercache.engine.connect import Connect, connect_groups
-from tiercache.engine.cost import CostModel
-from tiercache.engine.grouped_cache import GroupedCache
-from tiercache.engine.identity import file_states, identify_model, tier_layout
-from tiercache.engine.kv_pool import BatchSegment
+from tiercache.engine.connect import Connect, GroupedCache, connect_groups, file_states, identify_model, tier_layout
+from tiercache.engine.cost import Clock, CostModel
+from tiercache.engine.kv_pool import BatchSegment, count_pool_blocks, fit_model_len, pool_setting
 from tiercache.engine.loads import LoadResult
-from tiercache.engine.memory import count_pool_blocks, fit_model_len, pool_setting
 from tiercache.engine.model import HostedModel, choose_device, read_shape
 from tiercache.engine.offload import Offload
-from tiercache.engine.outputs import RequestOutput, StepOutput, output_of
-from tiercache.engine.probe import check_model
+from tiercache.engine.probe import check_model, find_streaming
 from tiercache.engine.sampling import Choice, SamplingParams, choose
-from tiercache.engine.scheduler import Scheduler
-from tiercache.engine.sequence import Sequence, SequenceState
+from tiercache.engine.scheduler import Chunk, Scheduler
+from tiercache.engine.sequence import RequestOutput, Sequence, SequenceState, StepOutput, output_of
 from tiercache.engine.settings import EngineSettings
-from tiercache.engine.step_plan import Chunk
-from tiercache.engine.stream_probe import find_streaming
 from tiercache.errors import ConfigError, DeadlineExceeded, ModelRefused
 from tiercache.protocol.keys import salted_root
 from tiercache.protocol.messages import ModelCard

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cache import GuardedCache, MatchLike, Part, TransferLike
-from tiercache.engine.clock import Clock
-from tiercache.engine.cost import CostModel, LoadChoice, Reach
+from tiercache.engine.cost import Clock, CostModel, LoadChoice, Reach
 from tiercache.engine.sequence import Sequence
 from tiercache.engine.settings import EngineSettings
 

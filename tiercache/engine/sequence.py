@@ -21,8 +21,8 @@ same chunks, and their keys are dropped: they name the old bytes. In a quantised
 block depends on the split: raw tokens, or the quantised ones of a full block. So generated tokens are computed again in
 chunks in which each sees what it saw when it was decoded.
 
-A sequence has a block table for each group of layers (see `tiercache.engine.layer_groups`). With a window (see
-`tiercache.engine.window`) it gives back the blocks that no later token sees.
+A sequence has a block table for each group of layers (see `tiercache.engine.kv_pool`). With a window (see
+`tiercache.engine.blocks`) it gives back the blocks that no later token sees.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ import itertools
 import secrets
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiercache.engine.block_table import NO_BLOCK, BlockTable
-from tiercache.engine.sampling import Sampler, SamplingParams
+from tiercache.engine.blocks import NO_BLOCK, BlockTable, Window
+from tiercache.engine.sampling import Sampler, SamplingParams, TokenLogprobs
 from tiercache.engine.settings import EngineSettings
-from tiercache.engine.window import Window
 from tiercache.protocol.keys import KeyChain
 
 
@@ -300,3 +300,55 @@ class Sequence:
     def take_unseen(self) -> list[int]:
         """Remove and return the blocks that have left a window, for the caller to give back."""
         return [block_id for table in self.tables for block_id in table.take_unseen(self.computed)]
+
+
+# --- outputs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of a request, or of sequence `index` of its `n` sequences.
+
+    `finish_reason` is `stop` (an end token), `length` or `abort`. Tokens of the prompt were found in the
+    engine's pool (`pool_hit_tokens`), loaded from the cache (`external_hit_tokens`) or computed (the rest).
+    """
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    pool_hit_tokens: int
+    external_hit_tokens: int
+    ttft_s: float
+    latency_s: float
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """A new token of sequence `index` of a request; `output` is set with the last token.
+
+    `logprobs` is set if the request asked for it.
+    """
+
+    request_id: int
+    token: int
+    output: RequestOutput | None
+    index: int
+    logprobs: TokenLogprobs | None = None
+
+
+def output_of(sequence: Sequence) -> RequestOutput:
+    """The output of a sequence that has just ended."""
+    now_s = time.perf_counter()
+    return RequestOutput(
+        request_id=sequence.request_id,
+        tokens=sequence.output,
+        finish_reason=sequence.finish_reason,
+        prompt_tokens=sequence.prompt_count,
+        pool_hit_tokens=sequence.pool_hit_tokens,
+        external_hit_tokens=sequence.external_hit_tokens,
+        ttft_s=(sequence.first_token_s or now_s) - sequence.arrived_s,
+        latency_s=now_s - sequence.arrived_s,
+        index=sequence.index,
+    )

@@ -53,12 +53,12 @@ class EngineSettings:
         dtype: of weights and KV; `auto` takes what the model's config says.
         tensor_parallel_size: GPUs that share a model; this engine runs on one device, so it is 1.
         attention_window: a token sees only this many up to itself, and the `attention_sinks`; 0: all. For endless
-            chats, at the price of what lies between (see `tiercache.engine.streaming`). Layers that have a window of
-            their own keep it.
+            chats, at the price of what lies between (see `tiercache.engine.torch_attention`). Layers that have a
+            window of their own keep it.
         attention_sinks: with `attention_window`, first tokens that stay visible; rounded up to whole blocks.
         chunk_size: tokens of a prefill chunk; chunk edges are its absolute multiples.
         pool_blocks: size of the KV pool in blocks; not 0, it stands in for `kv_cache_memory`. Of a model that mixes
-            windowed and full attention a block has the layers of one group (see `tiercache.engine.layer_groups`).
+            windowed and full attention a block has the layers of one group (see `tiercache.engine.kv_pool`).
         device: `auto` takes CUDA where there is one.
         exact: blocks are reused only where the reuse cannot change one bit of the result (see
             `tiercache.engine.sequence`). Off: every full block with equal tokens is reused, those

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tiercache.engine.async_engine import Stream, StreamOutput
-from tiercache.engine.outputs import RequestOutput
 from tiercache.engine.sampling import SamplingParams
+from tiercache.engine.sequence import RequestOutput
 
 PREFIX = "tiercache:"
 Stats = Mapping[str, float]

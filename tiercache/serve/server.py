@@ -23,9 +23,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.engine import Connect, Engine, connect_to
 from tiercache.engine.async_engine import AsyncEngine, Stopping
+from tiercache.engine.llm import TextEngine
 from tiercache.engine.prompts import Prompts, load_tokenizer
 from tiercache.engine.settings import EngineSettings
-from tiercache.engine.text_engine import TextEngine
 from tiercache.errors import ConfigError
 from tiercache.ground import listening
 from tiercache.http.hosts import allowed_hosts
