@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiercache.daemon.tiers.shared.stores.folder.store import FolderStore, shared_folder
+from tiercache.daemon.tiers.shared.stores.folder.connection import FolderStore, shared_folder
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, Put
 

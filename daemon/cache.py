@@ -21,8 +21,7 @@ from functools import partial
 
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.ground.cpu_limit import CpuLimit
-from tiercache.daemon.ground.slices import Slices, Steps, noted
+from tiercache.daemon.ground.slices import CpuLimit, Slices, Steps, noted
 from tiercache.daemon.hints.hints import GivenHint
 from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY

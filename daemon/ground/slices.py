@@ -8,6 +8,7 @@ State may change between two slices: code that yields must look again, or have p
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator
 from typing import TypeVar
@@ -78,3 +79,22 @@ class Slices:
                 return bool(self._under_way)
             self._under_way.append(steps)
         return bool(self._under_way)
+
+
+class CpuLimit:
+    """Runs out once the calling thread has used `limit_ns` of CPU time since it was made; `math.inf`: never."""
+
+    __slots__ = ("_cpu_end_ns", "_wall_end_ns")
+
+    def __init__(self, limit_ns: float) -> None:
+        self._wall_end_ns = time.perf_counter_ns() + limit_ns
+        self._cpu_end_ns = time.thread_time_ns() + limit_ns
+
+    @property
+    def over(self) -> bool:
+        """True if it has run out. For the thread that made it."""
+        if time.perf_counter_ns() < self._wall_end_ns:
+            return False
+        left_ns = self._cpu_end_ns - time.thread_time_ns()
+        self._wall_end_ns = time.perf_counter_ns() + left_ns
+        return left_ns <= 0

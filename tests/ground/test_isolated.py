@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_until
 
 import tiercache
-from tiercache.cli.doctor import cuda as doctor_cuda
+from tiercache.cli.doctor import gpu as doctor_gpu
 from tiercache.connector.direct import probe as gds_probe
 from tiercache.demo.child import Child
 from tiercache.ground.isolated import quick_command
@@ -38,7 +38,7 @@ def test_no_child_imports_from_the_current_directory(proof: Path, tmp_path: Path
     with tiercache.launch("2MiB", http="127.0.0.1:0") as daemon:
         wait_until(lambda: "serving http://" in daemon.log.read_text() or proof.exists(), "HTTP is served")
     assert gds_probe.probe_gds(tmp_path).host_bytes_per_s > 0
-    assert doctor_cuda.examine()
+    assert doctor_gpu.examine()
     with Child("tiercache.cli.main", "--help", log=tmp_path / "help") as child:
         assert child.process.wait(60) == 0
     done = subprocess.run(quick_command("tiercache.cli.main"), capture_output=True, text=True, timeout=60, check=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiercache.connector.scheduler_side import check_keys
+from tiercache.connector.connector import check_keys
 from tiercache.protocol.keys import KeyChain
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from typing import Annotated, Any, cast
 
 import typer
 import typer.main
 from typer.core import TyperGroup
 
+from tiercache import __version__
 from tiercache.cli.commands import COMMANDS, PURPOSES, WITH_PARSER
-from tiercache.cli.declare import DECLARED, PLAIN, ending
+from tiercache.cli.declare import DECLARED, PLAIN, Json, command, ending
 from tiercache.cli.exit_status import EXIT_OK, EXIT_USAGE
+from tiercache.cli.report import print_json
 
 HELP_COLUMNS = 100
 
@@ -59,7 +64,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from tiercache.cli.version import version
+        from tiercache.cli.app import version
 
         version()
         raise typer.Exit
@@ -103,3 +108,29 @@ def _one_line(error: BaseException) -> str:
     line = " ".join(text.split()).rstrip(".")
     now = _RENAMED.get(getattr(error, "option_name", ""))
     return f"{line}: say {now}" if now else line
+
+
+@command("version", "  tiercache version", "0 always")
+def version(as_json: Json = False) -> int:
+    """Print the versions of tiercache and of what it runs on."""
+    from tiercache.protocol.messages import PROTOCOL
+
+    versions = {
+        "tiercache": __version__,
+        "protocol": str(PROTOCOL),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("pyzmq", "msgspec", "numpy", "torch", "transformers", "triton")},
+    }
+    if as_json:
+        print_json(versions)
+    else:
+        others = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "tiercache")
+        print(f"tiercache {versions['tiercache']} ({others})")
+    return EXIT_OK
+
+
+def _version(name: str) -> str:
+    try:
+        return installed_version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -30,7 +30,7 @@ _LIST = (
         "tiercache.cli.config",
         "Print the settings that a daemon started here would use, or with --running those of the running daemon.",
     ),
-    Listed("version", RUN, "tiercache.cli.version", "Print the versions of tiercache and of what it runs on."),
+    Listed("version", RUN, "tiercache.cli.app", "Print the versions of tiercache and of what it runs on."),
     Listed(
         "keygen",
         RUN,

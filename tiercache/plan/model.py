@@ -15,9 +15,8 @@ from typing import Any
 
 from tiercache.errors import ConfigError
 from tiercache.ground.units import round_up
-from tiercache.plan.fields import Fields
 from tiercache.plan.known import MODELS, find, unknown
-from tiercache.plan.layers import Layer, Shape, read_layers
+from tiercache.plan.layers import Fields, Layer, Shape, read_layers
 
 KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
 # What `tiercache.kernels.kv_formats` documents; a test compares the two, since that one needs torch.

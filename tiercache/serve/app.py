@@ -22,8 +22,7 @@ from tiercache.engine.async_engine import AsyncEngine, EngineDied, Stalled, Stop
 from tiercache.engine.prompts import Prompts
 from tiercache.http.hosts import Complaint, HostCheck, allowed_hosts
 from tiercache.serve.answers import ChatAnswer, CompletionAnswer, Piece, TokenTexts, Usage
-from tiercache.serve.encoding import END_OF_EVENTS, event, json_response
-from tiercache.serve.failures import ApiError, api_error
+from tiercache.serve.failures import END_OF_EVENTS, ApiError, api_error, event, json_response
 from tiercache.serve.metrics import Metrics
 from tiercache.serve.requests import ChatRequest, CompletionRequest, check_size, parse
 

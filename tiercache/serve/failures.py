@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
-from tiercache.serve.encoding import json_response
+
+
+def json_response(tree: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in one piece."""
+    return Response(msgspec.json.encode(tree), status, dict(headers or {}), "application/json")
+
+
+def event(tree: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(tree) + b"\n\n"
+
+
+END_OF_EVENTS = b"data: [DONE]\n\n"
+
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "10"}}

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from tiercache.daemon.events.events import Events
-from tiercache.daemon.ground.cpu_limit import CpuLimit
+from tiercache.daemon.ground.slices import CpuLimit
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.index.policy import NO_ENTRY

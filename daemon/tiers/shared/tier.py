@@ -35,8 +35,7 @@ from .epochs import Epochs, deadline
 from .fetches import FetchJob, SharedSource
 from .flushes import FlushJob, SharedFlushes
 from .lines import Lines, LineUse, SharedJob, ThreadsafeCall
-from .local_windows import LocalWindows, split
-from .lookups import MAX_NAMESPACES, LookupJob, SharedLookups
+from .lookups import MAX_NAMESPACES, LocalWindows, LookupJob, SharedLookups, split
 from .naming import Scope
 from .presence import Presence
 from .search import ChainAsk, WindowAsk

@@ -17,7 +17,7 @@ from command_line import Run
 from waiting import wait_until
 
 import tiercache
-from tiercache.cli.doctor import cuda, daemon, disk, hits
+from tiercache.cli.doctor import daemon, disk, gpu, hits
 from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
 from tiercache.cli.exit_status import EXIT_UNWELL
@@ -307,7 +307,7 @@ def test_without_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPa
 def test_with_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEASURED_BYTES", 2 << 20)
     monkeypatch.setattr(disk, "ANSWER_S", 60.0)
-    monkeypatch.setattr(cuda, "examine", list)
+    monkeypatch.setattr(gpu, "examine", list)
     pool = tiercache.Pool.from_blocks(np.zeros((8, 4096), np.uint8))
     chain = tiercache.KeyChain(tiercache.root_key("m"), 16, range(128)).packed()
     settings: dict[str, Any] = {"nvme": str(tmp_path / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}

@@ -76,7 +76,7 @@ def doctor(
     removed), 2 s for a shared store (a block of 2 MiB is written there and removed), up to 20 s for a GPU, and 2
     minutes with --gds.
     """
-    from tiercache.cli.doctor import cuda, daemon, disk, gpudirect, hits, host, store
+    from tiercache.cli.doctor import daemon, disk, gpu, hits, host, store
 
     rival = store.prefill_of(model, prefill)
     config = resolve_config(path).config
@@ -86,18 +86,18 @@ def doctor(
     found = host.examine(Host(), needs)
     found += disk.examine(needs, tuple(directories or needs.nvme_dirs), measure=not quick)
     found += store.examine(config, tree, shared, rival, measure=not quick)
-    found += [] if quick else cuda.examine()
+    found += [] if quick else gpu.examine()
     found += daemon.examine(run_dir, tree, problem) + hits.examine(tree, specs)
-    probe = None if gds is None else gpudirect.probe_gds(gds)
-    found += [] if probe is None else [gpudirect.finding(probe)]
+    probe = None if gds is None else gpu.probe_gds(gds)
+    found += [] if probe is None else [gpu.finding(probe)]
     failed = any(one.state is State.FAILURE for one in found)
     if as_json:
-        probed = {} if probe is None else {"gds": gpudirect.as_tree(probe)}
+        probed = {} if probe is None else {"gds": gpu.as_tree(probe)}
         print_json({"ok": not failed, "findings": as_tree(found), **probed})
     else:
         _print(found)
         if probe is not None:
-            gpudirect.print_probe(probe)
+            gpu.print_probe(probe)
     return EXIT_UNWELL if failed else EXIT_OK
 
 

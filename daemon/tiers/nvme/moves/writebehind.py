@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
-from tiercache.daemon.ground.cpu_limit import CpuLimit
+from tiercache.daemon.ground.slices import CpuLimit
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf

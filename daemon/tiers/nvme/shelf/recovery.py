@@ -28,8 +28,7 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
 
 from .parts import DirectoryFiles, LoadingRows
 from .registry import Registry
-from .slot_numbers import PAGE_SHIFT, SLOT_MASK, slot_of
-from .slots import Slots
+from .slots import PAGE_SHIFT, SLOT_MASK, Slots, slot_of
 
 log = logging.getLogger("tiercache.daemon")
 

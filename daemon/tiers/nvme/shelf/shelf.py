@@ -36,8 +36,7 @@ from tiercache.protocol.checksums import CHECKSUM_XXH3
 from .parts import BlockQueue, CatalogRows, DirectoryFiles
 from .recovery import ROWS_AT_ONCE, Recovery
 from .registry import Registry
-from .slot_numbers import place_of_slot
-from .slots import EVICT_AT_ONCE, Slots
+from .slots import EVICT_AT_ONCE, Slots, place_of_slot
 
 log = logging.getLogger("tiercache.daemon")
 

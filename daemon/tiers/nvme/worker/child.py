@@ -23,10 +23,9 @@ from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.errors import ConfigError, DirectoryUnavailable
 
 from . import messages
-from .blocks_line import BlocksLine
+from .lines import BlocksLine, RowsLine
 from .opening import Plan, open_directory
 from .packets import receive_message, send_message
-from .rows_line import RowsLine
 
 log = logging.getLogger("tiercache.daemon")
 

@@ -34,7 +34,7 @@ def open_store(url: str) -> SharedStore:
 
         return ObjectsStore(url)
     if scheme == "file":
-        from tiercache.daemon.tiers.shared.stores.folder.store import shared_folder
+        from tiercache.daemon.tiers.shared.stores.folder.connection import shared_folder
 
         return shared_folder(url)
     raise ConfigError(f"shared: no kind of store is called {scheme!r}: write for example {_EXAMPLES}")

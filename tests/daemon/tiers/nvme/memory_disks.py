@@ -39,7 +39,7 @@ from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 from tiercache.daemon.tiers.nvme.disk.tally import COUNTERS
 from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
-from tiercache.daemon.tiers.nvme.shelf.slot_numbers import slot_of
+from tiercache.daemon.tiers.nvme.shelf.slots import slot_of
 from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.errors import DirectoryUnavailable
 from tiercache.ground.histograms import Histogram, LatencyHistogram

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tiercache.daemon.tiers.shared.stores.copying import copy_view
+from tiercache.daemon.tiers.shared.memory import copy_view
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.ground.units import round_up
 

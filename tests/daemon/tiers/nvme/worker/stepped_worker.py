@@ -38,8 +38,8 @@ from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.threads import Mover
 from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
 from tiercache.daemon.tiers.nvme.worker import (
-    blocks_line,
     directory_worker,
+    lines,
     messages,
     packets,
     records,
@@ -47,12 +47,11 @@ from tiercache.daemon.tiers.nvme.worker import (
     remote_directory,
     remote_queue,
 )
-from tiercache.daemon.tiers.nvme.worker.blocks_line import BlocksLine
 from tiercache.daemon.tiers.nvme.worker.directory_worker import DirectoryWorker
+from tiercache.daemon.tiers.nvme.worker.lines import BlocksLine, RowsLine
 from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.daemon.tiers.nvme.worker.packets import Joiner, receive_message, send_message
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
-from tiercache.daemon.tiers.nvme.worker.rows_line import RowsLine
 
 SEGMENT_BYTES = 8 * PAGE_BYTES
 CAP_BYTES = 8 * SEGMENT_BYTES
@@ -63,7 +62,7 @@ SMALL = (
     (remote_queue, "CANCELLED_AT_ONCE", 2),
     (remote_queue, "MAX_TRIES", 3),
     (records, "MAX_RECORDS", 3),
-    (blocks_line, "PACKETS_AT_ONCE", 1),
+    (lines, "PACKETS_AT_ONCE", 1),
     (remote_catalog, "CALLBACKS_AT_ONCE", 2),
     (remote_catalog, "ROWS_AT_ONCE", 3),
     (remote_catalog, "PART_BYTES", 100),

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from helper_rig import Make
 
-from tiercache.daemon.tiers.shared.stores.folder.store import shared_folder
+from tiercache.daemon.tiers.shared.stores.folder.connection import shared_folder
 from tiercache.daemon.tiers.shared.stores.helper import supervisor
-from tiercache.daemon.tiers.shared.stores.helper.connection import HelperConnection
-from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
+from tiercache.daemon.tiers.shared.stores.helper.connection import HelperConnection, HelperStore
 
 
 @pytest.fixture

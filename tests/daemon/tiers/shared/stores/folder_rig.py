@@ -7,8 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from tiercache.daemon.tiers.shared.stores.folder.connection import FolderConnection
-from tiercache.daemon.tiers.shared.stores.folder.store import FolderStore
+from tiercache.daemon.tiers.shared.stores.folder.connection import FolderConnection, FolderStore
 from tiercache.daemon.tiers.shared.stores.folder.tree import OURS
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 

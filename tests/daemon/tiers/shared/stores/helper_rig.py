@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from waiting import wait_until
 
-from tiercache.daemon.tiers.shared.stores.helper.store import HelperStore
+from tiercache.daemon.tiers.shared.stores.helper.connection import HelperStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, StoreError, StoreProblem
 
 LATE_S = 0.2

@@ -16,7 +16,7 @@ from store_calls import content, put, read, room, soon, value_of
 from valkey_rig import ValkeyServer, valkey_cluster
 
 from tiercache.daemon.tiers.shared.stores import open_store
-from tiercache.daemon.tiers.shared.stores.folder.store import FolderStore
+from tiercache.daemon.tiers.shared.stores.folder.connection import FolderStore
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
     Connection,

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from store_calls import content, put, soon
 
-from tiercache.daemon.tiers.shared.stores.folder import janitor, lease
-from tiercache.daemon.tiers.shared.stores.folder.janitor import SLICE_PAUSE_S, TRY_S, Janitor
-from tiercache.daemon.tiers.shared.stores.folder.lease import JanitorLease
-from tiercache.daemon.tiers.shared.stores.folder.store import FolderStore
+from tiercache.daemon.tiers.shared.stores.folder import janitor
+from tiercache.daemon.tiers.shared.stores.folder.connection import FolderStore
+from tiercache.daemon.tiers.shared.stores.folder.janitor import SLICE_PAUSE_S, TRY_S, Janitor, JanitorLease
 from tiercache.daemon.tiers.shared.stores.folder.tree import OURS, Tree
 from tiercache.daemon.tiers.shared.stores.names import fan_out, file_name
 from tiercache.daemon.tiers.shared.stores.store import StoreError
@@ -128,7 +127,7 @@ def holds(folder: Path, its: JanitorLease) -> bool:
 
 
 def the_lease(folder: Path) -> Path:
-    return folder / OURS / lease.NAME
+    return folder / OURS / janitor.NAME
 
 
 def test_one_of_two_hosts_has_the_lease_and_keeps_it(folder: Path) -> None:
@@ -150,7 +149,7 @@ def test_an_old_lease_is_taken_over_by_one_and_its_holder_knows(folder: Path) ->
     first, second, third = JanitorLease(), JanitorLease(), JanitorLease()
     holds(folder, first)
     assert holds(folder, first)
-    age(the_lease(folder), lease.OLD_S + 1)
+    age(the_lease(folder), janitor.OLD_S + 1)
     assert not holds(folder, second)
     assert [holds(folder, one) for one in (first, second, third, second)] == [False, True, False, True]
 
@@ -173,7 +172,7 @@ def test_a_janitor_that_has_lost_the_lease_stops(folder: Path) -> None:
     put(store(folder).connect(), {b"%d" % number: b"value!" for number in range(9)})
     its = holder(folder)
     assert its.step() == SLICE_PAUSE_S
-    age(the_lease(folder), lease.OLD_S + 1)
+    age(the_lease(folder), janitor.OLD_S + 1)
     other = JanitorLease()
     holds(folder, other)
     assert its.step() == TRY_S
@@ -268,7 +267,7 @@ def test_a_full_file_system_is_cleaned_up(
     if new_host:
         with pytest.raises(OSError, match="No space left"):
             (folder / "theirs").write_bytes(bytes(1 << 20))
-        age(the_lease(folder), lease.OLD_S + 1)
+        age(the_lease(folder), janitor.OLD_S + 1)
         its = holder(folder, "?ttl=1h")
     one_pass(its)
     assert left(folder, names) == []
@@ -289,7 +288,7 @@ def test_where_no_room_is_left_only_an_old_lease_is_written_over(
     before = theirs.read_bytes()
     if kind == "shorter":
         theirs.unlink()
-    age(the_lease(folder), lease.OLD_S + 1)
+    age(the_lease(folder), janitor.OLD_S + 1)
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiercache.daemon.ground import cpu_limit
-from tiercache.daemon.ground.cpu_limit import CpuLimit
+from tiercache.daemon.ground import slices
+from tiercache.daemon.ground.slices import CpuLimit
 
 
 class Clocks:
@@ -29,7 +29,7 @@ class Clocks:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     its = Clocks()
     clock = SimpleNamespace(perf_counter_ns=its.perf_counter_ns, thread_time_ns=its.thread_time_ns)
-    monkeypatch.setattr(cpu_limit, "time", clock)
+    monkeypatch.setattr(slices, "time", clock)
     return its
 
 
