@@ -44,9 +44,11 @@ from .prefetch import Ahead
 _FLUSH_AT_ONCE = 1024
 """Entries unlinked before a flush is answered; the rest follows in the background."""
 FLUSHED_AT_ONCE = 64
-"""Namespaces flushed whole in one slice, their disks told of it: about a millisecond."""
-KEYS_FLUSHED_AT_ONCE = 16
-"""Namespaces of which one key is flushed in one slice: two rows to write for each disk, and much may hang below."""
+"""Namespaces flushed whole together, their disks told of it: about a millisecond."""
+KEYS_FLUSHED_AT_ONCE = 2
+"""Namespaces of which one key is flushed together: rows to write for each disk, and much may hang below."""
+FLUSH_NS = 2_000_000
+"""CPU time of a flush after which others are served."""
 _HINTED_AT_ONCE = 32
 """Namespaces that a hint covers in one slice: each may take a walk over its chain."""
 
@@ -134,9 +136,11 @@ class Cache:
         back.
         """
         gone, tables, at_once = 0, self.space.index.tables, KEYS_FLUSHED_AT_ONCE if key else FLUSHED_AT_ONCE
+        limit = CpuLimit(FLUSH_NS)
         for first in range(0, len(namespaces), at_once):
-            if first:
+            if first and limit.over:
                 yield
+                limit = CpuLimit(FLUSH_NS)
             part = namespaces[first : first + at_once]
             if dram:
                 gone += self._forget_now([namespace.number for namespace in part], key)

@@ -24,7 +24,7 @@ Token = tuple[int, bytes, int]
 """Stands for the bytes of a block: the block, and which of its stores wrote them."""
 
 _TINY = {
-    "tiercache.daemon.cache": {"_FLUSH_AT_ONCE": 2, "FLUSHED_AT_ONCE": 1, "KEYS_FLUSHED_AT_ONCE": 1},
+    "tiercache.daemon.cache": {"_FLUSH_AT_ONCE": 2, "FLUSHED_AT_ONCE": 1, "KEYS_FLUSHED_AT_ONCE": 1, "FLUSH_NS": 0},
     "tiercache.daemon.index.entries": {"_GROW_ENTRIES": 16},
     "tiercache.daemon.index.check": {"ENTRIES": 4},
     "tiercache.daemon.index.lookups": {"REMEMBERED": 2},

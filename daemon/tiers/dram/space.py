@@ -6,7 +6,6 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,6 @@ from tiercache.daemon.index.policy import NO_ENTRY, Policy, coldest_of
 from tiercache.daemon.policies import Policies
 from tiercache.protocol.messages import REGION_SHIFT
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.protocol.wire import UNREADABLE
 
 from .quotas import UNLIMITED, Quotas
 
@@ -176,9 +174,12 @@ class Space:
         self._emptying_turn = 0
         self.pinned_regions: Counter[int] = Counter()  # regions that are not emptied, with the pins on each
 
-    def open_namespace(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace of a spec that has no `problem()`; created if new. Raises NoRoom."""
-        fingerprint = spec.fingerprint()
+    def open_namespace(self, spec: NamespaceSpec, fingerprint: str = "") -> Namespace:
+        """The namespace of a spec that has no `problem()`; created if new. Raises NoRoom.
+
+        `fingerprint`: that of the spec, where it is known.
+        """
+        fingerprint = fingerprint or spec.fingerprint()
         known = self._by_fingerprint.get(fingerprint)
         if known is not None:
             return known
@@ -218,14 +219,6 @@ class Space:
     def save(self, namespace: Namespace) -> bytes:
         """A namespace's spec, encoded for the disk."""
         return msgspec.msgpack.encode(namespace.spec)
-
-    def open_saved(self, spec: bytes) -> Namespace | None:
-        """The namespace of a saved spec; None when it can no longer be read or served."""
-        try:
-            known = NamespaceSpec.received(msgspec.msgpack.decode(spec, type=dict[str, Any]))
-        except UNREADABLE:
-            return None
-        return None if known.problem() else self.open_namespace(known)
 
     def take_frames(self, namespace: Namespace, count: int) -> list[int]:
         """Take frames for `count` blocks, evicting leaves of the same size class if need be; maybe fewer.

@@ -188,9 +188,9 @@ class NvmeTier(IndexedTier):
 
     def _opened(self, found: OpenDirectory) -> Shelf:
         """Make the shelf of an open directory, and use it."""
-        directory, catalog, state, make_queue = found
+        directory, catalog, state, names, make_queue = found
         queue = make_queue()
-        shelf = Shelf(directory, catalog, queue, state, self._space, self._soon, self._clock_s)
+        shelf = Shelf(directory, catalog, queue, state, names, self._space, self._soon, self._clock_s)
         if self._events is not None:
             shelf.tell(self._events)
         self._shelves.append(shelf)

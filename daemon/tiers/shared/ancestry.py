@@ -80,20 +80,21 @@ class Ancestry:
         return self._places[tenant, key]
 
     def root_of(self, namespaces: Sequence[Namespace], key: bytes) -> bytes | None:
-        """The first block of a chain, by the indexes of these namespaces alone and not by what clients have said.
+        """The first block of a chain, by the indexes of these namespaces alone and not by what was said of windows.
 
-        None where none of them has the block, or a walk is too long. At most MAX_WALK steps in all.
+        None where none of them has the block, where they differ, or a walk is too long. At most MAX_WALK steps in all.
         """
-        index, left = self._index, MAX_WALK
+        index, left, roots = self._index, MAX_WALK, set[bytes]()
         for namespace in namespaces:
             table = namespace.table
             entry, root = NO_ENTRY if table.windowed else table.get(key), b""
             while entry not in (NO_ENTRY, table.root) and left:
                 root, entry = index.key[entry], index.parent[entry]
                 left -= 1
-            if root and entry == table.root:
-                return root
-        return None
+            if entry not in (NO_ENTRY, table.root):
+                return None
+            roots |= {root} if root else set()
+        return roots.pop() if len(roots) == 1 else None
 
     def _put(self, tenant: str, key: bytes, place: ChainPlace) -> None:
         if len(self._places) >= MAX_PLACES:

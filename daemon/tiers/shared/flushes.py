@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FuturesTimeoutError
@@ -39,6 +40,8 @@ SAVED_S = 5.0
 """How long the file that keeps flushes may take; then they count as not kept."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 """Before a job that failed is tried again, each time twice as long. While the store is away, none is tried."""
+ANSWERED_AT_ONCE = 64
+"""Flushes answered in one turn of the loop."""
 JITTER = 0.5
 """The random part of each pause."""
 MANY_NOTES = 1024
@@ -158,6 +161,8 @@ class SharedFlushes:
         self._job: FlushJob | None = None
         self._job_flushes = 0
         self._waiting: list[tuple[int, Callable[[bool], None]]] = []
+        self._answered: deque[tuple[Callable[[bool], None], bool]] = deque()  # to be called
+        self._answering = False
         self._saving: asyncio.Future[None] | None = None
         self._save_again = False
         self._saved = False
@@ -301,10 +306,19 @@ class SharedFlushes:
             self._save()
 
     def _answer(self, number: int, durable: bool) -> None:
-        answered = [done for waiting, done in self._waiting if waiting <= number]
+        self._answered.extend((done, durable) for waiting, done in self._waiting if waiting <= number)
         self._waiting = [one for one in self._waiting if one[0] > number]
-        for done in answered:
+        if not self._answering:
+            self._answer_some()
+
+    def _answer_some(self) -> None:
+        """Each is a line of the log and a message: some in one turn of the loop."""
+        for _ in range(min(ANSWERED_AT_ONCE, len(self._answered))):
+            done, durable = self._answered.popleft()
             done(durable)
+        self._answering = bool(self._answered)
+        if self._answering:
+            asyncio.get_running_loop().call_soon(self._answer_some)
 
     # --- the file --------------------------------------------------------------------------------
 

@@ -261,6 +261,10 @@ class Catalog:
             self._loading.join(timeout_s)
         return self._writer.close(deadline_s)
 
+    def join(self) -> None:
+        """After `close`: wait until its thread has ended, which a transaction with a hung disk keeps. Blocks."""
+        self._writer.join()
+
     # --- posting and answering -------------------------------------------------------------------
 
     def _keep(

@@ -169,6 +169,11 @@ class Writer:
         self._abandoned = True
         return self._written
 
+    def join(self) -> None:
+        """Wait until the thread has ended, for as long as that takes."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
     def give_up(self) -> None:
         """Write nothing more: the thread ends after its current turn."""
         self._abandoned = self._closing = True

@@ -28,8 +28,8 @@ MAX_FORMER = 64
 """Directories that were replaced by others: beyond that the oldest are forgotten."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
-ANSWERED_AT_ONCE = 1024
-"""Flushes answered at their deadline in one slice."""
+ANSWERED_AT_ONCE = 64
+"""Flushes answered as not durable in one slice."""
 LAST_WORDS_S = 2.0
 """Time in which a daemon that shuts down tells directories the rest."""
 
@@ -124,9 +124,13 @@ class _ToldShelf:
 
 
 class _KeptFlushes:
-    """Flushes that wait for one directory, in order: when there are too many, all of their namespaces are flushed."""
+    """Flushes that wait for one directory, in order: when there are too many, all of their namespaces are flushed.
 
-    def __init__(self, flushes: Iterable[_Kept] = ()) -> None:
+    Those are not durable: they go to `given_up`, to be told so.
+    """
+
+    def __init__(self, given_up: deque[FlushUnderWay], flushes: Iterable[_Kept] = ()) -> None:
+        self.given_up = given_up
         self._flushes = list(flushes)
         self._names = sum(len(namespaces or ()) for namespaces, _, _ in self._flushes)
 
@@ -136,8 +140,7 @@ class _KeptFlushes:
     def add(self, one: _Kept) -> None:
         """The next one."""
         if len(self._flushes) >= MAX_KEPT or self._names > MAX_KEPT_NAMES:
-            for _, _, flush in self._flushes:
-                flush.noted(False)
+            self.given_up.extend(flush for _, _, flush in self._flushes)
             every = _named(namespaces for namespaces, _, _ in self._flushes)
             self._flushes = [(every, b"", FlushUnderWay())]
             self._names = len(every or ())
@@ -162,11 +165,12 @@ class Flushes:
         self._under_way: OrderedDict[FlushUnderWay, None] = OrderedDict()  # in order of their deadlines
         self._told: dict[Shelf, _ToldShelf] = {}
         self._numbers = count(1)
+        self._given_up: deque[FlushUnderWay] = deque()  # not durable, and not told so yet
         self._kept: dict[Path, _KeptFlushes] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
         self._former: dict[bytes, _KeptFlushes] = {}  # for replaced directories, open nowhere now
         self._used: set[Path] = set()  # paths at which a directory was open
-        self._of_this_life = _KeptFlushes()  # for directories that were open nowhere yet
+        self._of_this_life = _KeptFlushes(self._given_up)  # for directories that were open nowhere yet
         self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
     def begin(
@@ -189,10 +193,6 @@ class Flushes:
         flush = _Flush(self, wanted, key, done, shelves, closed)
         flush.keep_for_closed()
         self._of_this_life.add((wanted, key, FlushUnderWay()))
-        for kept in self._former.values():
-            kept.add((wanted, key, FlushUnderWay()))
-            flush.waiting += 1
-            flush.noted(False)
         return flush
 
     def flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: FlushUnderWay) -> None:
@@ -207,7 +207,15 @@ class Flushes:
 
     def keep(self, path: Path, one: _Kept) -> None:
         """Tell it to the directory that opens there."""
-        self._kept.setdefault(path, _KeptFlushes()).add(one)
+        self._kept.setdefault(path, _KeptFlushes(self._given_up)).add(one)
+
+    def keep_for_former(self, one: _Kept, known: set[bytes]) -> bool:
+        """Tell it to directories that were replaced, but for those `known`, which these are then; True if any is."""
+        more = self._former.keys() - known
+        for directory_id in more:
+            self._former[directory_id].add(one)
+        known |= more
+        return bool(more)
 
     def ends_later(self, flush: FlushUnderWay) -> None:
         """Answer it at the latest in `FLUSH_S`."""
@@ -232,16 +240,14 @@ class Flushes:
             kept = [*kept, *moved]
         self._last[path] = here
         if last != here and (last is not None or is_known):  # another disk is there: these flushes are not durable
-            for _, _, flush in kept:
-                flush.noted(False)
+            self._given_up.extend(flush for _, _, flush in kept)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in kept]
         if last is not None and last != here:
-            self._former[last] = _KeptFlushes(kept)
+            self._former[last] = _KeptFlushes(self._given_up, kept)
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         if last != here and was_used and not is_known:  # meanwhile nothing was kept for it
-            for _, _, flush in kept:
-                flush.noted(False)
+            self._given_up.extend(flush for _, _, flush in kept)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._of_this_life]
         self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
         self._go_on(shelf)
@@ -267,7 +273,10 @@ class Flushes:
             if late.told >= len(every):
                 late.kept.popleft()
                 late.told = 0
-                flush.noted(True)
+                if namespaces is None:
+                    shelf.drop_unserved(flush.noted)
+                else:
+                    flush.noted(True)
 
     def gone(self, shelf: Shelf) -> None:
         """A directory is no longer open: it is told again what it has not confirmed before it is next used."""
@@ -288,12 +297,15 @@ class Flushes:
             if self._clock_s() < flush.end_s:
                 break
             flush.answer(durable=False)
+        for _ in range(min(ANSWERED_AT_ONCE, len(self._given_up))):
+            self._given_up.popleft().noted(False)
         for shelf, told in self._told.items():
             if not shelf.catalog.error:
                 told.works_again()
         for shelf in list(self._late):
             self._go_on(shelf)
-        return any(not shelf.catalog.full for shelf in self._late)  # a full one is told more at a later tick
+        # A directory whose catalog is full is told more at a later tick.
+        return bool(self._given_up) or any(not shelf.catalog.full for shelf in self._late)
 
     def close(self) -> None:
         """Before the directories are closed: tell them the rest, for a second or two. Their rows are not loaded."""
@@ -323,9 +335,13 @@ class _Flush(FlushUnderWay):
         self._shelves = shelves
         self._closed = closed
         self._kept_for = set[Path]()
+        self._kept_for_former = set[bytes]()
 
     def keep_for_closed(self) -> None:
-        """Keep it for directories that are not open now."""
+        """Keep it for directories that are not open now, or not there any more."""
+        if self._flushes.keep_for_former((self._wanted, self._key, FlushUnderWay()), self._kept_for_former):
+            self.waiting += 1
+            self.noted(False)
         now = self._closed()
         self._kept_for.intersection_update(path for path, _ in now)  # what was open in between is told again
         for path, lasting in now:
@@ -345,6 +361,9 @@ class _Flush(FlushUnderWay):
     def end(self) -> None:
         """See `FlushBelow`."""
         self._flushes.ends_later(self)
+        for shelf in self._shelves if self._wanted is None else ():
+            self.waiting += 1
+            shelf.drop_unserved(self.noted)
         self.noted(True)
 
     def answer(self, durable: bool) -> None:

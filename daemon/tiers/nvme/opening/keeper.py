@@ -198,9 +198,10 @@ def _hand_over(done: asyncio.Future[TaskOp], op: TaskOp) -> None:
 
 
 def _close(shelf: Shelf) -> None:
-    """Nothing is in flight. Blocks."""
+    """Nothing is in flight. Blocks, perhaps for ever: while a transaction is with the disk, nobody else may have it."""
     shelf.queue.stop(time.monotonic() + CLOSE_S)
     shelf.catalog.close(CLOSE_S)
+    shelf.catalog.join()
     shelf.directory.close()
 
 

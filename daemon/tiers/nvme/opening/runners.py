@@ -15,7 +15,7 @@ from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
-from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory, SavedNames
 from tiercache.daemon.tiers.nvme.worker.opening import Plan, open_directory
 from tiercache.errors import TierCacheError
 
@@ -78,7 +78,7 @@ class InDaemon(Threads):
         def queue() -> DiskQueue:
             return DiskQueue(directory, post, again=loop.call_soon, why_not_aio=self._why_not_aio)
 
-        return OpenDirectory(directory, catalog, state, queue)
+        return OpenDirectory(directory, catalog, state, SavedNames.read(state), queue)
 
 
 class InWorkers(Threads):

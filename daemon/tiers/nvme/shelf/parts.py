@@ -10,15 +10,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
-from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
+from tiercache.daemon.tiers.nvme.catalog.database import CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields
 from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 from tiercache.ground.histograms import Histogram, LatencyHistogram
+from tiercache.protocol.namespaces import NamespaceSpec
+from tiercache.protocol.wire import UNREADABLE
 
 
 class DirectoryFiles(Protocol):
@@ -113,6 +117,9 @@ class CatalogRows(Protocol):
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> LoadingRows:
         """Start reading the rows."""
 
+    def join(self) -> None:
+        """After `close`: wait until nothing more is written. Blocks, perhaps for ever."""
+
     @property
     def error(self) -> str:
         """Why nothing can be written now."""
@@ -175,10 +182,51 @@ class BlockQueue(Protocol):
         """Stop, and wait for running operations. Blocks."""
 
 
+LATEST = b""
+"""The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while rows are
+loading could choose an epoch that some of those rows already have."""
+
+
+class SavedNames(NamedTuple):
+    """The namespaces of a catalog and their tombstones, read by the thread that opens it: there may be thousands.
+
+    `specs`: None where a namespace cannot be served any more. `stones`: by the catalog's number, epochs by key.
+    """
+
+    last_number: int
+    specs: list[tuple[SavedNamespace, NamespaceSpec | None]]
+    stones: dict[int, dict[bytes, int]]
+    epochs: dict[int, int]
+    """By the catalog's number: the epoch of rows written last."""
+
+    @classmethod
+    def read(cls, state: CatalogState) -> SavedNames:
+        """Those of a catalog that was opened. Any thread."""
+        epochs = {saved.number: saved.epoch for saved in state.namespaces}
+        stones: dict[int, dict[bytes, int]] = {}
+        for number, key, epoch in state.tombstones:
+            epochs[number] = max(epochs.get(number, 0), epoch)
+            if key != LATEST:
+                stones.setdefault(number, {})[key] = epoch
+        # Numbers of dropped namespaces are not given again: their rows are still there.
+        last_number = max((saved.number for saved in state.namespaces), default=0)
+        return cls(last_number, [(saved, _spec_of(saved)) for saved in state.namespaces], stones, epochs)
+
+
+def _spec_of(saved: SavedNamespace) -> NamespaceSpec | None:
+    try:
+        spec = NamespaceSpec.received(msgspec.msgpack.decode(saved.spec, type=dict[str, Any]))
+    except UNREADABLE:
+        return None
+    # If the fingerprint was made in another way, all of its blocks would fail their checksums.
+    return spec if not spec.problem() and spec.fingerprint() == saved.fingerprint else None
+
+
 class OpenDirectory(NamedTuple):
     """The parts of a shelf. `queue()` makes the last one, on the event loop."""
 
     directory: DirectoryFiles
     catalog: CatalogRows
     state: CatalogState
+    names: SavedNames
     queue: Callable[[], BlockQueue]

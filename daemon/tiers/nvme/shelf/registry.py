@@ -18,15 +18,13 @@ from collections.abc import Container
 from functools import partial
 
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
-from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done, SavedNamespace
+from tiercache.daemon.tiers.nvme.catalog.catalog import Done, SavedNamespace
+from tiercache.protocol.namespaces import NamespaceSpec
 
-from .parts import CatalogRows
+from .parts import LATEST, CatalogRows, SavedNames
 
 log = logging.getLogger("tiercache.daemon")
 
-_LATEST = b""
-"""The key of a tombstone that stays: its epoch is the latest of the namespace. Without it a flush while rows are
-loading could choose an epoch that some of those rows already have."""
 
 MAX_TOMBSTONES = 65_536
 """Beyond that, namespaces with many get no more: all are in memory, and read in one go at the next start."""
@@ -38,17 +36,17 @@ BURIED_AT_ONCE = 256
 class _Stones:
     """The tombstones of one namespace."""
 
-    def __init__(self) -> None:
-        self.epochs: dict[bytes, int] = {}
+    def __init__(self, epochs: dict[bytes, int]) -> None:
+        self.epochs = epochs
         """By key; those being buried are left out."""
-        self.count = 0
+        self.count = len(epochs)
         """How many the catalog has, as far as known."""
 
 
 class Registry:
     """Event loop only; never blocks. `name` is for the log."""
 
-    def __init__(self, name: str, catalog: CatalogRows, state: CatalogState, space: Space) -> None:
+    def __init__(self, name: str, catalog: CatalogRows, names: SavedNames, space: Space) -> None:
         self.epochs: dict[int, int] = {}
         """By namespace number: the epoch of rows written now."""
         self.oldest_epochs: dict[int, int] = {}
@@ -63,33 +61,59 @@ class Registry:
         self._by_number: dict[int, Namespace] = {}
         self._stones: dict[int, _Stones] = {}  # by namespace number
         self._to_bury: dict[int, None] = {}  # numbers of namespaces with tombstones
-        self._adopt(state)
+        self._to_drop: dict[int, int] = {}  # epochs of namespaces that cannot be served, by the catalog's number
+        self._dropping: set[int] = set()
+        self._await_drop: list[Done] = []
+        self._adopt(names)
 
-    def _adopt(self, state: CatalogState) -> None:
-        # Numbers of dropped namespaces are not given again: their rows are still there.
-        self._last_number = max((saved.number for saved in state.namespaces), default=0)
-        for saved in state.namespaces:
-            namespace = self._reopen(saved)
+    def _adopt(self, names: SavedNames) -> None:
+        self._last_number = names.last_number
+        for saved, spec in names.specs:
+            namespace = self._reopen(saved, spec)
             if namespace is None:
                 log.warning("%s: a namespace that cannot be served any more is dropped", self._name)
+                self._to_drop[saved.number] = names.epochs[saved.number] + 1
                 continue
             self._numbers[namespace.fingerprint] = saved.number
             self._by_number[saved.number] = namespace
-            self.oldest_epochs[namespace.number] = self.epochs[namespace.number] = saved.epoch
-        for stone in state.tombstones:
-            buried = self._by_number.get(stone.namespace)
-            if buried is not None:
-                if stone.key != _LATEST:
-                    self._add(buried, stone.key, stone.epoch)
-                self.epochs[buried.number] = max(self.epochs[buried.number], stone.epoch)
+            self.oldest_epochs[namespace.number] = saved.epoch
+            self.epochs[namespace.number] = names.epochs[saved.number]
+            if epochs := names.stones.get(saved.number):
+                self._stones[namespace.number] = _Stones(epochs)
+                self.tombstone_count += len(epochs)
+                self._to_bury[namespace.number] = None
+        self.drop_unserved(lambda ok: None)
 
-    def _reopen(self, saved: SavedNamespace) -> Namespace | None:
+    def _reopen(self, saved: SavedNamespace, spec: NamespaceSpec | None) -> Namespace | None:
         try:
-            namespace = self._space.open_saved(saved.spec)
+            return None if spec is None else self._space.open_namespace(spec, saved.fingerprint)
         except NoRoom:
             return None
-        # If the fingerprint was made in another way, all of its blocks would fail their checksums.
-        return namespace if namespace is not None and namespace.fingerprint == saved.fingerprint else None
+
+    def drop_unserved(self, done: Done) -> None:
+        """Drop the rows of namespaces that cannot be served; `done(ok)` when that is durable, perhaps at once.
+
+        A flush of everything is about them too, and the next life may have room for them.
+        """
+        self._await_drop.append(done)
+        for number, epoch in self._to_drop.items():
+            self._catalog.raise_epoch(number, epoch, partial(self._dropped, number, epoch))
+            self._dropping.add(number)
+        self._to_drop.clear()
+        self._tell_dropped(True)
+
+    def _dropped(self, number: int, epoch: int, ok: bool) -> None:
+        self._dropping.discard(number)
+        if not ok:
+            self._to_drop[number] = epoch
+        self._tell_dropped(ok)
+
+    def _tell_dropped(self, ok: bool) -> None:
+        if ok and self._dropping:
+            return
+        waiting, self._await_drop = self._await_drop, []
+        for done in waiting:
+            done(ok)
 
     def add(self, namespace: Namespace) -> None:
         """Make a namespace known to the catalog, if it is not yet."""
@@ -132,7 +156,7 @@ class Registry:
         """Drop the row of `key`, if there is one; `done(ok)` when that is durable. Then drop it from the index."""
         epoch, number = self._raise(namespace), self.number(namespace)
         self._add(namespace, key, epoch)
-        self._catalog.add_tombstone(number, _LATEST, epoch)
+        self._catalog.add_tombstone(number, LATEST, epoch)
         self._catalog.add_tombstone(number, key, epoch, done)
 
     def is_crowded(self, namespace: Namespace) -> bool:
@@ -153,7 +177,7 @@ class Registry:
         return self.epochs[namespace.number]
 
     def _add(self, namespace: Namespace, key: bytes, epoch: int) -> None:
-        stones = self._stones.setdefault(namespace.number, _Stones())
+        stones = self._stones.setdefault(namespace.number, _Stones({}))
         if key not in stones.epochs:
             stones.count += 1
             self.tombstone_count += 1

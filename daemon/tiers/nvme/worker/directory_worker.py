@@ -28,7 +28,7 @@ from tiercache.daemon.helper_processes.limits import ProcessLimits
 from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
 from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.nvme.disk.directory import Home
-from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory, SavedNames
 from tiercache.errors import ConfigError, DirectoryUnavailable
 
 from . import messages
@@ -146,7 +146,8 @@ class DirectoryWorker:
         self.catalog = RemoteCatalog(soon, from_thread, self._wait_for_room)
         self.queue = RemoteQueue(self._arena, from_thread, self._wait_for_room)
         self._life, self._first = life, life.opened
-        return OpenDirectory(self.directory, self.catalog, life.opened.state, self._begin)
+        state = life.opened.state
+        return OpenDirectory(self.directory, self.catalog, state, SavedNames.read(state), self._begin)
 
     def _connect(self, before: Home | None) -> _Life:
         """A process that has opened the directory. Blocks. Raises ConfigError, DirectoryUnavailable and _Ended.

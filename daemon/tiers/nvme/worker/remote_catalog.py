@@ -259,6 +259,9 @@ class RemoteCatalog:
         self._closed.wait(timeout_s)
         return self._written
 
+    def join(self) -> None:
+        """See `Catalog`: what the process writes ends with it, and it ends before the directory is given back."""
+
     def _begin_to_close(self, by_s: float) -> None:
         self._close_by_s = by_s
         if self._line is not None:

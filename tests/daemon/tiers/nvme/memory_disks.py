@@ -38,7 +38,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import (
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 from tiercache.daemon.tiers.nvme.disk.tally import COUNTERS
-from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory, SavedNames
 from tiercache.daemon.tiers.nvme.shelf.slots import slot_of
 from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.errors import DirectoryUnavailable
@@ -234,7 +234,8 @@ class MemoryRunner:
             raise DirectoryUnavailable(f"nvme directory {plan.path} cannot be used: its lock is taken, at another path")
         directory = MemoryDirectory(plan, disk, self.disks, before)
         catalog = disk.catalog = MemoryCatalog(disk)
-        return OpenDirectory(directory, catalog, catalog.state(), lambda: MemoryQueue(directory, disk))
+        state = catalog.state()
+        return OpenDirectory(directory, catalog, state, SavedNames.read(state), lambda: MemoryQueue(directory, disk))
 
 
 class MemoryDirectory:
@@ -437,6 +438,9 @@ class MemoryCatalog:
 
     def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> MemoryRows:
         return MemoryRows(sorted(self._disk.database.rows.items()), on_ready)
+
+    def join(self) -> None:
+        """Nothing writes by itself."""
 
     def close(self, timeout_s: float) -> bool:
         while self.commit():

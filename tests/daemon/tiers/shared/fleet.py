@@ -65,6 +65,7 @@ class Hosts(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for name in ("FLUSHED_AT_ONCE", "KEYS_FLUSHED_AT_ONCE"):
             self.patch.setattr(cache, name, 1)
+        self.patch.setattr(cache, "FLUSH_NS", 0)
         self.patch.setattr(promotion, "LOOK_AGAIN_S", 0.0)
         self.hosts: list[HostRig] = []
         self.copies: list[Copy] = []

@@ -75,7 +75,11 @@ async def test_a_root_is_sought_for_a_limited_time(tmp_path: Path, monkeypatch: 
     for space in spaces:
         a.store(space, chain)
     root_of = a.shared._ancestry.root_of
-    assert root_of(spaces, key_of(chain, 29)) == key_of(chain, 0)
+    assert root_of(spaces, key_of(chain, 14)) == root_of(spaces[:1], key_of(chain, 29)) == key_of(chain, 0)
+    assert root_of(spaces, key_of(chain, 15)) is None
     assert root_of(spaces, key_of(chain, 30)) is None
     assert root_of([a.namespace(window_blocks=1)], key_of(chain, 0)) is None
+    other = a.namespace(tp_rank=2)
+    a.store(other, chain_of("another", 1) + key_of(chain, 0))
+    assert root_of([*spaces, other], key_of(chain, 0)) is None, "somebody has made up a chain"
     await a.close()

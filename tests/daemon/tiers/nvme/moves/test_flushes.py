@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,9 @@ class Shelf:
             done(True)
         return 1
 
+    def drop_unserved(self, done: Any) -> None:
+        done(True)
+
 
 def opened(flushes: Flushes, path: Path, name: str) -> Shelf:
     shelf = Shelf(name, path)
@@ -64,6 +68,23 @@ def test_very_many_flushes_kept_for_a_disk_flush_all_of_their_namespaces_and_no_
     assert opened(flushes, B, "2").flushed == [(name, b"") for name in every] + [("n", b"k")]
 
 
+def test_flushes_that_are_put_together_are_answered_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is a line of the log and a message."""
+    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 5)
+    monkeypatch.setattr(nvme_flushes, "ANSWERED_AT_ONCE", 2)
+    every: Any = ["n"]
+    flushes, answers = Flushes(lambda: every, lambda: 0.0), list[bool]()
+    for _ in range(6):
+        done: Any = lambda _, durable: answers.append(durable)  # noqa: E731
+        flushes.begin(every, b"k", done, [], lambda: [(A, False)], named=True).end()
+    assert answers == []
+    told = [0]
+    while flushes.work():
+        told.append(len(answers))
+    assert answers == [False] * 5
+    assert all(after - before <= 2 for before, after in pairwise(told))
+
+
 def test_a_disk_that_was_never_seen_is_told_what_was_flushed_while_another_was_in_its_place() -> None:
     every: Any = ["n", "m"]
     flushes = Flushes(lambda: every, lambda: 0.0)
@@ -88,6 +109,7 @@ def test_a_disk_that_was_never_seen_is_told_also_where_another_took_its_flush() 
     flush.end()
     gone(flushes, other)
     opened(flushes, A, "other")
+    flushes.work()
     assert answers == [False], "that is not the disk for which it was kept"
     assert opened(flushes, B, "never seen").flushed == [("n", b"k")]
 
@@ -99,6 +121,7 @@ def test_a_flush_kept_for_a_disk_is_answered_when_one_that_was_never_seen_is_in_
     opened(flushes, A, "other")
     flushes.begin(every, b"", lambda _, durable: answers.append(durable), [], lambda: [(B, False)], named=True).end()
     assert opened(flushes, B, "never seen").flushed == [("n", b"")]
+    flushes.work()
     assert answers == [False]
 
 

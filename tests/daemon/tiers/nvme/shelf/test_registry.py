@@ -14,10 +14,11 @@ from tier_rig import TierRig
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
-from tiercache.daemon.tiers.nvme.catalog.catalog import SavedNamespace
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
 from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
+from tiercache.daemon.tiers.nvme.shelf.parts import SavedNames
 from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -37,7 +38,8 @@ RANKS = 4
     ids=["nothing", "no msgpack", "no map", "no spec", "nested", "more behind it"],
 )
 def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:
-    assert Cache(lambda: 0.0).space.open_saved(saved) is None
+    state = CatalogState(False, [SavedNamespace(1, "f", saved, 3)], {}, [], 1)
+    assert SavedNames.read(state).specs == [(state.namespaces[0], None)]
 
 
 async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:
@@ -118,7 +120,7 @@ def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.
     disk.database.namespaces[1] = saved
     disk.database.tombstones = {(1, bytes([number]) * 16): number for number in range(1, 6)}
     catalog = MemoryCatalog(disk)
-    registry = Registry("d", catalog, catalog.state(), space)
+    registry = Registry("d", catalog, SavedNames.read(catalog.state()), space)
     registry.flush_key(namespace, bytes([1]) * 16, lambda ok: None)
     assert not registry.bury(), "rows may still come"
     registry.loaded(complete=True)
@@ -220,4 +222,65 @@ async def test_tombstones_that_the_catalog_keeps_are_counted(clock: Clock) -> No
     rig.tier.flush([rig.namespace(4096)], key_of(chain, 3), lambda blocks, durable: None)
     await rig.until(lambda: rig.shelves[0].catalog.pending == 0 and not rig.shelves[0].registry.bury())
     assert rig.shelves[0].registry.tombstone_count == 2
+    await rig.close()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@on_clock
+async def test_a_flush_of_everything_is_about_namespaces_for_which_there_is_no_room(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """They are dropped row by row while the rows are loading, and the next life may have room for them."""
+    disk, chain = MemoryDisk(0, clock), chain_of("a", 5)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.store_below([rig.namespace(4096, rank) for rank in (0, 1)], chain)
+    await rig.crash()
+    with monkeypatch.context() as patch:
+        patch.setattr(space_module, "MAX_NAMESPACES", 1)
+        rig = TierRig(Path("/nowhere"), disks=[disk])
+        rig.namespace(4096, rank=2)
+        await rig.tier.open()
+        assert rig.shelves[0].loading
+        answers, every = list[bool](), rig.cache.space.all_namespaces()
+        flush = rig.tier.begin_flush(every, b"", lambda blocks, durable: answers.append(durable), named)
+        flush.forget(every)
+        flush.end()
+        assert answers == ([True] if named else []), "a flush of what is named is not about the others"
+        assert disk.catalog is not None
+        disk.catalog.commit()
+        assert answers == [True]
+        await rig.crash()
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    assert [await rig.load(rig.namespace(4096, rank), chain) for rank in (0, 1)] == [0, 0]
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_flush_of_everything_waits_for_what_a_failing_disk_could_not_drop(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.store_below([rig.namespace(4096)], chain_of("a", 5))
+    await rig.crash()
+    monkeypatch.setattr(space_module, "MAX_NAMESPACES", 0)
+    disk.failing = {"commit"}
+    rig = TierRig(Path("/nowhere"), disks=[disk])
+    await rig.tier.open()
+    answers = list[bool]()
+
+    def flush() -> None:
+        rig.tier.begin_flush([], b"", lambda blocks, durable: answers.append(durable)).end()
+
+    flush()
+    disk.step()
+    assert answers == [False]
+    disk.failing = set()
+    clock.now_s += 60.0
+    disk.step()
+    flush()
+    assert answers == [False], "it is posted again, and not confirmed yet"
+    disk.step()
+    assert answers == [False, True]
     await rig.close()

@@ -58,6 +58,11 @@ class Change:
         self.method, self.arguments = method, arguments
         self.answers: list[bool] = []
 
+    @property
+    def drops_tombstones(self) -> bool:
+        """True if it makes all tombstones so far needless: those here are of namespace 1."""
+        return self.method == "raise_epoch" and self.arguments[0] == 1
+
     def results(self) -> dict[Any, Any]:
         """What it makes of the database; see `contents`."""
         match self.method, self.arguments:
@@ -419,7 +424,8 @@ class WorkerMachine(RuleBasedStateMachine):
         """The database holds what was confirmed, and nothing that was not asked for."""
         allowed = {name: [value] for name, value in contents(self.before).items()}
         for change in self.changes:
-            for name, value in change.results().items():
+            gone = [name for name in allowed if isinstance(name, bytes)] if change.drops_tombstones else []
+            for name, value in [*change.results().items(), *((name, None) for name in gone)]:
                 others = allowed.get(name, [None]) if change.answers != [True] else []
                 allowed[name] = [*others, value]
         found = contents(self.world.disk.database)
@@ -431,7 +437,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @property
     def is_settled(self) -> bool:
-        answered = all(change.answers for change in self.changes)
+        answered = all(change.answers for change in self.changes) and not self.world.catalog.pending
         return not self.flying and answered and self.loading.finished and self.world.loop.is_idle
 
     def settle(self) -> None:
