@@ -12,7 +12,8 @@ tokens, prompt and answer alike. Without a daemon, and for a call that it cannot
 
 It serves decoders whose cache is K and V per layer (`DynamicCache`), of transformers 5. They are tried at the start: a
 model that computes something else from a restored prefix than from the whole prompt is refused. Layers with a sliding
-window are kept whole here, because the next prompt needs what they would drop; their masks are the same. A block is
+window are kept whole here, because the next prompt needs what they would drop; a model whose masks do not make the
+window is refused. A block is
 `layer, K then V, kv_head, slot, head_dim`; it goes through a staging buffer, because transformers' own tensors grow and
 move.
 """
@@ -21,6 +22,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,12 +58,14 @@ class RestoredCache(DynamicCache):  # type: ignore[misc]
 
     Attributes:
         root: identifies what computes it.
+        changes: see `ModelWatch`, when that was asked.
         known_tokens: how many leading ones were restored.
         named_tokens: how many of these need no store. The daemon does not know what blocks from a shared store are
             called: where it publishes KV events, a store names them, which writes nothing as long as they are there.
     """
 
     root = b""
+    changes = 0
     known_tokens = 0
     named_tokens = 0
 
@@ -108,6 +114,7 @@ class PrefixCache:
         self._padded = try_generate(model)  # else rows with padding bypass the cache
         self._block_size = block_size
         self._lock = threading.Lock()
+        self._owner = 0  # the thread that has it
         self._said: set[str] = set()
         spec = make_namespace(self._shapes, dtype, block_size)
         blocks = parse_bytes(staging) // spec.block_bytes
@@ -159,10 +166,17 @@ class PrefixCache:
                 return self._restore(self.watch.root(), ids, mask)
             except ModelRefused as error:
                 raise calls.Unserved(str(error)) from None
+            except Exception as error:
+                logger.debug("restoring failed", exc_info=True)
+                raise calls.Unserved(_failure("a stored prefix cannot be restored", error)) from error
 
         def done(cache: DynamicCache, tokens: torch.Tensor, mask: torch.Tensor | None) -> None:
             assert isinstance(cache, RestoredCache)
-            self.store(cache, tokens, mask, hint)
+            try:
+                self.store(cache, tokens, mask, hint)
+            except Exception as error:  # the answer is there
+                logger.debug("storing failed", exc_info=True)
+                self._say(_failure("what was computed cannot be stored", error))
 
         try:
             return calls.generate(self.model, arguments, options, restore, done, self._padded)
@@ -192,11 +206,14 @@ class PrefixCache:
     @torch.no_grad()
     def _restore(self, root: bytes, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> RestoredCache:
         cache = RestoredCache()
-        cache.root = root
+        cache.root, cache.changes = root, self.watch.changes
         length = input_ids.shape[1]
         if length > self.watch.limit or not self.connector.available:
             return cache
-        with self._lock:
+        with self._alone() as alone:
+            if not alone:
+                return cache
+            end_s = time.monotonic() + self.connector.load_timeout_s
             rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
             matches = [self.connector.match(row.chain.packed()) for row in rows]
             kept = min(row.pad + match.blocks * self._block_size for row, match in zip(rows, matches, strict=True))
@@ -207,7 +224,7 @@ class PrefixCache:
                 named = min(row.pad + blocks * self._block_size for row, blocks in zip(rows, ours, strict=True))
             states = self._new_states(len(rows), kept)
             for index, (row, match) in enumerate(zip(rows, matches, strict=True)):
-                kept = min(kept, self._load_row(row, match, states, index, kept))
+                kept = min(kept, self._load_row(row, match, states, index, kept, end_s))
         for layer in range(len(self._shapes) if kept else 0):
             keys, values = states[2 * layer : 2 * layer + 2]
             cache.update(keys[:, :, :kept], values[:, :, :kept], layer)
@@ -242,18 +259,33 @@ class PrefixCache:
             self._say(reason)
             return 0
         try:
-            if cache.root != self.watch.root():
-                return 0  # computed, in part at least, by weights that are gone
+            if (self.watch.root(), self.watch.changes) != (cache.root, cache.changes):
+                return 0  # computed, in part at least, by weights that are gone, if they are not back by now
         except ModelRefused as error:
             self._say(str(error))
             return 0
-        with self._lock:
+        with self._alone() as alone:
+            if not alone:
+                return 0
             rows = self._rows(cache.root, tokens[:, :length], attention_mask)
             stored = sum(self._store_row(row, cache, index) for index, row in enumerate(rows))
         if hint is not None:
             for row in rows:
                 self.connector.hint(row.chain.packed(), hint)
         return stored
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Have the staging buffer alone; False in a signal handler of the thread that has it."""
+        if self._owner == threading.get_ident():
+            yield False
+            return
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield True
+            finally:
+                self._owner = 0
 
     # --- one row ---------------------------------------------------------------------------------
 
@@ -272,17 +304,17 @@ class PrefixCache:
             for dim in (shape.k_dim, shape.v_dim)
         ]
 
-    def _load_row(self, row: _Row, match: Match, states: list[torch.Tensor], index: int, end: int) -> int:
+    def _load_row(self, row: _Row, match: Match, states: list[torch.Tensor], index: int, end: int, end_s: float) -> int:
         """Load blocks of the row at `index` into tokens `row.pad ..< end`; returns up to which token they are good.
 
-        In pieces of the staging buffer, each under a match of its own.
+        In pieces of the staging buffer, each under a match of its own; none begins after `end_s`.
         """
         size, good = self._block_size, 0
         count = max(0, -(-(end - row.pad) // size))
-        while good < count:
+        while good < count and (left_s := end_s - time.monotonic()) > 0:
             match = match if good == 0 else self.connector.match(row.chain.packed(count))
             ids = range(min(count - good, len(self._staging)))
-            loaded = self.connector.load(match, ids, first=good)
+            loaded = self.connector.load(match, ids, first=good, timeout_s=left_s)
             if not loaded:
                 break
             begin = row.pad + good * size
@@ -346,6 +378,10 @@ class PrefixCache:
         names = list(dict.fromkeys(filter(None, [Path(path).name, path, type(self.model).__name__])))
         namespaces = [self.connector.namespace.fingerprint()]
         self.connector.announce([ModelCard(names, self.watch.content, namespaces, self._block_size)])
+
+
+def _failure(what: str, error: Exception) -> str:
+    return f"{what}: {type(error).__name__}: {error}".splitlines()[0]
 
 
 class _Row(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 from transformers.generation import GenerationMode
 
 APART = ("assistant_model", "assistant_tokenizer", "custom_generate", "synced_gpus", "tokenizer", "trust_remote_code")
@@ -76,16 +76,18 @@ def generate(
         cache._is_user_defined = True  # as transformers marks those that outlive the call
         if streamer is not None:
             streamer.put(input_ids.cpu())
+        fed = _Fed(input_ids)
         output = model._sample(
             input_ids,
-            logits_processor=logits_processor,
+            logits_processor=type(logits_processor)([fed, *logits_processor]),
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             synced_gpus=synced_gpus,
             streamer=streamer,
             **{**model_kwargs, "past_key_values": cache},
         )
-        done(cache, getattr(output, "sequences", output), mask)
+        if fed.are_leading(getattr(output, "sequences", output)):
+            done(cache, fed.tokens(), mask)
         return output
 
     try:
@@ -94,6 +96,27 @@ def generate(
         if refused:  # a model may make another error of it
             raise refused[0] from None
         raise
+
+
+class _Fed(LogitsProcessor):  # type: ignore[misc]
+    """The tokens that a model was given, as they were then: a processor may write to earlier ones."""
+
+    def __init__(self, prompt: torch.Tensor) -> None:
+        self._parts = [prompt.clone()]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > self._parts[0].shape[1]:  # not the first time
+            self._parts.append(input_ids[:, -1:].clone())
+        return scores
+
+    def tokens(self) -> torch.Tensor:
+        """[row, token]"""
+        return torch.cat(self._parts, 1)
+
+    def are_leading(self, sequences: torch.Tensor) -> bool:
+        """True if the tokens of an answer begin with them. Waits for the device."""
+        fed = self.tokens()
+        return sequences.shape[1] >= fed.shape[1] and bool((sequences[:, : fed.shape[1]] == fed).all())
 
 
 def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
@@ -170,6 +193,8 @@ def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None, padded: bool)
         return "its attention_mask has values besides 0 and 1"
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
         return "its padding is not on the left"
+    if not bool(seen.any(-1).all()):
+        return "a row of it is nothing but padding, which has places as if it were one token"
     if not (padded or bool(seen.all())):
         return "it has padding, behind which this model computes something else"
     return ""

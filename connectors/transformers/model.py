@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ SERVED_SETTINGS: dict[str, Any] = {
 """Settings of a call that is served, whatever the model's defaults are; this version of transformers may lack some."""
 AHEAD = (True, "all")
 """Values of `use_bidirectional_attention` with which texts are not sequences."""
+WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+"""What modules import whose masks have a window."""
 SAME = 0.02
 """The relative difference allowed between the same numbers computed among others, of any type."""
 
@@ -162,6 +165,8 @@ def _try(model: Any) -> tuple[list[LayerShape], torch.dtype]:
     if strange or not model._supports_default_dynamic_cache():
         kinds = ", ".join(strange) or "a cache of its own"
         raise ModelRefused(f"{model.config.model_type} has {kinds}: only K and V per layer are served")
+    if any(type(layer).__name__ != "DynamicLayer" for layer in own.layers):
+        _check_window(model)
     _check_state(model)
     tokens = _tokens(model)
     whole, resumed = DynamicCache(), DynamicCache()
@@ -182,6 +187,14 @@ def _try(model: Any) -> tuple[list[LayerShape], torch.dtype]:
         raise ModelRefused(f"{model.config.model_type} computes something else from a restored prefix")
     _check_causal(model, tokens, whole)
     return shapes, dtype
+
+
+def _check_window(model: Any) -> None:
+    """Raise ModelRefused if nothing but the model's own cache makes its sliding window: ours keeps all tokens."""
+    names = {kind.__module__ for part in model.modules() for kind in type(part).__mro__}
+    own = [name for name in names if not name.startswith(("torch.", "transformers.")) or ".models." in name]
+    if not any(hasattr(sys.modules.get(module), name) for module in own for name in WINDOW_MASKS):
+        raise ModelRefused(f"the masks of {model.config.model_type} do not have its sliding window")
 
 
 def _check_state(model: Any) -> None:

@@ -4,8 +4,10 @@ Everything that can change is checked where it cannot be bypassed:
 
 - tensors: address, PyTorch's count of writes, and a sample of the bytes (`sample`). Writes through `.data` or in
   inference mode move neither of the first two;
-- modules: their types and attributes (the scale of a LoRA, an epsilon), which are part of the name;
-- code: hooks, replaced methods and other functions of modules, and those that PyTorch and transformers apply to all;
+- modules: their types and attributes (the scale of a LoRA, an epsilon), which are part of the name, and which of them
+  are shared or have tied weights;
+- code: hooks, methods of classes and the functions that these call (`code_facts`), which are part of the name too, and
+  those that PyTorch and transformers apply to all modules;
 - the config: the kind of attention, RoPE;
 - training mode, and autocast: under these a call goes without the cache.
 
@@ -21,6 +23,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +31,15 @@ import xxhash
 from torch.nn.modules import module as torch_modules
 
 import transformers
-from tiercache.connectors.weights.module_facts import attributes_of, functions_of, tensors_beside
+from tiercache.connectors.weights.code_facts import CodeFacts, Same
+from tiercache.connectors.weights.module_facts import attributes_of, functions_of, tensors_beside, writes_of
 from tiercache.connectors.weights.sample import WeightSample
 from tiercache.errors import ModelRefused
 from tiercache.ground import forks
 from tiercache.ground.uninterrupted import whole
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import KEY_BYTES
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .model import constant_rope_tokens
@@ -49,7 +54,10 @@ class _Look(NamedTuple):
     tensors: list[tuple[int, int]]
     sample: bytes
     modules: list[tuple[str, dict[str, Any]]]  # their attributes, in a form that is the same in every process
+    aliases: list[tuple[str, str]]  # names of what has another one before
+    beside: list[list[int]]  # writes to tensors that are plain attributes
     code: list[tuple[str, list[Any]]]  # what they run
+    functions: Same  # and what that refers to
     config: str
     autocast: list[tuple[str, torch.dtype]]
 
@@ -73,8 +81,24 @@ def _code(name: str, module: torch.nn.Module) -> tuple[str, list[Any]]:
 
 
 def _code_of_all(config: Any) -> tuple[str, list[Any]]:
-    kinds = {str(getattr(part, "_attn_implementation", None)) for part in _configs(config)}
-    return "all modules", [*_hooks_of_all(), *(ALL_ATTENTION_FUNCTIONS.get(kind) for kind in sorted(kinds))]
+    return "all modules", [*_hooks_of_all(), *_attention_of(config)]
+
+
+def _attention_of(config: Any) -> list[Any]:
+    """The functions registered for the kinds of attention that a config names, and those that make their masks."""
+    kinds = sorted({str(getattr(part, "_attn_implementation", None)) for part in _configs(config)})
+    return [table.get(kind) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for kind in kinds]
+
+
+def _aliases(model: Any) -> list[tuple[str, str]]:
+    """Modules and tensors with several names: each further name, and the first one."""
+    first: dict[int, str] = {}
+    parts = chain(
+        model.named_modules(remove_duplicate=False),
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    )
+    return [(name, known) for name, part in parts if (known := first.setdefault(id(part), name)) != name]
 
 
 def _configs(config: Any) -> list[Any]:
@@ -129,12 +153,14 @@ class ModelWatch:
     Attributes:
         content: the `content_id` of what computes, as of the last `root`.
         limit: up to how many tokens the K of a token is independent of the length of its sequence.
+        changes: how often something was found that is not as before, even where the name is the same.
         on_change: called after the name has changed.
     """
 
     def __init__(self, model: Any, model_id: str, salt: str) -> None:
         self.content = b""
         self.limit = 0
+        self.changes = 0
         self.on_change: Callable[[], None] = lambda: None
         self._model = model
         self._model_id = model_id
@@ -148,6 +174,7 @@ class ModelWatch:
         self._weights = ""
         self._root = b""
         self._private = ""
+        self._facts: CodeFacts | None = None
         self._said: set[str] = set()
         self.root()
 
@@ -166,6 +193,7 @@ class ModelWatch:
             self.limit = constant_rope_tokens(self._model.config)
             self._name(look)
             self._last = look
+            self.changes += 1
         self.on_change()
         return self._root
 
@@ -177,7 +205,7 @@ class ModelWatch:
         """
         with self._lock:
             if model_id:
-                self._model_id, self._named, self._private = model_id, None, ""
+                self._model_id, self._named, self._facts, self._private = model_id, None, None, ""
             else:
                 self._private = os.urandom(KEY_BYTES).hex()
                 self._say("weights_changed() was called without a model_id")
@@ -204,9 +232,15 @@ class ModelWatch:
         form = [(tensor.dtype, tensor.device) for _, tensor in named]
         tensors = [(_address(tensor), 0 if tensor.is_inference() else tensor._version) for _, tensor in named]
         named_modules = list(self._model.named_modules())
-        modules = [(name, attributes_of(module)) for name, module in named_modules]
+        configs = _configs(self._model.config)
+        modules = [(name, attributes_of(module, configs)) for name, module in named_modules]
+        beside = [writes_of(module) for _, module in named_modules]
         code = [_code_of_all(self._model.config), *(_code(name, module) for name, module in named_modules)]
-        return _Look(form, tensors, taken.digest(), modules, code, described(self._model), self._autocast())
+        if self._facts is None:
+            self._facts = CodeFacts({type(module) for _, module in named_modules}, _attention_of(self._model.config))
+        run = code, self._facts.now()
+        how = described(self._model), self._autocast()
+        return _Look(form, tensors, taken.digest(), modules, _aliases(self._model), beside, *run, *how)
 
     # --- what it is called
 
@@ -225,11 +259,17 @@ class ModelWatch:
                 self._say("its weights have changed, so that model_id no longer names them")
             self._weights = self._model_id or hash_tensors(self._model)
         self._named = self._named or look
-        modules = xxhash.xxh3_128_hexdigest(json.dumps(look.modules, sort_keys=True).encode())
+        configs = _configs(self._model.config)
+        whole_modules = [
+            (name, attributes_of(module, configs, whole=True)) for name, module in self._model.named_modules()
+        ]
+        assert self._facts is not None
+        facts = [whole_modules, look.aliases, self._facts.texts]
+        modules = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
         version = transformers.__version__  # the code of a model changes with it
         extra = [("config", look.config), ("modules", modules), ("autocast", str(look.autocast or ""))]
         extra.append(("transformers", version))
-        if look.code != self._named.code:
+        if (look.code, look.functions) != (self._named.code, self._named.functions):
             extra.append(("state", os.urandom(KEY_BYTES).hex()))
             self._say(f"the code of {_difference(self._named.code, look.code)} has changed, which nothing names")
         if self._private:

@@ -5,15 +5,20 @@ hashed, and the functions among them.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
+import sys
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import xxhash
 
+from .code_facts import code_text
 from .sample import elements, plain_tensors
 
 _OF_TORCH = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"})
@@ -29,7 +34,6 @@ _IGNORED = _OF_TORCH | {
     "forward",
     "hf_device_map",
     "warnings_issued",
-    "config",
     "generation_config",
     "_tp_plan",
     "_ep_plan",
@@ -39,19 +43,34 @@ _IGNORED = _OF_TORCH | {
 """What PyTorch keeps in a module, what has no effect, and what is checked elsewhere."""
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_CLOSED = frozenset(
+    {"torch", "transformers", "accelerate", "peft", "bitsandbytes", "tiercache", *sys.stdlib_module_names}
+)
+"""Packages whose objects hold much that does not matter, or whole models: they are described by their class."""
 _DEEPEST = 4
 _STATES = ("quant_state", "state2")
 """Attributes of bitsandbytes parameters that hold further tensors."""
 
 
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+def attributes_of(module: torch.nn.Module, configs: Sequence[Any] = (), whole: bool = False) -> dict[str, Any]:
     """A module's class and attributes, as JSON can hold them and equal in every process.
 
-    Tensors are represented by their sample (`weights/sample.py`), objects of unknown content by their class.
+    Leaves out `configs`, which are checked elsewhere. Tensors are represented by their sample (`weights/sample.py`)
+    unless they are wanted `whole`; objects of packages that keep much in them by their class.
     """
     kind = type(module)
-    values = {key: _value(value, 0) for key, value in vars(module).items() if key not in _IGNORED}
+    values = {
+        key: _value(value, 0, whole)
+        for key, value in vars(module).items()
+        if key not in _IGNORED and not (key == "config" and any(value is config for config in configs))
+    }
     return {"": f"{kind.__module__}.{kind.__qualname__}", **values}
+
+
+def writes_of(module: torch.nn.Module) -> list[int]:
+    """How often PyTorch has counted a write to each tensor that a module has as a plain attribute."""
+    tensors = (value for key, value in vars(module).items() if key not in _IGNORED and isinstance(value, torch.Tensor))
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def functions_of(module: torch.nn.Module) -> list[Any]:
@@ -59,27 +78,77 @@ def functions_of(module: torch.nn.Module) -> list[Any]:
     return [value for key, value in vars(module).items() if key not in _IGNORED and isinstance(value, _FUNCTIONS)]
 
 
-def _value(value: Any, depth: int) -> Any:
+def _value(value: Any, depth: int, whole: bool) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value if kind in (bool, int, str, type(None)) else repr(value)
     if isinstance(value, torch.Tensor):
-        return _tensor(value)
+        return _whole_tensor(value) if whole else _tensor(value)
     if isinstance(value, (np.generic, np.ndarray)):
         return _array(value)
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, enum.Enum):
+        return [name, value.name]
+    if isinstance(value, types.FunctionType):
+        cells = [_cell(cell, depth, whole) for cell in value.__closure__ or ()] if depth < _DEEPEST else []
+        return [*code_text(value), cells]
     if depth < _DEEPEST:
-        if kind is dict:
-            return sorted([repr(key), _value(item, depth + 1)] for key, item in value.items())
-        if kind in (list, tuple):
-            return [_value(item, depth + 1) for item in value]
-        if kind in (set, frozenset):
-            return sorted(repr(_value(item, depth + 1)) for item in value)
+        inner = functools.partial(_value, depth=depth + 1, whole=whole)
+        if isinstance(value, Mapping):
+            items = sorted(([repr(key), inner(item)] for key, item in value.items()), key=repr)
+            made = getattr(value, "default_factory", None)
+            return items if kind is dict else [name, items, None if made is None else inner(made)]
+        if isinstance(value, (list, tuple, deque)):
+            items = list(map(inner, value))
+            return items if kind in (list, tuple) else [name, items]
+        if isinstance(value, (set, frozenset)):
+            return sorted(repr(inner(item)) for item in value)
         if kind is functools.partial:
-            return [_value(part, depth + 1) for part in (value.func, value.args, value.keywords)]
-    named = value if isinstance(value, _FUNCTIONS) and hasattr(value, "__qualname__") else kind
-    return f"{named.__module__}.{named.__qualname__}"
+            return [inner(part) for part in (value.func, value.args, value.keywords)]
+        if isinstance(value, torch.nn.Module):  # in a container, where PyTorch does not see it
+            return [_value_of_module(one, depth + 1) for one in value.modules()]
+        if isinstance(value, transformers.PretrainedConfig):
+            return [name, inner(value.to_dict())]
+        if kind.__module__.partition(".")[0] not in _CLOSED and (content := _content(value)) is not None:
+            return [name, inner(content)]
+    if isinstance(value, _FUNCTIONS) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return name
+
+
+def _cell(cell: types.CellType, depth: int, whole: bool) -> Any:
+    try:
+        return _value(cell.cell_contents, depth + 1, whole)
+    except ValueError:  # it is empty
+        return None
+
+
+def _content(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object; None if it has none."""
+    slots = [name for part in type(value).__mro__ for name in getattr(part, "__slots__", ()) if isinstance(name, str)]
+    if not hasattr(value, "__dict__") and not slots:
+        return None
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _value_of_module(module: torch.nn.Module, depth: int) -> Any:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    attributes = {key: _value(value, depth, True) for key, value in vars(module).items() if key not in _IGNORED}
+    kind = type(module)
+    tensors = [[name, _whole_tensor(tensor)] for name, tensor in own]
+    return [f"{kind.__module__}.{kind.__qualname__}", sorted(attributes.items(), key=repr), tensors]
+
+
+def _whole_tensor(tensor: torch.Tensor) -> list[Any]:
+    digest = xxhash.xxh3_128()
+    try:
+        for plain in plain_tensors(tensor):
+            digest.update(plain.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return ["unread", str(tensor.dtype), list(tensor.shape)]
+    return [digest.hexdigest(), str(tensor.dtype), list(tensor.shape)]
 
 
 def _array(array: np.generic | np.ndarray[Any, Any]) -> list[Any]:

@@ -377,7 +377,7 @@ class Connector(SchedulerSide):
         # First, as it may fail: the direct path starts a thread.
         self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         super().__init__(client, namespace, pool, DirectPath(client, namespace, pool, gds, gds_store))
-        self._load_timeout_s = load_timeout_s
+        self.load_timeout_s = load_timeout_s
         self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
         self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
         self._questions = JobQueue("tiercache-lookup", MAX_QUESTIONS)
@@ -398,7 +398,7 @@ class Connector(SchedulerSide):
         """
         _check_fit(namespace, pool)
         self._client.expect(namespace)
-        other = Connector(self._client, namespace, pool, load_timeout_s=self._load_timeout_s, sibling_of=self)
+        other = Connector(self._client, namespace, pool, load_timeout_s=self.load_timeout_s, sibling_of=self)
         self._siblings.append(other)
         return other
 
@@ -452,7 +452,7 @@ class Connector(SchedulerSide):
         ids = self._own_pool().check_ids(block_ids, writing=True)
         if first < 0:
             raise ValueError(f"first is {first}: must be 0 or more")
-        limit = Limit(time.monotonic() + (self._load_timeout_s if timeout_s is None else timeout_s))
+        limit = Limit(time.monotonic() + (self.load_timeout_s if timeout_s is None else timeout_s))
         return Blocks(ids, first, limit, self._mark())
 
     def _perform_load(self, match: Match | bytes, blocks: Blocks) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Open, prompt, tiny_model
+from tiny_models import Open, greedy, prompt, tiny_model
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerationMixin
 
@@ -141,3 +141,60 @@ def test_wrong_arguments_are_refused_as_by_the_model(open_cache: Open) -> None:
                 target.generate(IDS, **options)
             raised.append((caught.type, str(caught.value)))
         assert raised[0] == raised[1]
+
+
+def test_a_row_without_a_token_goes_without_the_cache(open_cache: Open) -> None:
+    """transformers gives all of its padding the first place, and so its answer the second."""
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    ids, mask = torch.cat([prompt(40), torch.zeros(1, 40, dtype=torch.long)]), torch.ones(2, 40, dtype=torch.long)
+    mask[1] = 0
+    assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
+    assert cache.store(cache.restore(ids, mask), ids, mask) == 0
+
+
+def test_what_a_processor_writes_into_the_tokens_is_not_what_was_computed(open_cache: Open) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(100)
+    cache = open_cache(model)
+
+    def edit(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids[:, 5] = 8
+        return scores
+
+    said = [greedy(target, ids.clone(), logits_processor=[edit]) for target in (cache, model)]
+    assert said[0] == said[1]
+    assert cache.connector.counters["stored_blocks"] == 0
+    assert greedy(cache, ids) == greedy(model, ids)
+    assert cache.connector.counters["stored_blocks"] > 0
+
+
+@pytest.mark.parametrize("part", ["restore", "store"])
+def test_a_cache_that_fails_in_any_way_is_a_miss(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(60)
+    cache = open_cache(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("of some kind")
+
+    monkeypatch.setattr(cache, "_load_row" if part == "restore" else "_store_row", fail)
+    assert greedy(cache, ids) == greedy(model, ids)
+    assert "RuntimeError: of some kind" in caplog.text
+
+
+def test_a_signal_handler_in_the_midst_of_a_call_gets_a_miss(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in the thread that has the staging buffer, and would wait for itself."""
+    model, ids = tiny_model("LlamaConfig"), prompt(60)
+    cache, inner = open_cache(model), list[int]()
+    greedy(cache, ids)
+    real = cache._load_row
+
+    def load(*arguments: Any) -> int:
+        inner.append(cache.restore(ids).get_seq_length())
+        return real(*arguments)
+
+    monkeypatch.setattr(cache, "_load_row", load)
+    assert greedy(cache, ids) == greedy(model, ids)
+    assert inner == [0]

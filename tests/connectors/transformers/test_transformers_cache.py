@@ -191,6 +191,7 @@ def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
             "only K and V per layer",
         ),
         ("LlamaConfig", {"is_causal": False}, "attend to later ones"),
+        ("MoshiConfig", {"sliding_window": 40}, "masks of moshi do not have its sliding window"),
         ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 512}, "attend to later ones"),
     ],
 )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -120,10 +124,47 @@ def forward_of_class(model: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def function_of_module(model: Any) -> Iterator[None]:
+    """What the methods of its classes call, replaced where they find it."""
+    home = sys.modules[type(model.model.layers[0]).__module__]
+    rotated = home.apply_rotary_pos_emb
+
+    def otherwise(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return rotated(query, key, cos, sin * 0.5)
+
+    with attribute(home, "apply_rotary_pos_emb", otherwise):
+        yield
+
+
+class Scale(Enum):
+    ONE = 1.0
+    TWO = 2.0
+
+
+class Scaling:
+    """What somebody may keep in a module."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+def scaled_by(factor: float) -> Callable[[], float]:
+    return lambda: factor
+
+
 @pytest.mark.parametrize(
     "switch",
     [
         forward_of_class,
+        function_of_module,
+        lambda model: attribute(type(model.model.layers[0].mlp), "later", 1),
+        lambda model: attribute(model.model.layers[1].mlp, "kind", Scale.TWO),
+        lambda model: attribute(model.model.layers[1].mlp, "ordered", OrderedDict(a=2)),
+        lambda model: attribute(model.model.layers[1].mlp, "scaled", Scaling(2.0)),
+        lambda model: attribute(model.model.layers[1].mlp, "by", scaled_by(2.0)),
+        lambda model: attribute(model.model.layers[1].mlp, "beside", [torch.nn.Linear(4, 4)]),
+        lambda model: attribute(model.model.layers[1].self_attn, "config", copy.copy(model.config)),
         lambda model: attribute(model.model.layers[1].self_attn, "scaling", 0.5),
         lambda model: attribute(model.model.layers[1].mlp, "scaling", {"default": 2.0}),
         lambda model: attribute(model.config, "_attn_implementation", "eager"),
@@ -133,6 +174,14 @@ def forward_of_class(model: Any) -> Iterator[None]:
     ],
     ids=[
         "class",
+        "function of a module",
+        "attribute of a class",
+        "enum",
+        "ordered",
+        "object",
+        "closure",
+        "module in a list",
+        "config of a module",
         "attribute",
         "scale of an adapter",
         "attention",
@@ -141,9 +190,15 @@ def forward_of_class(model: Any) -> Iterator[None]:
         "forward",
     ],
 )
-def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, switch: Callable[[Any], Any]) -> None:
+def test_what_else_decides_the_result_is_part_of_the_name(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, switch: Callable[[Any], Any]
+) -> None:
     model = tiny_model("LlamaConfig")
-    model.model.layers[1].mlp.scaling = {"default": 1.0}  # what PEFT puts into its layers
+    mlp = model.model.layers[1].mlp
+    mlp.scaling = {"default": 1.0}  # what PEFT puts into its layers
+    mlp.kind, mlp.ordered, mlp.scaled = Scale.ONE, OrderedDict(a=1), Scaling(1.0)
+    mlp.by, mlp.beside = scaled_by(1.0), [torch.nn.Linear(4, 4)]
+    monkeypatch.setattr(type(mlp), "later", 0, raising=False)
     cache = open_cache(model)
     before = greedy(cache, IDS)
     with switch(model):
@@ -152,3 +207,48 @@ def test_what_else_decides_the_result_is_part_of_the_name(open_cache: Open, swit
         assert restored_blocks(cache) == BLOCKS
     assert restored_blocks(cache) == BLOCKS
     assert greedy(cache, IDS) == greedy(model, IDS) == before
+
+
+def share(model: Any, first: int) -> None:
+    model.model.layers[2].mlp = model.model.layers[first].mlp
+
+
+def tie(model: Any, first: int) -> None:
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[first].mlp.up_proj.weight
+
+
+@pytest.mark.parametrize("join", [share, tie])
+def test_what_shares_which_weights_is_part_of_the_name(open_cache: Open, join: Callable[[Any, int], None]) -> None:
+    """PyTorch lists each of them once, wherever it is."""
+    models = [tiny_model("LlamaConfig"), tiny_model("LlamaConfig")]
+    for first, model in enumerate(models):
+        join(model, first)
+    assert len({open_cache(model).watch.root() for model in models}) == 2
+
+
+@pytest.mark.parametrize("switch", [forward_of_class, function_of_module])
+def test_a_model_of_other_code_has_another_name(open_cache: Open, switch: Callable[[Any], Any]) -> None:
+    """Also in another process, where nothing shows what was there before."""
+    model = tiny_model("LlamaConfig")
+    roots = [open_cache(model).watch.root()]
+    with switch(model):
+        roots += [open_cache(model).watch.root() for _ in range(2)]
+    roots.append(open_cache(model).watch.root())
+    assert roots[0] == roots[3] != roots[1] == roots[2]
+
+
+def test_weights_that_were_changed_and_changed_back_during_a_call_store_nothing(open_cache: Open) -> None:
+    """As where another thread swaps an average in and out: PyTorch counts these writes."""
+    model = tiny_model("LlamaConfig")
+    cache, weight = open_cache(model), model.model.layers[0].mlp.up_proj.weight
+
+    def swap(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.mul_(2.0)
+            weight.div_(2.0)
+        return scores
+
+    greedy(cache, IDS, logits_processor=[swap])
+    assert cache.connector.counters["stored_blocks"] == 0
+    greedy(cache, IDS)
+    assert restored_blocks(cache) == BLOCKS

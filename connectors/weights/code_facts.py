@@ -1,0 +1,155 @@
+"""The code that a model's modules run, beyond PyTorch's own: a description that is equal in every process.
+
+    classes of modules ─► their methods ─► functions that these name in their modules, or have in closures ─► ...
+
+Code of transformers is described by its name, since its version is part of every name; other code by its bytes. So a
+method or a function of transformers that was replaced by another one is described by that. What is found is also kept
+as references, which tell in microseconds whether something else stands there now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+import xxhash
+
+_TRANSFORMERS = str(Path(transformers.__file__).parent)
+_OTHERS = frozenset({"torch", "numpy", "builtins", "triton", *sys.stdlib_module_names})
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MAX_FUNCTIONS = 20_000
+
+
+def code_text(function: types.FunctionType) -> list[Any]:
+    """A function's code, defaults and name, without what it refers to; equal in every process of one Python version."""
+    code = function.__code__
+    name = f"{function.__module__}.{function.__qualname__}"
+    if code.co_filename.startswith(_TRANSFORMERS):
+        return [name]
+    defaults = [repr(value) if isinstance(value, _PLAIN) else "" for value in function.__defaults__ or ()]
+    return [name, defaults, _digest(code)]
+
+
+def _digest(code: types.CodeType) -> str:
+    digest = xxhash.xxh3_128(code.co_code)
+    for part in (code.co_names, code.co_varnames, code.co_freevars):
+        digest.update(repr(part).encode())
+    for const in code.co_consts:
+        digest.update((_digest(const) if isinstance(const, types.CodeType) else _constant(const)).encode())
+    return digest.hexdigest()
+
+
+def _constant(const: Any) -> str:
+    return repr(sorted(map(repr, const))) if isinstance(const, frozenset) else repr(const)
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The function behind a method, a property or a wrapper of one."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_foreign(module: str | None) -> bool:
+    """True for code that comes with PyTorch or Python, whose insides are not looked at."""
+    return (module or "").partition(".")[0] in _OTHERS
+
+
+class Same:
+    """A list of objects, equal to another one of the very same objects."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same) or len(self._objects) != len(other._objects):
+            return False
+        return all(map(operator.is_, self._objects, other._objects))
+
+
+class CodeFacts:
+    """What modules of these classes run, and `functions` besides.
+
+    Attributes:
+        texts: the description; as JSON can hold it.
+        names: all names that the functions use.
+    """
+
+    def __init__(self, kinds: Iterable[type], functions: Iterable[Any]) -> None:
+        self.texts: list[Any] = []
+        self.names: set[str] = set()
+        self._places: list[tuple[Any, str]] = []  # where something was found: a dict or class, and a name
+        self._known: set[int] = set()
+        self._keep: list[Any] = []  # so that no id is given twice
+        self._left: list[types.FunctionType] = []
+        classes = dict.fromkeys(part for kind in kinds for part in kind.__mro__ if part is not object)
+        for part in sorted(classes, key=lambda one: (one.__module__, one.__qualname__)):
+            self._add_class(part)
+        for value in functions:
+            self._add(value)
+        while self._left and len(self._known) < _MAX_FUNCTIONS:
+            self._look_into(self._left.pop())
+
+    def _add_class(self, kind: type) -> None:
+        own = vars(kind)
+        names = ["forward"] if _is_foreign(kind.__module__) else [name for name in own if not name.startswith("__")]
+        for name in sorted(names):
+            if name not in own:
+                continue
+            self._places.append((kind, name))
+            value = own[name]
+            if isinstance(value, _PLAIN):
+                self.texts.append([kind.__qualname__, name, repr(value)])
+            elif (function := _function_of(value)) is not None:
+                self.texts.append([kind.__qualname__, name, code_text(function)])
+                self._add(function)
+
+    def _add(self, value: Any) -> None:
+        function = _function_of(value)
+        if function is not None and id(function) not in self._known and not _is_foreign(function.__module__):
+            self._known.add(id(function))
+            self._keep.append(function)
+            self._left.append(function)
+
+    def _look_into(self, function: types.FunctionType) -> None:
+        text = code_text(function)
+        for name in sorted(set(_names_of(function.__code__))):
+            self.names.add(name)
+            if name not in function.__globals__:
+                continue
+            value = function.__globals__[name]
+            if isinstance(value, (types.ModuleType, type)):
+                continue
+            self._places.append((function.__globals__, name))
+            if isinstance(value, _PLAIN):
+                text.append([name, repr(value)])
+            elif (named := _function_of(value)) is not None:
+                text.append([name, code_text(named)])
+                self._add(named)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                value = cell.cell_contents
+                if isinstance(value, _PLAIN):
+                    text.append(repr(value))
+                elif (inner := _function_of(value)) is not None:
+                    text.append(code_text(inner))
+                    self._add(inner)
+        self.texts.append(text)
+
+    def now(self) -> Same:
+        """What stands now where these were found. Some tenths of a millisecond."""
+        return Same([(place if isinstance(place, dict) else vars(place)).get(name) for place, name in self._places])
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _names_of(const)
