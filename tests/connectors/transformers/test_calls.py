@@ -189,7 +189,7 @@ def test_a_signal_handler_in_the_midst_of_a_call_gets_a_miss(open_cache: Open, m
     model, ids = tiny_model("LlamaConfig"), prompt(60)
     cache, inner = open_cache(model), list[int]()
     greedy(cache, ids)
-    real = cache._load_row
+    real = cache._load_row  # rule: the call is in the midst of it
 
     def load(*arguments: Any) -> int:
         inner.append(cache.restore(ids).get_seq_length())
