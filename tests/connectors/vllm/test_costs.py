@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tiercache.connectors.vllm.costs import (
@@ -10,6 +13,7 @@ from tiercache.connectors.vllm.costs import (
     LEAST_SAMPLES,
     EngineCosts,
     TierBlocks,
+    tiers_of,
 )
 
 SIZE = 16
@@ -122,3 +126,20 @@ def test_with_steps_in_flight_the_time_is_that_of_the_oldest(batches: int) -> No
     load(costs, 0, 8, 7.9 * BLOCK_S)
     load(costs, 0, 4, 4.1 * BLOCK_S)
     assert (choose(costs, 0, 8), choose(costs, 0, 4)) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "tiers"),
+    [
+        (0, 10, (4, 3, 3)),
+        (2, 10, (2, 3, 3)),
+        (4, 10, (0, 3, 3)),
+        (5, 10, (0, 2, 3)),
+        (8, 10, (0, 0, 2)),
+        (0, 3, (3, 0, 0)),
+        (3, 6, (1, 2, 0)),
+    ],
+)
+def test_blocks_of_a_match_are_in_the_tier_that_has_them(first: int, end: int, tiers: tuple[int, int, int]) -> None:
+    match: Any = SimpleNamespace(blocks=10, below_blocks=6, shared_blocks=3)
+    assert tiers_of(match, first, end) == tiers

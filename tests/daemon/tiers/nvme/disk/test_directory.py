@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from disk_rig import ObedientDisk, segment_path
 
 from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory, Home
@@ -65,6 +67,19 @@ def test_every_flipped_bit_of_a_superblock_is_found() -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedSuperblock):
             Superblock.decode(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    ("version", "alignment", "segment_bytes"),
+    [(0, 4096, 1 << 30), (1, 512, 1 << 30), (1, 4096, 0), (1, 4096, 4097), (1, 4096, 1 << 60)],
+)
+def test_a_superblock_of_another_geometry_is_damaged(version: int, alignment: int, segment_bytes: int) -> None:
+    """With a good checksum: another program may have written it."""
+    fields = version, alignment, bytes(16), segment_bytes, 0
+    whole = Superblock(bytes(16), 1 << 30, 0).encode()
+    body = (whole[:8] + struct.pack("<II16sQQ", *fields)).ljust(SIZE_BYTES - 8, b"\0")
+    with pytest.raises(DamagedSuperblock, match="its geometry makes no sense"):
+        Superblock.decode(body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)))
 
 
 # --- opening -------------------------------------------------------------------------------------

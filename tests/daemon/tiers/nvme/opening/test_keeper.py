@@ -73,6 +73,7 @@ async def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_p
     first = rig.dirs[0]
     mine = [chain for chain in CHAINS if rig.shelves[0].has(rig.namespace(), key_of(chain, 0))]
     elsewhere = tmp_path / "elsewhere"
+    writes = rig.tier.stats()["directories"][0]["writes"]
     await take_away(rig, elsewhere)
     [reason] = rig.tier.reasons()
     assert "lock is gone: the directory was removed or unmounted" in reason
@@ -89,6 +90,7 @@ async def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_p
     assert await found(rig) == [8] * len(CHAINS)
     log = first / "index.db-wal"
     assert log.exists()
+    assert rig.tier.stats()["directories"][0]["writes"] == writes + rig.shelves[0].stats()["writes"] > writes
     # And back: the new one is put away while it is open, the old one has its place again.
     first.rename(tmp_path / "new")
     elsewhere.rename(first)
