@@ -25,8 +25,8 @@ for a disk takes memory, and the flushes of others and all blocks to be written 
 MAX_UNWRITTEN_OF_ALL = 32 * MAX_UNWRITTEN
 """The same for all parties together: each process of this host is one."""
 _UNCONFIRMED = (
-    "a disk that hangs or was taken away has not confirmed the flush: its blocks may come back after a restart; flush "
-    "again when it is there, or restart the daemon if it is gone for good"
+    "a disk that is full, hangs or was taken away has not confirmed the flush: its blocks may come back after a "
+    "restart; flush again when it works, or restart the daemon if it is gone for good"
 )
 _KEPT = (
     "the shared store is away: the flush is kept, across restarts too, and the store will be told when it is back; "
