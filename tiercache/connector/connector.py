@@ -79,6 +79,17 @@ from tiercache.protocol.messages import (
 from tiercache.protocol.messages import Hint as HintRequest
 from tiercache.protocol.namespaces import NamespaceSpec
 
+LOAD_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = 60.0
+MAX_QUEUED_LOADS = 256
+MAX_QUEUED_STORES = 64
+MAX_QUESTIONS = 1024
+RAMP_FLOOR_BYTES = 64 << 20
+"""A store of this size proceeds whole even just after the daemon came back."""
+
+T = TypeVar("T")
+
+
 # --- for an engine's scheduler -----------------------------------------------------------------------
 #
 # Nothing here moves a block. Each call is one round trip; a failure is a miss, counted and logged once.
@@ -266,17 +277,6 @@ def check_keys(keys: bytes) -> None:
         raise TypeError(f"keys are bytes, one key after another, not {type(keys).__name__}")
     if len(keys) % KEY_BYTES:
         raise ValueError(f"keys are {KEY_BYTES} bytes each, and these are {len(keys)} bytes")
-
-
-LOAD_TIMEOUT_S = 10.0
-STORE_TIMEOUT_S = 60.0
-MAX_QUEUED_LOADS = 256
-MAX_QUEUED_STORES = 64
-MAX_QUESTIONS = 1024
-RAMP_FLOOR_BYTES = 64 << 20
-"""A store of this size proceeds whole even just after the daemon came back."""
-
-T = TypeVar("T")
 
 
 def connect(
