@@ -233,7 +233,8 @@ class ModelWatch:
         tensors = [(_address(tensor), 0 if tensor.is_inference() else tensor._version) for _, tensor in named]
         named_modules = list(self._model.named_modules())
         configs = _configs(self._model.config)
-        modules = [(name, attributes_of(module, configs)) for name, module in named_modules]
+        names = {id(module): name for name, module in named_modules}
+        modules = [(name, attributes_of(module, configs, names)) for name, module in named_modules]
         beside = [writes_of(module) for _, module in named_modules]
         code = [_code_of_all(self._model.config), *(_code(name, module) for name, module in named_modules)]
         if self._facts is None:
@@ -260,9 +261,9 @@ class ModelWatch:
             self._weights = self._model_id or hash_tensors(self._model)
         self._named = self._named or look
         configs = _configs(self._model.config)
-        whole_modules = [
-            (name, attributes_of(module, configs, whole=True)) for name, module in self._model.named_modules()
-        ]
+        named_modules = list(self._model.named_modules())
+        names = {id(module): name for name, module in named_modules}
+        whole_modules = [(name, attributes_of(module, configs, names, whole=True)) for name, module in named_modules]
         assert self._facts is not None
         facts = [whole_modules, look.aliases, self._facts.texts]
         modules = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -20,8 +21,8 @@ from typing import Any
 import transformers
 import xxhash
 
-_TRANSFORMERS = str(Path(transformers.__file__).parent)
-_OTHERS = frozenset({"torch", "numpy", "builtins", "triton", *sys.stdlib_module_names})
+_TRANSFORMERS = f"{Path(transformers.__file__).parent}{os.sep}"
+_OTHERS = frozenset({"torch", "numpy", "builtins", "triton", "huggingface_hub", *sys.stdlib_module_names})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_FUNCTIONS = 20_000
 
@@ -30,10 +31,23 @@ def code_text(function: types.FunctionType) -> list[Any]:
     """A function's code, defaults and name, without what it refers to; equal in every process of one Python version."""
     code = function.__code__
     name = f"{function.__module__}.{function.__qualname__}"
-    if code.co_filename.startswith(_TRANSFORMERS):
+    if _is_of_transformers(function):
         return [name]
-    defaults = [repr(value) if isinstance(value, _PLAIN) else "" for value in function.__defaults__ or ()]
+    named = (function.__kwdefaults__ or {}).values()
+    defaults = [repr(value) if isinstance(value, _PLAIN) else "" for value in (*(function.__defaults__ or ()), *named)]
     return [name, defaults, _digest(code)]
+
+
+def _is_of_transformers(function: types.FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_TRANSFORMERS)
+
+
+def _has_settings(function: types.FunctionType) -> bool:
+    """True if values in the function's module can be settings of how a model computes.
+
+    In transformers those of its models only: others are the ids of sessions, clients and what is loaded on first use.
+    """
+    return not _is_of_transformers(function) or function.__module__.startswith("transformers.models.")
 
 
 def _digest(code: types.CodeType) -> str:
@@ -56,8 +70,9 @@ def _function_of(value: Any) -> types.FunctionType | None:
 
 
 def _is_foreign(module: str | None) -> bool:
-    """True for code that comes with PyTorch or Python, whose insides are not looked at."""
-    return (module or "").partition(".")[0] in _OTHERS
+    """True for code that computes nothing of a model's own, whose insides are not looked at."""
+    module = module or ""
+    return module.partition(".")[0] in _OTHERS or module.startswith("transformers.utils.")
 
 
 class Same:
@@ -87,7 +102,7 @@ class CodeFacts:
         self.names: set[str] = set()
         self._places: list[tuple[Any, str]] = []  # where something was found: a dict or class, and a name
         self._known: set[int] = set()
-        self._keep: list[Any] = []  # so that no id is given twice
+        self._functions: list[types.FunctionType] = []  # kept, so that no id is given twice
         self._left: list[types.FunctionType] = []
         classes = dict.fromkeys(part for kind in kinds for part in kind.__mro__ if part is not object)
         for part in sorted(classes, key=lambda one: (one.__module__, one.__qualname__)):
@@ -115,7 +130,7 @@ class CodeFacts:
         function = _function_of(value)
         if function is not None and id(function) not in self._known and not _is_foreign(function.__module__):
             self._known.add(id(function))
-            self._keep.append(function)
+            self._functions.append(function)
             self._left.append(function)
 
     def _look_into(self, function: types.FunctionType) -> None:
@@ -127,12 +142,14 @@ class CodeFacts:
             value = function.__globals__[name]
             if isinstance(value, (types.ModuleType, type)):
                 continue
-            self._places.append((function.__globals__, name))
-            if isinstance(value, _PLAIN):
-                text.append([name, repr(value)])
-            elif (named := _function_of(value)) is not None:
+            if (named := _function_of(value)) is not None:
                 text.append([name, code_text(named)])
                 self._add(named)
+            elif not _has_settings(function):
+                continue
+            elif isinstance(value, _PLAIN):
+                text.append([name, repr(value)])
+            self._places.append((function.__globals__, name))
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty one
                 value = cell.cell_contents
@@ -145,7 +162,8 @@ class CodeFacts:
 
     def now(self) -> Same:
         """What stands now where these were found. Some tenths of a millisecond."""
-        return Same([(place if isinstance(place, dict) else vars(place)).get(name) for place, name in self._places])
+        values = [(place if isinstance(place, dict) else vars(place)).get(name) for place, name in self._places]
+        return Same([*values, *(function.__code__ for function in self._functions)])
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:

@@ -4,6 +4,7 @@ hashed, and the functions among them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import functools
@@ -11,7 +12,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,15 +53,19 @@ _STATES = ("quant_state", "state2")
 """Attributes of bitsandbytes parameters that hold further tensors."""
 
 
-def attributes_of(module: torch.nn.Module, configs: Sequence[Any] = (), whole: bool = False) -> dict[str, Any]:
+def attributes_of(
+    module: torch.nn.Module, configs: Sequence[Any] = (), names: Mapping[int, str] | None = None, whole: bool = False
+) -> dict[str, Any]:
     """A module's class and attributes, as JSON can hold them and equal in every process.
 
-    Leaves out `configs`, which are checked elsewhere. Tensors are represented by their sample (`weights/sample.py`)
-    unless they are wanted `whole`; objects of packages that keep much in them by their class.
+    Leaves out `configs`, which are checked elsewhere, and the modules of the model, of which `names` has the names by
+    their ids. Tensors are represented by their sample (`weights/sample.py`) unless they are wanted `whole`; objects of
+    packages that keep much in them by their class.
     """
+    how = _How(names or {}, whole)
     kind = type(module)
     values = {
-        key: _value(value, 0, whole)
+        key: _value(value, 0, how)
         for key, value in vars(module).items()
         if key not in _IGNORED and not (key == "config" and any(value is config for config in configs))
     }
@@ -78,12 +83,17 @@ def functions_of(module: torch.nn.Module) -> list[Any]:
     return [value for key, value in vars(module).items() if key not in _IGNORED and isinstance(value, _FUNCTIONS)]
 
 
-def _value(value: Any, depth: int, whole: bool) -> Any:
+class _How(NamedTuple):
+    names: Mapping[int, str]
+    whole: bool
+
+
+def _value(value: Any, depth: int, how: _How) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value if kind in (bool, int, str, type(None)) else repr(value)
     if isinstance(value, torch.Tensor):
-        return _whole_tensor(value) if whole else _tensor(value)
+        return _whole_tensor(value) if how.whole else _tensor(value)
     if isinstance(value, (np.generic, np.ndarray)):
         return _array(value)
     if isinstance(value, (torch.dtype, torch.device)):
@@ -91,11 +101,13 @@ def _value(value: Any, depth: int, whole: bool) -> Any:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, enum.Enum):
         return [name, value.name]
+    if isinstance(value, (int, float, str)):  # of a class of somebody's
+        return [name, next(repr(base(value)) for base in (int, float, str) if isinstance(value, base))]
     if isinstance(value, types.FunctionType):
-        cells = [_cell(cell, depth, whole) for cell in value.__closure__ or ()] if depth < _DEEPEST else []
+        cells = [_cell(cell, depth, how) for cell in value.__closure__ or ()] if depth < _DEEPEST else []
         return [*code_text(value), cells]
     if depth < _DEEPEST:
-        inner = functools.partial(_value, depth=depth + 1, whole=whole)
+        inner = functools.partial(_value, depth=depth + 1, how=how)
         if isinstance(value, Mapping):
             items = sorted(([repr(key), inner(item)] for key, item in value.items()), key=repr)
             made = getattr(value, "default_factory", None)
@@ -108,37 +120,52 @@ def _value(value: Any, depth: int, whole: bool) -> Any:
         if kind is functools.partial:
             return [inner(part) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, torch.nn.Module):  # in a container, where PyTorch does not see it
-            return [_value_of_module(one, depth + 1) for one in value.modules()]
+            known = how.names.get(id(value))
+            return [name, known] if known is not None else _value_of_module(value, depth + 1, how)
         if isinstance(value, transformers.PretrainedConfig):
-            return [name, inner(value.to_dict())]
-        if kind.__module__.partition(".")[0] not in _CLOSED and (content := _content(value)) is not None:
+            return [name, inner({**value.to_dict(), "_name_or_path": "", "transformers_version": ""})]
+        if _is_open(kind) and (content := _content(value)) is not None:
             return [name, inner(content)]
     if isinstance(value, _FUNCTIONS) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return name
 
 
-def _cell(cell: types.CellType, depth: int, whole: bool) -> Any:
+def _cell(cell: types.CellType, depth: int, how: _How) -> Any:
     try:
-        return _value(cell.cell_contents, depth + 1, whole)
+        return _value(cell.cell_contents, depth + 1, how)
     except ValueError:  # it is empty
         return None
 
 
+def _is_open(kind: type) -> bool:
+    """True for objects whose attributes are looked at."""
+    return kind in (types.SimpleNamespace, argparse.Namespace) or kind.__module__.partition(".")[0] not in _CLOSED
+
+
 def _content(value: Any) -> dict[str, Any] | None:
     """The attributes of an object; None if it has none."""
-    slots = [name for part in type(value).__mro__ for name in getattr(part, "__slots__", ()) if isinstance(name, str)]
+    slots: list[str] = []
+    for part in type(value).__mro__:
+        own = vars(part).get("__slots__", ())
+        slots += [own] if isinstance(own, str) else [name for name in own if isinstance(name, str)]
     if not hasattr(value, "__dict__") and not slots:
         return None
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
 
-def _value_of_module(module: torch.nn.Module, depth: int) -> Any:
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    attributes = {key: _value(value, depth, True) for key, value in vars(module).items() if key not in _IGNORED}
-    kind = type(module)
-    tensors = [[name, _whole_tensor(tensor)] for name, tensor in own]
-    return [f"{kind.__module__}.{kind.__qualname__}", sorted(attributes.items(), key=repr), tensors]
+def _value_of_module(module: torch.nn.Module, depth: int, how: _How) -> Any:
+    """Of a module that is not the model's: all that is below it, too."""
+    found = []
+    for name, part in module.named_modules():
+        if id(part) in how.names:
+            continue
+        kind = type(part)
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        values = [[key, _value(value, depth, how)] for key, value in vars(part).items() if key not in _IGNORED]
+        values += [[key, _whole_tensor(tensor) if how.whole else _tensor(tensor)] for key, tensor in own]
+        found.append([name, f"{kind.__module__}.{kind.__qualname__}", sorted(values, key=repr)])
+    return found
 
 
 def _whole_tensor(tensor: torch.Tensor) -> list[Any]:

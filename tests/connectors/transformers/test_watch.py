@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import get_session
 from tiny_models import Open, greedy, prompt, tiny_model
 
+from tiercache.connectors.transformers.watch import ModelWatch
 from tiercache.connectors.transformers_cache import PrefixCache
+from tiercache.connectors.weights import module_facts
 
 pytestmark = pytest.mark.engine
 IDS = prompt(100)
@@ -52,6 +59,84 @@ def test_an_update_that_pytorch_does_not_count_is_noticed(open_cache: Open, upda
     assert greedy(cache, IDS) == greedy(model, IDS) != before
     assert restored_blocks(cache) == BLOCKS
     assert restored_blocks(open_cache(tiny_model("LlamaConfig"))) == BLOCKS  # whose weights are as they were
+
+
+_PRINT_ROOT = """
+from tiny_models import tiny_model
+from tiercache.connectors.transformers.watch import ModelWatch
+print(ModelWatch(tiny_model("LlamaConfig"), "", "").root().hex())
+"""
+
+
+def test_a_model_has_one_name_in_all_processes() -> None:
+    """Processes share blocks by it: nothing in it may be of one process only, such as the id of its session."""
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    roots = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run([sys.executable, "-c", _PRINT_ROOT], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        roots.add(done.stdout.strip())
+    assert roots == {ModelWatch(tiny_model("LlamaConfig"), "", "").root().hex()}
+
+
+def test_what_other_code_does_with_the_hub_is_no_change_of_the_model(open_cache: Open) -> None:
+    cache = open_cache(tiny_model("LlamaConfig"))
+    before = greedy(cache, IDS)
+    get_session()  # which huggingface_hub keeps in a global, as any request to the Hub does
+    assert restored_blocks(cache) == BLOCKS
+    assert greedy(cache, IDS) == before
+
+
+def test_a_parent_that_a_layer_keeps_in_a_list_is_only_named(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual way not to register a module: its tensors are not hashed again for each layer."""
+    model = tiny_model("LlamaConfig")
+    for layer in model.model.layers:
+        layer.parents = [model]
+    hashed: list[Any] = []
+    monkeypatch.setattr(module_facts, "_whole_tensor", hashed.append)
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    assert restored_blocks(cache) == BLOCKS
+    assert hashed == []
+
+
+def scaled(kind: type, value: float) -> type:
+    def forward(self: Any, x: torch.Tensor, *, scale: float = value) -> Any:
+        return kind.forward(self, x) * scale
+
+    return type("Scaled", (kind,), {"forward": forward})
+
+
+def test_a_function_whose_code_is_exchanged_is_noticed(open_cache: Open) -> None:
+    """As when a notebook reloads a module."""
+    model = tiny_model("LlamaConfig")
+    kind = type("Scaled", (type(model.model.norm),), {"forward": lambda self, x: x * 1.5})
+    model.model.norm.__class__ = kind
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    assert restored_blocks(cache) == BLOCKS
+    kind.forward.__code__ = (lambda self, x: x * 2.5).__code__
+    assert restored_blocks(cache) == 0
+
+
+def test_a_default_of_a_keyword_is_part_of_the_name(open_cache: Open) -> None:
+    models = [tiny_model("LlamaConfig") for _ in range(2)]
+    for model, scale in zip(models, (1.0, 1.5), strict=True):
+        model.model.norm.__class__ = scaled(type(model.model.norm), scale)
+    caches = [open_cache(model) for model in models]
+    greedy(caches[0], IDS)
+    assert [restored_blocks(cache) for cache in caches] == [BLOCKS, 0]
+
+
+def test_attributes_in_a_namespace_are_part_of_the_name(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    model.model.layers[0].mlp.options = SimpleNamespace(scale=1.0)
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    assert restored_blocks(cache) == BLOCKS
+    model.model.layers[0].mlp.options.scale = 2.0
+    assert restored_blocks(cache) == 0
 
 
 def test_an_update_in_the_middle_of_a_generation_is_noticed(open_cache: Open) -> None:
