@@ -156,7 +156,7 @@ class Simulation:
         paper: tuple[Any, Any, Any] = directory, self._catalog, self._queue
         shelf = self._shelf = Shelf(*paper, *known, self.cache.space, lambda: None, lambda: self.now_s)
         tier._shelves.append(shelf)
-        shelf.recovered(True)
+        shelf.recovered(True, ())
 
     def _settle(self) -> None:
         """Do all of the daemon's background work."""

@@ -316,8 +316,10 @@ async def close_shelves(
         shelf.queue.stop(end_s)
     while settle():
         pass  # what was written in time is kept
-    await asyncio.gather(*(runner.blocking("catalog end", partial(one.catalog.close, CLOSE_S)) for one in shelves))
-    over = [shelf for shelf, all_done in zip(shelves, stopped, strict=True) if all_done]  # of others I/O is under way
+    ends = (runner.blocking("catalog end", partial(shelf.catalog.close, CLOSE_S)) for shelf in shelves)
+    closed = zip(shelves, stopped, await asyncio.gather(*ends), strict=True)
+    # Where I/O or a transaction is still under way, the directory stays locked until this process has ended.
+    over = [shelf for shelf, has_stopped, has_written in closed if has_stopped and has_written]
     await asyncio.gather(*(runner.blocking("directory end", shelf.directory.close) for shelf in over))
 
 

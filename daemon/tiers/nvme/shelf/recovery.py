@@ -8,7 +8,7 @@ that were flushed, cannot be decrypted, or cannot be true are deleted too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 from tiercache.daemon.index.entries import Table
@@ -61,8 +61,8 @@ class Loaded(Protocol):
     ) -> list[int]:
         """Make rows visible; for each its entry, as `Index.insert_many` returns them."""
 
-    def recovered(self, complete: bool) -> None:
-        """All rows are in; `complete` if all of them could be read."""
+    def recovered(self, complete: bool, numbers: Container[int]) -> None:
+        """All rows are in; `complete` if all of them could be read. `numbers`: namespaces that had some."""
 
 
 class Recovery:
@@ -85,6 +85,7 @@ class Recovery:
         self._released: list[tuple[int, bytes]] = []
         self._refused: dict[int, bytearray] = {}  # rows to be deleted at the end, packed, by namespace
         self._deleting: list[tuple[int, bytearray]] = []  # at the end: rows, each item behind the one before it
+        self._numbers: set[int] = set()  # the catalog's, of namespaces that had rows
         self._raised: dict[int, int] = {}  # epochs of loaded entries, where above their namespace's oldest
 
     def work(self) -> bool:
@@ -93,6 +94,7 @@ class Recovery:
         if batch is None:
             return self.rows.finished and self._finish()
         numbers = batch.fields[2]
+        self._numbers.update(numbers)
         for number in set(numbers):
             alone = numbers.count(number) == len(numbers)
             self._take_in(number, batch if alone else batch.only([other == number for other in numbers]))
@@ -237,7 +239,7 @@ class Recovery:
                 self._shelf.directory.path,
                 self.other_key_rows,
             )
-        self._shelf.recovered(complete=not self.rows.error)
+        self._shelf.recovered(not self.rows.error, self._numbers)
         return False
 
     def _delete_some(self) -> bool:

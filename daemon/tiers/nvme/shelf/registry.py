@@ -136,13 +136,17 @@ class Registry:
         """Inverse of `number`; None for a namespace that is not served."""
         return self._by_number.get(number)
 
-    def forget(self, keep: Container[int]) -> None:
-        """Forget namespaces whose own numbers are not in `keep`, and those that cannot be served: room is limited."""
+    def forget(self, keep: Container[int], with_rows: Container[int]) -> None:
+        """Forget namespaces whose own numbers are not in `keep`: room is limited.
+
+        Those whose numbers in the catalog are in `with_rows` stay as well: their rows may not be deleted for good yet,
+        and a flush has to be recorded for them. So do those that cannot be served until they are dropped.
+        """
         for number, namespace in list(self._by_number.items()):
-            if namespace.number not in keep:
+            if namespace.number not in keep and number not in with_rows:
                 del self._by_number[number], self._numbers[namespace.fingerprint]
                 self._forget_stones(namespace)
-        self._catalog.forget_namespaces(keep=self._by_number)
+        self._catalog.forget_namespaces(keep=self._by_number.keys() | self._to_drop.keys() | self._dropping)
 
     # --- flushes ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -351,12 +351,12 @@ class Shelf:
         """Start reading the catalog's rows; `work` takes them in."""
         self.recovery = Recovery(self, self.catalog.load(self._soon, ROWS_AT_ONCE), self._key_since)
 
-    def recovered(self, complete: bool) -> None:
-        """All rows are in; `complete` if all of them could be read."""
+    def recovered(self, complete: bool, numbers: Container[int]) -> None:
+        """All rows are in; `complete` if all of them could be read. `numbers`: namespaces that had some."""
         self.loading = False
         self.registry.loaded(complete)
         if complete:
-            self.registry.forget(keep=self.index.tables)
+            self.registry.forget(keep=self.index.tables, with_rows=numbers)
 
     def work(self) -> bool:
         """Run a slice of unlinking, loading and the like; True while there is more to do at once."""

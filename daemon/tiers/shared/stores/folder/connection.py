@@ -345,7 +345,11 @@ class FolderConnection:
                     os.unlink(draft, dir_fd=tree.tmp)
 
     def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
-        return self.exists((), (name,), deadline_s).notes[0]
+        with self._tree(deadline_s) as tree:
+            value = self._read_note(tree, name)
+            if value is not None:
+                sync_directory(tree.notes)  # whoever gave it that name may have been stopped before it was on disk
+            return value
 
     def close(self) -> None:
         """Nothing is open between calls, and no thread can end a call under way."""

@@ -6,6 +6,7 @@ import random
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chains import chain_of, key_of
@@ -13,6 +14,7 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock, play
 from tier_rig import TierRig
 
+from tiercache.daemon.tiers.nvme.catalog import writer
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.shelf import recovery
 
@@ -118,6 +120,35 @@ def key_file(path: Path, digits: str) -> Path:
     path.write_text(digits * 64 + "\n")
     path.chmod(0o600)
     return path
+
+
+def test_a_flush_of_blocks_of_another_key_is_durable_only_when_it_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are refused, but not deleted yet: with their own key they would come back."""
+    pytest.importorskip("cryptography")
+    write, full = writer.apply, True
+
+    def apply(*its: Any) -> None:
+        if full:
+            raise sqlite3.OperationalError("database or disk is full")
+        write(*its)
+
+    async def scenario() -> None:
+        nonlocal full
+        chain, key, answers = chain_of("a", 8), key_file(tmp_path / "1", "a"), list[bool]()
+        await one_life(tmp_path, key, chain, 0, 0)
+        monkeypatch.setattr(writer, "apply", apply)
+        rig = await TierRig(tmp_path).open()
+        rig.tier.flush([rig.namespace(block_bytes=60 << 10)], b"", lambda blocks, durable: answers.append(durable))
+        await rig.work()
+        assert True not in answers
+        full = False
+        await rig.until(lambda: not rig.shelves[0].catalog.pending)
+        await rig.crash()
+        await one_life(tmp_path, key, chain, 0, 0)
+
+    play(scenario)
 
 
 async def one_life(root: Path, key: Path | None, chain: bytes, wanted: int, dropped: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -107,6 +108,26 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
         await rig.close()
 
     play(scenario)
+
+
+def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> None:
+    """The disk was full when its directory was opened; a flush of everything comes after that."""
+    disk = MemoryDisk(0, lambda: 0.0)
+    disk.database.namespaces[1] = SavedNamespace(1, "f", b"nothing that can be read", 3)
+    catalog = MemoryCatalog(disk)
+    refused: list[Any] = []
+    raise_epoch = catalog.raise_epoch
+    catalog.raise_epoch = lambda number, epoch, done: refused.append(done)  # type: ignore[method-assign]
+    registry = Registry("d", catalog, SavedNames.read(catalog.state()), Cache(lambda: 0.0).space)
+    refused.pop()(False)
+    catalog.raise_epoch = raise_epoch  # type: ignore[method-assign]
+    registry.loaded(complete=True)
+    registry.forget(keep=(), with_rows=())
+    answers: list[bool] = []
+    registry.drop_unserved(answers.append)
+    catalog.commit()
+    assert answers == [True]
+    assert disk.database.namespaces[1].epoch == 4
 
 
 def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
