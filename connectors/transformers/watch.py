@@ -85,9 +85,13 @@ def _code_of_all(config: Any) -> tuple[str, list[Any]]:
 
 
 def _attention_of(config: Any) -> list[Any]:
-    """The functions registered for the kinds of attention that a config names, and those that make their masks."""
+    """The functions registered for the kinds of attention that a config names, those that make their masks, and
+    PyTorch's own, which people replace.
+    """
     kinds = sorted({str(getattr(part, "_attn_implementation", None)) for part in _configs(config)})
-    return [table.get(kind) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for kind in kinds]
+    tables = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    registered = [table.get(kind) for table in tables for kind in kinds]
+    return [*registered, torch.nn.functional.scaled_dot_product_attention]
 
 
 def _aliases(model: Any) -> list[tuple[str, str]]:

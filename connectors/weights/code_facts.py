@@ -114,11 +114,13 @@ class CodeFacts:
 
     def _add_class(self, kind: type) -> None:
         own = vars(kind)
-        names = ["forward"] if _is_foreign(kind.__module__) else [name for name in own if not name.startswith("__")]
+        called = ["forward", "__call__"]
+        named = [name for name in own if not name.startswith("__") or name in called]
+        names = called if _is_foreign(kind.__module__) else {*called, *named}
         for name in sorted(names):
+            self._places.append((kind, name))  # also of one that may come later
             if name not in own:
                 continue
-            self._places.append((kind, name))
             value = own[name]
             if isinstance(value, _PLAIN):
                 self.texts.append([kind.__qualname__, name, repr(value)])

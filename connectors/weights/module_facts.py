@@ -69,7 +69,10 @@ def attributes_of(
         for key, value in vars(module).items()
         if key not in _IGNORED and not (key == "config" and any(value is config for config in configs))
     }
-    return {"": f"{kind.__module__}.{kind.__qualname__}", **values}
+    found = {"": f"{kind.__module__}.{kind.__qualname__}", **values}
+    if kind.__module__.partition(".")[0] not in _CLOSED:  # several classes that a function made have one name
+        found["()"] = _value(kind.forward, 0, how)
+    return found
 
 
 def writes_of(module: torch.nn.Module) -> list[int]:

@@ -101,11 +101,48 @@ def test_a_parent_that_a_layer_keeps_in_a_list_is_only_named(open_cache: Open, m
     assert hashed == []
 
 
+def closed_over(kind: type, scale: float) -> type:
+    return type("Closed", (kind,), {"forward": lambda self, x: kind.forward(self, x) * scale})
+
+
 def scaled(kind: type, value: float) -> type:
     def forward(self: Any, x: torch.Tensor, *, scale: float = value) -> Any:
         return kind.forward(self, x) * scale
 
     return type("Scaled", (kind,), {"forward": forward})
+
+
+def test_classes_of_one_name_are_told_apart(open_cache: Open) -> None:
+    """Which a function made: the same ones on other layers are another model."""
+    models = [tiny_model("LlamaConfig") for _ in range(2)]
+    for model, scales in zip(models, ((1.0, 1.5), (1.5, 1.0)), strict=True):
+        for layer, scale in zip(model.model.layers, scales, strict=False):
+            layer.input_layernorm.__class__ = closed_over(type(layer.input_layernorm), scale)
+    caches = [open_cache(model) for model in models]
+    greedy(caches[0], IDS)
+    assert [restored_blocks(cache) for cache in caches] == [BLOCKS, 0]
+
+
+def test_a_replaced_function_of_pytorch_is_noticed(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packages with faster attention do it."""
+    real = torch.nn.functional.scaled_dot_product_attention
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *its, **by: real(*its, **by) * 1.5)
+    assert restored_blocks(cache) == 0
+    assert restored_blocks(open_cache(model)) == 0
+
+
+def test_a_replaced_call_of_a_layer_is_noticed(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    real = torch.nn.Module.__call__
+    norm = type(model.model.norm)
+    monkeypatch.setattr(norm, "__call__", lambda self, x: real(self, x) * 1.5)
+    assert restored_blocks(cache) == 0
+    assert restored_blocks(open_cache(model)) == 0
 
 
 def test_a_function_whose_code_is_exchanged_is_noticed(open_cache: Open) -> None:
