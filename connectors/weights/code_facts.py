@@ -94,12 +94,10 @@ class CodeFacts:
 
     Attributes:
         texts: the description; as JSON can hold it.
-        names: all names that the functions use.
     """
 
     def __init__(self, kinds: Iterable[type], functions: Iterable[Any]) -> None:
         self.texts: list[Any] = []
-        self.names: set[str] = set()
         self._places: list[tuple[Any, str]] = []  # where something was found: a dict or class, and a name
         self._known: set[int] = set()
         self._functions: list[types.FunctionType] = []  # kept, so that no id is given twice
@@ -138,7 +136,6 @@ class CodeFacts:
     def _look_into(self, function: types.FunctionType) -> None:
         text = code_text(function)
         for name in sorted(set(_names_of(function.__code__))):
-            self.names.add(name)
             if name not in function.__globals__:
                 continue
             value = function.__globals__[name]
