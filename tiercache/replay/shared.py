@@ -229,7 +229,7 @@ class PaperShared(SharedTier):
         super().__init__(settings, regions, lambda: None, clock_s)
         self.connection = PaperConnection(store, host)
         self.lines = PaperLines(self.connection)
-        self._lines = cast(Lines, self.lines)
+        self.access._lines = cast(Lines, self.lines)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         """No look-up takes so long that its time is up."""
@@ -241,10 +241,10 @@ class PaperShared(SharedTier):
         names = self._flushed_notes([one for one in namespaces if not one.spec.dram_only], key, named)
 
         def end() -> None:
-            job = FlushJob({name: new_note() for name in names}, set(), lambda job: None)
+            job = FlushJob(self.access, {name: new_note() for name in names}, set())
             job.run(self.connection)
-            self.epochs.learn(job.learned)
-            self.presence.forget()
+            self.access.epochs.learn(job.learned)
+            self.access.presence.forget()
             self._writes.flushed(frozenset(names))
             done(True)
 

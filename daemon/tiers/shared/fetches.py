@@ -8,7 +8,7 @@ frame, and is proved there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get
 from tiercache.protocol.messages import KEY_BYTES
 
-from .epochs import EpochReader, Epochs, deadline
-from .lines import SharedJob
+from .access import StoreAccess
+from .epochs import EpochReader, deadline
+from .lines import LineUse, SharedJob
 from .memory import frame_view, thread_scratch
 from .naming import Scope, lifetime_s
-from .presence import Presence
-from .value import HEADER_BYTES, PACK_BYTES, ValueForm, announced_bytes
+from .value import HEADER_BYTES, PACK_BYTES, announced_bytes
 
 FETCH_S = 2.0
 """Deadline of a job, beside the time that the bytes of its blocks may take."""
@@ -81,20 +81,16 @@ def _nothing() -> memoryview:
 
 
 class FetchJob(SharedJob):
-    """Reads a few blocks. `ended(job)` is called on the event loop when all of them are done."""
+    """Reads a few blocks."""
 
-    def __init__(
-        self, form: ValueForm, epochs: Epochs, fetches: Sequence[Fetch], ttl_s: float, ended: Callable[[FetchJob], None]
-    ) -> None:
-        super().__init__()
+    def __init__(self, access: StoreAccess, fetches: Sequence[Fetch]) -> None:
+        super().__init__(access)
         self.fetches = fetches
         self.stale = False
         """Another host has flushed: nothing that was claimed is true."""
-        self.learned: dict[bytes, bytes] = {}
-        self._form = form
-        self._epochs = epochs
-        self._ttl_s = ttl_s
-        self._ended = ended
+        self._form = access.settings.form
+        self._epochs = access.epochs
+        self._ttl_s = access.settings.ttl_s
 
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
@@ -177,16 +173,9 @@ class FetchJob(SharedJob):
             if fetch.outcome is FetchOutcome.PENDING:
                 self._settle(fetch, outcome, 0)
 
-    def ended(self) -> None:
-        """See `SharedJob`."""
-        self._ended(self)
-
 
 class SharedSource:
     """Implements `Source`. Event loop only.
-
-    `submit(fetches)` makes a job of them and gives it to a line; `away()`: whether the store is; `soon()` asks for a
-    slice of work before the next tick; `told(kept)`: see `Source.kept_word`.
 
     It is trusted once something has arrived, and while it delivers what it said it has: one that says so of what it
     has not would have all of DRAM evicted. What was only inferred may be missing: a client can make up keys.
@@ -194,42 +183,28 @@ class SharedSource:
 
     retired = False
 
-    def __init__(
-        self,
-        submit: Callable[[list[Fetch]], None],
-        scope_of: Callable[[Namespace, bytes], Scope],
-        pack_of: Callable[[Namespace], int],
-        away: Callable[[], bool],
-        presence: Presence,
-        soon: Callable[[], None],
-        told: Callable[[bool], None],
-    ) -> None:
+    def __init__(self, access: StoreAccess) -> None:
         self.tally = FetchTally()
         self.trusted = False
-        self._submit = submit
-        self._scope_of = scope_of
-        self._pack_of = pack_of
-        self._away = away
-        self._presence = presence
-        self._soon = soon
-        self._told = told
+        self._access = access
+        self._presence = access.presence
 
     @property
     def offline(self) -> bool:
         """See `Source`."""
-        return self._away()
+        return self._access.away
 
     def kept_word(self, kept: bool) -> None:
         """See `Source`."""
         self.trusted = kept
-        self._told(kept)
+        self._access.kept_word(kept)
 
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[HeldBlock]:
         """See `Source`. The store keeps what it likes: nothing is held there."""
-        if self._away():
+        if self._access.away:
             return ()
-        pack, held = self._pack_of(namespace), list[HeldBlock]()
-        scope, generation = self._scope_of(namespace, keys[:KEY_BYTES]), self._presence.generation(namespace)
+        pack, held = self._access.pack_of(namespace), list[HeldBlock]()
+        scope, generation = self._access.scope_of(namespace, keys[:KEY_BYTES]), self._presence.generation(namespace)
         for number in numbers:
             last = (number // pack + 1) * pack - 1
             name_key = keys[last * KEY_BYTES : (last + 1) * KEY_BYTES]
@@ -256,9 +231,12 @@ class SharedSource:
             self._submit(some)
         return True
 
+    def _submit(self, fetches: Sequence[Fetch]) -> None:
+        self._access.submit(FetchJob(self._access, fetches), LineUse.FETCH)
+
     def let_go(self, fetches: Sequence[Fetch]) -> None:
         """See `Source`."""
-        self._soon()  # leases grow before the next tick
+        self._access.soon()  # leases grow before the next tick
         for fetch in fetches:
             if fetch.outcome is FetchOutcome.OK:
                 self._presence.note(fetch.namespace, fetch.key, fetch.held.generation)

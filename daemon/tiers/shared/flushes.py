@@ -26,8 +26,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, StoreError, StoreProblem
 from tiercache.ground.file_systems import make_directory, sync_directory
 
-from .epochs import Epochs, deadline, new_note
-from .lines import SharedJob
+from .access import StoreAccess
+from .epochs import deadline, new_note
+from .lines import JobOwner, LineUse, SharedJob
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -64,14 +65,12 @@ class FlushJob(SharedJob):
     that of another host, it would bring back what that host has flushed.
     """
 
-    def __init__(self, notes: dict[bytes, bytes], tried: set[bytes], ended: Callable[[FlushJob], None]) -> None:
-        super().__init__()
+    def __init__(self, owner: JobOwner, notes: dict[bytes, bytes], tried: set[bytes]) -> None:
+        super().__init__(owner)
         self.notes = notes
         self.tried = tried
-        self.learned: dict[bytes, bytes] = {}
         self.deleted: list[bytes] = []
         """Notes for whose successors the store has no room: the host that next needs one makes it."""
-        self._ended = ended
 
     @property
     def replaced(self) -> list[bytes]:
@@ -114,10 +113,6 @@ class FlushJob(SharedJob):
             connection.delete([name], until_s)
             self.deleted.append(name)
 
-    def ended(self) -> None:
-        """See `SharedJob`."""
-        self._ended(self)
-
 
 class _Wanted(NamedTuple):
     """What is to become of a note, and by which flush that was last wanted.
@@ -131,22 +126,13 @@ class _Wanted(NamedTuple):
 
 
 class SharedFlushes:
-    """Event loop only, but for the file, which a thread writes. `away()`: whether the store is; see `store_is_back`."""
+    """Event loop only, but for the file, which a thread writes."""
 
-    def __init__(
-        self,
-        epochs: Epochs,
-        state: Path,
-        submit: Callable[[FlushJob], None],
-        job_ended: Callable[[FlushJob], None],
-        away: Callable[[], bool],
-        uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
-        self._epochs = epochs
-        self._file = _StateFile(state)
-        self._submit = submit
-        self._job_ended = job_ended
-        self._away = away
+    def __init__(self, access: StoreAccess, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        access.on_back = self.store_is_back
+        self._access = access
+        self._epochs = access.epochs
+        self._file = _StateFile(access.settings.state)
         self._uniform = uniform
         self._pause_s = FIRST_PAUSE_S
         self.tries = 0
@@ -256,21 +242,22 @@ class SharedFlushes:
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        if self._job is None and self._notes and not self._away():
+        if self._job is None and self._notes and self._access.breaker.closed:
             self.tries += 1
             # Those not tried yet come first: a slow replica must not keep them from the primary.
             wanted_first = sorted(self._notes.items(), key=lambda item: item[1].tried)
             notes = {name: wanted.value for name, wanted in wanted_first}
             tried = {name for name, wanted in self._notes.items() if wanted.tried}
-            self._job, self._job_flushes = FlushJob(notes, tried, self._ended), self._flushes
-            self._submit(self._job)
+            self._job, self._job_flushes = FlushJob(self, notes, tried), self._flushes
+            self._access.submit(self._job, LineUse.LOOKUP)
 
     def store_is_back(self) -> None:
         """It answers again: tell it now."""
         self._pause_s = FIRST_PAUSE_S
         self._tell()
 
-    def _ended(self, job: FlushJob) -> None:
+    def job_ended(self, job: FlushJob) -> None:
+        """See `JobOwner`."""
         self._job, flushes = None, self._job_flushes
         # Those that are left out were wanted again meanwhile.
         present = {name: note for name in job.notes if (note := self._notes.get(name)) and note.number <= flushes}
@@ -281,7 +268,7 @@ class SharedFlushes:
             del self._notes[name]
         self._let_go(told)
         self._epochs.learn({name: job.learned[name] for name in told if name in job.learned})
-        self._job_ended(job)
+        self._tell_access(job)
         if job.was_cut_short:
             self._pause_s = FIRST_PAUSE_S
             self._tell()
@@ -299,6 +286,15 @@ class SharedFlushes:
             self._tell()
         elif self._saved:
             self._save()
+
+    def _tell_access(self, job: FlushJob) -> None:
+        self._access.notes_changed(job.replaced)  # of more than was flushed, where a note stands for several
+        if job.problem is None or job.was_cut_short:
+            self._access.worked(FlushJob)
+        elif isinstance(job.problem, NotReplicated):
+            log.warning("a flush of the shared store is tried again: %s", job.problem.text)
+        else:
+            self._access.failed(job.problem, FlushJob)
 
     def _time_is_up(self, number: int) -> None:
         if any(waiting <= number for waiting, _ in self._waiting):

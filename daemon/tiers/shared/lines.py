@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from typing import Any, Protocol
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, SharedStore, StoreError, StoreProblem
 
@@ -36,15 +37,25 @@ class LineUse(Enum):
     WRITE = "write"
 
 
+class JobOwner(Protocol):
+    """The part of the tier that made a job."""
+
+    def job_ended(self, job: Any) -> None:
+        """Its job has ended; on the event loop."""
+
+
 class SharedJob(ABC):
-    """Work for a thread with a connection."""
+    """Work for a thread with a connection. Its owner is told when it has ended."""
 
     problem: StoreError | None = None
-    """Why it failed, for `ended`."""
+    """Why it failed."""
     idle = False
     """It ended without an answer of the store: that says nothing about the store."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: JobOwner) -> None:
+        self.owner = owner
+        self.learned: dict[bytes, bytes] = {}
+        """Notes that it has read, by their names."""
         self.given_up: Callable[[], bool] = lambda: False
         """Any thread: whether the store went away since the job was queued. Then it is not asked."""
         self.post: Callable[[Callable[[], None]], None] = lambda call: None
@@ -54,9 +65,9 @@ class SharedJob(ABC):
     def run(self, connection: Connection) -> None:
         """Do it, on a thread; may raise StoreError."""
 
-    @abstractmethod
     def ended(self) -> None:
         """It has ended; on the event loop."""
+        self.owner.job_ended(self)
 
 
 class Lines:

@@ -22,7 +22,7 @@ from tiercache.daemon.tiers.shared.stores.store import Connection
 from tiercache.protocol.messages import KEY_BYTES
 
 from .epochs import EPOCH_TRIES, EpochReader, Epochs, StaleEpoch, deadline
-from .lines import SharedJob
+from .lines import JobOwner, SharedJob
 from .naming import Scope
 from .presence import PromptName, prompt_name
 from .search import ChainAsk, Probe, WindowAsk, longest_run
@@ -45,15 +45,15 @@ class LookupJob(SharedJob):
 
     def __init__(
         self,
+        owner: JobOwner,
         epochs: Epochs,
         namespaces: Sequence[Namespace],
         keys: bytes,
         asks: Sequence[ChainAsk | WindowAsk],
         pack: int,
         bad: Sequence[set[bytes]],
-        done: Callable[[LookupJob], None],
     ) -> None:
-        super().__init__()
+        super().__init__(owner)
         self.namespaces = namespaces
         self.keys = keys
         self.asks = asks
@@ -61,7 +61,6 @@ class LookupJob(SharedJob):
         self.stored: dict[int, set[int]] = {}
         self.said: list[tuple[Namespace, bytes]] = []
         """Keys that name the values which the store said it has; the rest of what is claimed is inferred."""
-        self.learned: dict[bytes, bytes] = {}
         self.found = False
         """True if `end` and `stored` were found, under `epochs`."""
         self.epochs: dict[Scope, bytes] = {}
@@ -69,7 +68,6 @@ class LookupJob(SharedJob):
         self._known = epochs
         self._pack = pack
         self.bad = bad
-        self._done = done
         bucket = self._naming.bucket(keys[:KEY_BYTES])
         self._scopes = [Scope(one.fingerprint, bucket) for one in namespaces]
 
@@ -135,10 +133,6 @@ class LookupJob(SharedJob):
     def _name_of(self, probe: Probe, reader: EpochReader) -> bytes:
         scope = self._scopes[probe[0]]
         return self._naming.block(scope, reader.of(scope), self._name_key(probe))
-
-    def ended(self) -> None:
-        """See `SharedJob`."""
-        self._done(self)
 
 
 class Waiter:

@@ -5,14 +5,14 @@ exists + notes ─► are the names the present ones? ─► seal, put, a few at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put
 
 from .epochs import EPOCH_TRIES, EpochReader, Epochs, StaleEpoch, deadline
-from .lines import SharedJob
+from .lines import JobOwner, SharedJob
 from .memory import frame_view, thread_scratch
 from .naming import Scope
 from .value import ValueForm
@@ -46,23 +46,21 @@ class WriteJob(SharedJob):
 
     def __init__(
         self,
+        owner: JobOwner,
         form: ValueForm,
         epochs: Epochs,
         values: Sequence[ValueWrite],
         generations: Sequence[int],
-        ended: Callable[[WriteJob], None],
     ) -> None:
-        super().__init__()
+        super().__init__(owner)
         self.values = values
         self.generations = generations
         self.fates = [Fate.UNKNOWN] * len(values)
         self.outdated = [False] * len(values)
         """Of each value, whether a host has flushed since its frames were held: it may be what was flushed."""
         self.sent_bytes = [0] * len(values)
-        self.learned: dict[bytes, bytes] = {}
         self._form = form
         self._epochs = epochs
-        self._ended = ended
         self._begun = {value.scope: epochs.of(value.scope) for value in values}
         self._flushes = epochs.flushes
 
@@ -142,7 +140,3 @@ class WriteJob(SharedJob):
             if len(value.blocks) > 1 and len(body) < room:
                 parts.append(bytes(room - len(body)))  # blocks of a pack are found by their place
         return parts
-
-    def ended(self) -> None:
-        """See `SharedJob`."""
-        self._ended(self)

@@ -21,12 +21,11 @@ from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.shared.stores.store import Fate
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT
 
+from .access import StoreAccess
 from .ancestry import Ancestry
 from .byte_rate import ByteRate
-from .epochs import Epochs
-from .naming import Scope, lifetime_s
-from .presence import Presence
-from .value import ValueForm
+from .lines import LineUse
+from .naming import lifetime_s
 from .write_job import SharedWrite, ValueWrite, WriteJob
 
 MAX_QUEUED = 65_536
@@ -53,44 +52,20 @@ class _Queued(NamedTuple):
 
 
 class SharedWrites:
-    """Event loop only. `submit(job)` gives a job to a line; `may_write()`: whether the store takes writes now.
-
-    `share()`: the part of the usual load that it should get after it was away.
-    """
+    """Event loop only. `budget`: of the bytes that are sent."""
 
     def __init__(
-        self,
-        space: Space,
-        regions: dict[int, Region],
-        form: ValueForm,
-        epochs: Epochs,
-        presence: Presence,
-        ancestry: Ancestry,
-        *,
-        when: str,
-        budget: ByteRate,
-        ttl_s: float,
-        pack_of: Callable[[Namespace], int],
-        scope_of: Callable[[Namespace, bytes], Scope],
-        may_write: Callable[[], bool],
-        share: Callable[[], float],
-        submit: Callable[[WriteJob], None],
-        ended: Callable[[WriteJob], None],
-        soon: Callable[[], None],
+        self, access: StoreAccess, space: Space, regions: dict[int, Region], ancestry: Ancestry, budget: ByteRate
     ) -> None:
-        self.when = when
+        self.when = access.settings.write
         self.written_blocks = self.written_bytes = 0
         self.there_blocks = 0
         """Blocks that the store had already."""
         self.failed_blocks = 0
         self.skipped_queue_full = self.skipped_evicted = self.skipped_unplaced = 0
         self._space, self._regions = space, regions
-        self._form, self._epochs = form, epochs
-        self._presence, self._ancestry = presence, ancestry
-        self._ttl_s = ttl_s
-        self._pack_of, self._scope_of = pack_of, scope_of
-        self._may_write, self._share = may_write, share
-        self._submit, self._tell_ended, self._soon = submit, ended, soon
+        self._access, self._breaker = access, access.breaker
+        self._presence, self._ancestry = access.presence, ancestry
         self._queue: deque[_Queued] = deque()
         self._queued: set[tuple[int, bytes]] = set()
         self._chains: deque[tuple[Namespace, bytes, int]] = deque()  # keys of matched runs, and the next to offer
@@ -114,18 +89,18 @@ class SharedWrites:
 
     def matched(self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int) -> None:
         """A client asked for these: blocks in DRAM that the store lacks are worth sending (again)."""
-        if self.when == "evicted" or not dram_blocks or not self._may_write():
+        if self.when == "evicted" or not dram_blocks or not self._breaker.may_write:
             return
         run = keys[: dram_blocks * KEY_BYTES]
         for namespace in namespaces[:CONSIDERED_AT_ONCE]:
-            pack = self._pack_of(namespace)
+            pack = self._access.pack_of(namespace)
             end = dram_blocks // pack * pack * KEY_BYTES
             last = run[end - KEY_BYTES : end]  # of what can be in the store
             if namespace.spec.dram_only or not last or self._presence.has(namespace, last):
                 continue
             if len(self._chains) < CONSIDERED_AT_ONCE:
                 self._chains.append((namespace, run, 0))
-                self._soon()
+                self._access.soon()
 
     def evicted(self, entry: int) -> None:
         """DRAM is about to evict a block; its frame may be held until it is sent."""
@@ -134,9 +109,9 @@ class SharedWrites:
         key, frame, size = index.key[entry], index.frame[entry], namespace.size_class.frame_bytes
         if not index.attached(entry):
             return  # it was flushed, and waits to be unlinked
-        if namespace.spec.dram_only or self._presence.has(namespace, key) or not self._may_write():
+        if namespace.spec.dram_only or self._presence.has(namespace, key) or not self._breaker.may_write:
             return
-        if self._ancestry.place(namespace, key) is None or self._pack_of(namespace) > 1:
+        if self._ancestry.place(namespace, key) is None or self._access.pack_of(namespace) > 1:
             self.skipped_unplaced += 1
         elif self._evicted_bytes + self.in_flight_bytes + size > self._at_most(MAX_EVICTED_BYTES):
             self.skipped_queue_full += 1
@@ -163,7 +138,7 @@ class SharedWrites:
     def _put(self, wanted: _Queued) -> None:
         self._queued.add((wanted.namespace.number, wanted.key))
         self._queue.append(wanted)
-        self._soon()
+        self._access.soon()
 
     @property
     def queued(self) -> int:
@@ -181,7 +156,7 @@ class SharedWrites:
         """Give jobs to the lines, as many as there is room for; True when it stopped to let others run."""
         self._offer_chains()
         considered, values, size_bytes = 0, list[ValueWrite](), 0
-        may_write, most_bytes = self._may_write(), self._at_most(MAX_IN_FLIGHT_BYTES) * self._share()
+        may_write, most_bytes = self._breaker.may_write, self._at_most(MAX_IN_FLIGHT_BYTES) * self._breaker.share
         if not may_write:
             self._let_evicted_go()  # they must not keep their frames for a store that takes nothing
         until_ns = time.perf_counter_ns() + PUMP_NS
@@ -208,7 +183,8 @@ class SharedWrites:
 
     def _begin(self, values: list[ValueWrite]) -> None:
         generations = [self._presence.generation(value.blocks[0].namespace) for value in values]
-        self._submit(WriteJob(self._form, self._epochs, values, generations, self._ended))
+        form, epochs = self._access.settings.form, self._access.epochs
+        self._access.submit(WriteJob(self, form, epochs, values, generations), LineUse.WRITE)
 
     def _take(self, wanted: _Queued) -> ValueWrite | None:
         """The value that a queued block completes, its frames held; None if there is none to send."""
@@ -228,12 +204,12 @@ class SharedWrites:
             return None
         self._in_flight.update((namespace.number, block.key) for block in blocks)
         overwrite = any(map(self._is_to_replace, blocks))
-        ttl_s = lifetime_s(self._ttl_s, place.number)
-        return ValueWrite(self._scope_of(namespace, place.root), blocks, ttl_s, overwrite)
+        ttl_s = lifetime_s(self._access.settings.ttl_s, place.number)
+        return ValueWrite(self._access.scope_of(namespace, place.root), blocks, ttl_s, overwrite)
 
     def _blocks(self, namespace: Namespace, key: bytes) -> list[SharedWrite] | None:
         """The blocks of a value that ends with this one, held; None where it ends none, or not all are in DRAM."""
-        index, pack, found = self._space.index, self._pack_of(namespace), list[tuple[bytes, int]]()
+        index, pack, found = self._space.index, self._access.pack_of(namespace), list[tuple[bytes, int]]()
         place = self._ancestry.place(namespace, key) if pack > 1 else None
         if pack > 1 and (place is None or (place.number + 1) % pack):
             return None
@@ -255,7 +231,8 @@ class SharedWrites:
         address = self._regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
         return SharedWrite(namespace, key, frame, address)
 
-    def _ended(self, job: WriteJob) -> None:
+    def job_ended(self, job: WriteJob) -> None:
+        """See `JobOwner`."""
         told = zip(job.values, job.fates, job.sent_bytes, job.generations, job.outdated, strict=True)
         for value, fate, sent, generation, outdated in told:
             # What was there turned out meanwhile to be another value: it does not count as there.
@@ -276,13 +253,13 @@ class SharedWrites:
                 self.written_bytes += sent
             else:
                 self.there_blocks += count
-        self._tell_ended(job)
+        self._access.took_in(job)
         if self._queue:
-            self._soon()
+            self._access.soon()
 
     def _offer_chains(self) -> None:
         """Offer a slice of what was matched in DRAM and is not known to be in the store."""
-        if not self._chains or not self._may_write():
+        if not self._chains or not self._breaker.may_write:
             self._chains.clear()
             return
         namespace, keys, first = self._chains.popleft()
@@ -304,8 +281,8 @@ class SharedWrites:
             place = self._ancestry.place(wanted.namespace, wanted.key)
             if place is None:
                 return True
-            scope = self._scope_of(wanted.namespace, place.root)
-            return not notes.isdisjoint(self._epochs.naming.notes(scope))
+            scope = self._access.scope_of(wanted.namespace, place.root)
+            return not notes.isdisjoint(self._access.epochs.naming.notes(scope))
 
         self._let_evicted_go(concerned)
 

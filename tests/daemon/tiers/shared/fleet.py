@@ -156,7 +156,7 @@ class Hosts(RuleBasedStateMachine):
         return call() if self.loop.is_running() else self.loop.act(call)
 
     def lines(self, rig: HostRig) -> SteppedLines:
-        lines: Any = rig.shared._lines
+        lines: Any = rig.shared.access._lines
         return lines
 
     def step(self, rig: HostRig, use: LineUse | None = None) -> bool:
@@ -350,7 +350,7 @@ class Hosts(RuleBasedStateMachine):
     def is_idle(self, rig: HostRig) -> bool:
         shared = rig.shared
         idle = shared._writes.idle and not shared._writes.in_flight_bytes and not self.lines(rig).queued
-        return idle and rig.below.settled and shared.breaker.may_write and not shared.flushes.waiting
+        return idle and rig.below.settled and shared.access.breaker.may_write and not shared.flushes.waiting
 
     def host_stores_all(self, host: int, spaces: tuple[int, ...], name: str) -> None:
         for space in spaces:

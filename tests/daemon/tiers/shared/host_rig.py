@@ -194,8 +194,8 @@ def host(store: SharedStore, tmp_path: Path, name: str, **settings: Any) -> Host
 def names_of(one: HostRig, chain: bytes, namespace: Namespace | None = None) -> list[bytes]:
     """The names of a chain's blocks in the store, as a host knows them."""
     shared, space = one.shared, namespace or one.namespace()
-    scope = shared.scope_of(space, chain[:KEY_BYTES])
-    epoch = shared.epochs.of(scope)
+    scope = shared.access.scope_of(space, chain[:KEY_BYTES])
+    epoch = shared.access.epochs.of(scope)
     assert epoch is not None
-    naming = shared.epochs.naming
+    naming = shared.access.epochs.naming
     return [naming.block(scope, epoch, key_of(chain, place)) for place in range(len(chain) // KEY_BYTES)]

@@ -129,5 +129,5 @@ def test_health_has_the_store_s_own_trouble_while_its_calls_work(tmp_path: Path)
     assert tier.reasons() == []
     store.trouble = "files cannot be removed"
     assert tier.reasons() == ["the shared store memory://test: files cannot be removed"]
-    tier.breaker.failed(StoreError(StoreProblem.DENIED, "it rejects us"))
+    tier.access.breaker.failed(StoreError(StoreProblem.DENIED, "it rejects us"))
     assert tier.reasons() == ["the shared store memory://test is away: it rejects us"]

@@ -59,7 +59,7 @@ async def test_a_store_that_claims_what_it_has_not_costs_little_room_and_is_left
     for number in range(2 * FAILURES):
         assert await one.load([space], chain_of(f"cold {number}", 400)) == 0
     assert evicted(one) - before <= FAILURES * BATCH
-    assert one.shared.breaker.state is BreakerState.OPEN
+    assert one.shared.access.breaker.state is BreakerState.OPEN
     assert "says that it has blocks" in one.shared.reasons()[0]
     assert caplog.text.count("is away: ") == 1, "it is told once"
     await one.close(0)
@@ -94,7 +94,7 @@ async def test_a_store_that_delivers_is_asked_for_many_batches_at_a_time(
     other.forget_dram()
     assert await other.load([other.namespace()], chain) == 0
     assert not source.trusted
-    assert other.shared.breaker.closed, "what a store has evicted is no lie yet"
+    assert other.shared.access.breaker.closed, "what a store has evicted is no lie yet"
     await one.close(0)
     await other.close(0)
 
@@ -118,7 +118,7 @@ async def test_a_store_that_delivers_junk_is_trusted_no_longer(tmp_path: Path) -
         assert not one.shared.source.trusted
         assert await one.load([space], chain_of(f"cold {number}", 400)) == 0
     assert evicted(one) - before <= 3 * BATCH
-    assert one.shared.breaker.closed, "it answers, and what it has is replaced"
+    assert one.shared.access.breaker.closed, "it answers, and what it has is replaced"
     for it in (one, other):
         await it.close(0)
 
@@ -144,8 +144,8 @@ async def test_a_prompt_that_the_store_evicts_while_many_wait_for_it_is_one_lie(
     leases = [b.cache.match(b.owner, [space], keys, 60.0, promote=True).lease for keys in prompts]
     growing = b.cache.reads.growing.leases
     await b.until(lambda: all(lease is None or lease.over or lease.lease_id not in growing for lease in leases))
-    assert b.shared.breaker.closed
-    assert "says that it has blocks" in b.shared.breaker.problem
+    assert b.shared.access.breaker.closed
+    assert "says that it has blocks" in b.shared.access.breaker.problem
     for it in (a, b):
         await it.close(0)
 
@@ -176,6 +176,6 @@ async def test_keys_that_a_client_makes_up_are_no_lies_of_the_store(tmp_path: Pa
         prompt = b"".join(made_up)
         assert await b.look_up([space], prompt) == length
         assert await b.load([space], prompt) < length
-    assert (b.shared.breaker.opened, b.shared.breaker.problem) == (0, "")
+    assert (b.shared.access.breaker.opened, b.shared.access.breaker.problem) == (0, "")
     for it in (a, b):
         await it.close(0)

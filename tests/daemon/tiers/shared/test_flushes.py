@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from chains import chain_of
@@ -23,12 +26,14 @@ from memory_store import MemoryStore
 from played import played
 
 from tiercache.daemon.tiers.shared import flushes, presence, writes
-from tiercache.daemon.tiers.shared.breaker import FAILURES
-from tiercache.daemon.tiers.shared.epochs import Epochs
+from tiercache.daemon.tiers.shared.access import StoreAccess
+from tiercache.daemon.tiers.shared.breaker import FAILURES, BreakerState
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import LineUse
 from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
+from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import NotReplicated, StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.value import ValueForm
 from tiercache.protocol.messages import KEY_BYTES
 
 NAME, LENGTH = "x", 2
@@ -149,13 +154,24 @@ class Flushes(Hosts):
 
     def before(self, call: str) -> None:
         if call == "put":
-            epochs = self.working[-1].shared.epochs
+            epochs = self.working[-1].shared.access.epochs
             assert epochs.naming.deployment_note not in epochs.pending, "it sends what is being flushed"
         super().before(call)
 
 
 TestFlushes = in_first_ring(Flushes, examples=40, steps=12)
 TestFlushesForLong = in_stress(Flushes, examples=100, steps=40)
+
+
+def access_to(state: Path, jobs: list[FlushJob] | None = None, naming: Naming | None = None) -> StoreAccess:
+    """Access to a store that gets its jobs when the test says so; without `jobs` it is away."""
+    settings = SharedSettings(MemoryStore(), naming or Naming("d", b""), ValueForm(None), state)
+    collected: Any = SimpleNamespace(submit=lambda job, use: [] if jobs is None else jobs.append(job))
+    access = StoreAccess(settings, lambda: None, time.monotonic, lambda store, uses, call: collected)
+    access.open()
+    if jobs is None:
+        access.breaker.state = BreakerState.OPEN
+    return access
 
 
 @played
@@ -166,8 +182,7 @@ async def test_a_store_that_refuses_is_told_later_and_later(tmp_path: Path) -> N
         pauses.append((low, high))
         return 0.0  # at once
 
-    epochs = Epochs(Naming("d", b""))
-    its = SharedFlushes(epochs, tmp_path / "state", jobs.append, lambda job: None, lambda: False, uniform)
+    its = SharedFlushes(access_to(tmp_path / "state", jobs), uniform)
     its.begin([b"note"], lambda durable: None)
     seen = []
     for number in range(1, 10):
@@ -192,7 +207,7 @@ async def test_a_store_that_refuses_is_told_later_and_later(tmp_path: Path) -> N
 async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_path: Path) -> None:
     loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
     state = tmp_path / "state"
-    its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    its = SharedFlushes(access_to(state))
     its._threads = threads
     blocked = loop.run_in_executor(threads, busy.wait, 60)
     its._save()  # all was told, so the file goes
@@ -210,7 +225,7 @@ async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_pat
 async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_path: Path) -> None:
     loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
     state = tmp_path / "state"
-    its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    its = SharedFlushes(access_to(state))
     its._threads = threads
     for name in (b"one", b"two"):
         loop.run_in_executor(threads, busy.wait, 60)
@@ -226,13 +241,11 @@ class Flusher:
     """The flushes of one host over a store, whose jobs run when the test says so."""
 
     def __init__(self, store: MemoryStore, state: Path) -> None:
-        self.epochs = Epochs(Naming("d", b""))
         self.jobs = list[FlushJob]()
         self.answers = list[bool]()
-        # A pause of 0 seconds: the next job comes at once.
-        self.flushes = SharedFlushes(
-            self.epochs, state, self.jobs.append, lambda job: None, lambda: False, lambda low, high: 0.0
-        )
+        access = access_to(state, self.jobs)
+        self.epochs = access.epochs
+        self.flushes = SharedFlushes(access, lambda low, high: 0.0)  # without a pause the next job comes at once
         self._store = store
 
     def flush(self, *names: bytes) -> None:
@@ -323,7 +336,7 @@ async def test_flushes_that_take_several_jobs_are_no_failures(tmp_path: Path) ->
 
     store.before = before
     assert await one.flush(chain[:KEY_BYTES])
-    assert (one.shared.breaker.opened, one.shared.flushes.tries) == (0, 2 * FAILURES)
+    assert (one.shared.access.breaker.opened, one.shared.flushes.tries) == (0, 2 * FAILURES)
     await one.close()
 
 
@@ -332,26 +345,26 @@ async def test_what_a_flush_took_with_it_is_sent_again(tmp_path: Path, monkeypat
     """While the flush of a bucket waited, another flush made it one of its namespace."""
     one = open_host(MemoryStore(), tmp_path, "a")
     space, second, chain = one.namespace(), one.namespace(tp_rank=1), chain_of("x", 2)
-    naming = one.shared.epochs.naming
+    naming = one.shared.access.epochs.naming
     root = naming.bucket(chain[:KEY_BYTES])
     other = next(keys for n in range(99) if naming.bucket((keys := chain_of(f"other {n}", 2))[:KEY_BYTES]) != root)
     one.store(space, chain)
     one.store(second, other)
     await one.sent()
-    monkeypatch.setattr(one.shared.flushes, "_away", lambda: True)
+    monkeypatch.setattr(one.shared.flushes, "_tell", lambda: None)
     waiting = asyncio.ensure_future(one.flush(chain[:KEY_BYTES]))
     await one.until(lambda: one.shared.flushes.waiting)
     one.store(space, other)
-    await one.until(lambda: one.shared.presence.has(space, other[:KEY_BYTES]))
+    await one.until(lambda: one.shared.access.presence.has(space, other[:KEY_BYTES]))
     monkeypatch.setattr(flushes, "MANY_NOTES", 0)
     monkeypatch.setattr(flushes, "MAX_BUCKETS", 0)
     numbers = len(one.shared.flushes)
     one.shared.begin_flush([second], other[:KEY_BYTES], lambda durable: None)()
     assert len(one.shared.flushes) == numbers
-    monkeypatch.setattr(one.shared.flushes, "_away", lambda: False)
+    monkeypatch.delattr(one.shared.flushes, "_tell")
     one.shared.flushes.store_is_back()
     assert await waiting
-    assert not one.shared.presence.has(space, other[:KEY_BYTES])
+    assert not one.shared.access.presence.has(space, other[:KEY_BYTES])
     assert await one.flush()
     await one.close()
 
@@ -377,8 +390,8 @@ async def test_notes_are_put_together_when_their_number_has_doubled(
         return note_above(note)
 
     monkeypatch.setattr(naming, "note_above", counted)
-    epochs = Epochs(naming)
-    its = SharedFlushes(epochs, tmp_path / "state", lambda job: None, lambda job: None, lambda: True)
+    access = access_to(tmp_path / "state", naming=naming)
+    its, epochs = SharedFlushes(access), access.epochs
     for number in range(400):
         its.end(its.begin([naming.bucket_note(Scope(str(number % 200), number // 200))], lambda durable: None))
     assert len(looked_at) < 2 * 400
@@ -393,8 +406,8 @@ async def test_very_many_notes_become_those_of_their_namespaces(
     """A tenant that flushes every prompt of all its namespaces costs nobody else a block."""
     monkeypatch.setattr(flushes, "MANY_NOTES", 40)
     naming = Naming("d", b"")
-    epochs = Epochs(naming)
-    its = SharedFlushes(epochs, tmp_path / "state", lambda job: None, lambda job: None, lambda: True)
+    access = access_to(tmp_path / "state", naming=naming)
+    its, epochs = SharedFlushes(access), access.epochs
     quiet = {naming.bucket_note(Scope("quiet", 5)), naming.bucket_note(Scope("quiet", 6))}
     its.end(its.begin(quiet, lambda durable: None))
     mine = [f"mine {number}" for number in range(4)]
@@ -421,7 +434,7 @@ async def test_a_flush_that_cannot_be_kept_is_answered_and_its_loss_is_told(
         os.mkfifo(tmp_path / "state.new")
     else:
         state.mkdir()
-    its = SharedFlushes(Epochs(Naming("d", b"")), state, lambda job: None, lambda job: None, lambda: True)
+    its = SharedFlushes(access_to(state))
     answers = list[bool]()
     its.end(its.begin([b"note"], answers.append))
     while not answers:

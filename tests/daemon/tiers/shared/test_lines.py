@@ -44,8 +44,8 @@ async def test_a_line_outlives_whatever_a_store_raises(tmp_path: Path, monkeypat
     store.before = before
     for _ in range(2 * store.connections):
         assert await b.load([b.namespace()], chain) == 0
-        b.shared.presence._unfetchable.clear()
-        b.shared.presence.drop_claims()
+        b.shared.access.presence._unfetchable.clear()
+        b.shared.access.presence.drop_claims()
     assert len(panics) >= 2 * store.connections
     store.work()
     assert await b.load([b.namespace()], chain) == 8
@@ -87,12 +87,10 @@ def test_the_end_cuts_off_calls_under_way() -> None:
             begun.set()
             assert closed.wait(60)
 
-        def ended(self) -> None:
-            """Nobody asks."""
-
+    owner: Any = None  # nobody is told
     store: Any = SimpleNamespace(connect=lambda: SimpleNamespace(close=closed.set))
     line = lines.Lines(store, [(lines.LineUse.FETCH,)], lambda call: None)
-    line.submit(Hangs(), lines.LineUse.FETCH)
+    line.submit(Hangs(owner), lines.LineUse.FETCH)
     assert begun.wait(60)
     until_s = time.monotonic() + 30
     assert line.stop(until_s)

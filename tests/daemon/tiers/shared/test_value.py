@@ -111,11 +111,11 @@ async def test_a_bad_value_is_a_miss_until_the_next_store_replaces_it(tmp_path: 
         b.store(space, CHAIN, first=5)
         await b.sent()
         b.forget_dram()
-        b.shared.presence.forget()
+        b.shared.access.presence.forget()
         assert await b.load([space], CHAIN) == BLOCKS, f"{what}: the next store did not replace it"
-        assert b.shared.presence.has(space, key_of(CHAIN, 5)), "what was fetched is not sent"
+        assert b.shared.access.presence.has(space, key_of(CHAIN, 5)), "what was fetched is not sent"
         b.forget_dram()
-        b.shared.presence.forget()
+        b.shared.access.presence.forget()
     for one in (a, b):
         one.check_end()
         await one.close()
@@ -143,7 +143,7 @@ async def test_a_spoilt_pack_costs_what_is_spoilt(tmp_path: Path) -> None:
         store.values[name] = value
         assert await b.load([b.namespace()], CHAIN) <= found, what
         b.forget_dram()
-        b.shared.presence.forget()
+        b.shared.access.presence.forget()
     read = list[str]()
     store.before = read.append
     assert await b.load([b.namespace()], CHAIN) == BLOCKS

@@ -159,7 +159,7 @@ async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
     waited = a.shared._writes.queued
     a.shared._writes.flushed(frozenset())  # of other chains
     assert a.shared._writes.queued == waited
-    a.shared.breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
+    a.shared.access.breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
     assert a.shared.reasons() == ["the shared store memory://test takes no writes: no room"]
     a.cache.work()
     assert (a.shared._writes.queued, a.shared.stats()["skipped_evicted"]) == (0, waited)
@@ -172,8 +172,8 @@ async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
 async def test_the_end_of_the_daemon_does_not_wait_for_a_store_that_is_away(tmp_path: Path) -> None:
     a = host(MemoryStore(), tmp_path, "a")
     a.store(a.namespace(), chain_of("x", 40))
-    while a.shared.breaker.closed:
-        a.shared.breaker.failed(StoreError(StoreProblem.UNREACHABLE, "no route"))
+    while a.shared.access.breaker.closed:
+        a.shared.access.breaker.failed(StoreError(StoreProblem.UNREACHABLE, "no route"))
     assert await a.close(1e9) == 40
 
 
@@ -188,7 +188,7 @@ async def test_what_turns_out_to_be_bad_while_it_counts_as_there_is_replaced(tmp
 
     def fetched(call: str) -> None:
         if call == "exists":
-            b.shared.presence.could_not_fetch(space, chain, b.shared.presence.generation(space), bad=True)
+            b.shared.access.presence.could_not_fetch(space, chain, b.shared.access.presence.generation(space), bad=True)
 
     space, store.after = b.namespace(), fetched
     b.store(space, chain)
