@@ -120,7 +120,7 @@ def latencies(report: Report, daemon: Daemon) -> None:
                 report.add(f"match_{blocks}{kind}_ms_p50", label, median, "ms", at_most=limit_ms, samples=milliseconds)
         held = match(keys)
 
-        def resolve() -> messages.AnyReply:
+        def resolve() -> messages.Reply:
             return client.call(messages.Resolve, lease=held.lease, namespace=namespace, first=4096, count=512)
 
         milliseconds = [seconds * 1e3 for seconds in timed(400, resolve)]

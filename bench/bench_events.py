@@ -20,7 +20,7 @@ from common import SEED, Daemon, Report, cpu_s, wait_populated
 
 from tiercache.client.client import Client
 from tiercache.protocol.keys import name_blocks
-from tiercache.protocol.messages import KEY_BYTES, Commit, Committed, Reserve, Reserved, pack_indices
+from tiercache.protocol.messages import KEY_BYTES, Commit, Reserve, pack_indices
 from tiercache.protocol.namespaces import NamespaceSpec
 
 WINDOW = 128
@@ -41,8 +41,8 @@ def store(client: Client, namespace: int, tokens: list[int]) -> None:
         keys = _random.randbytes(WINDOW * KEY_BYTES)
         events = name_blocks(before + keys, len(before) // KEY_BYTES, tokens) if wants else None
         fields = {"namespace": namespace, "parent": before, "keys": keys, "ttl_ms": 60_000, "events": events}
-        lease = client.session().call(Reserve, Reserved, **fields).lease
-        states = client.session().call(Commit, Committed, lease=lease, blocks=indices).states
+        lease = client.session().call(Reserve, **fields).lease
+        states = client.session().call(Commit, lease=lease, blocks=indices).states
         assert states == bytes(WINDOW), "every block is visible"
         before = keys[-KEY_BYTES:]
 

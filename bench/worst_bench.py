@@ -60,7 +60,7 @@ class Bench:
             client.close()
         self._others.clear()
 
-    def call(self, request: type[m.Request], client: Client | None = None, **fields: Any) -> Any:
+    def call(self, request: type[m.AnyRequest], client: Client | None = None, **fields: Any) -> Any:
         """Send a request; a refusal is a valid answer."""
         try:
             return (client or self.client).call(request, timeout_s=60.0, **fields)

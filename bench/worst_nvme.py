@@ -42,7 +42,7 @@ def _promote(window: int, blocks: int) -> Callable[[Bench], Act]:
                 lease = bench.call(m.Match, client, **asked).lease
                 for _ in range(60):
                     wanted = {"lease": lease, "namespace": number, "first": blocks - 1, "count": 1}
-                    waiting.append((client, client.session().post(m.Resolve, m.Frames, 30.0, **wanted)))
+                    waiting.append((client, client.session().post(m.Resolve, 30.0, **wanted)))
             for client, pending in waiting:
                 with suppress(RequestRefused):
                     client.session().wait(pending)

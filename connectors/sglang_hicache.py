@@ -26,7 +26,7 @@ from tiercache.connectors.sglang.settings import HiCacheSettings
 from tiercache.connectors.sglang.version import VERSION, check_version, of_served_versions
 from tiercache.copies.pool import Pool
 from tiercache.errors import ConfigError, LayoutError, ModelRefused, TierCacheError
-from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS, Peek, Peeked
+from tiercache.protocol.messages import KEY_BYTES, MAX_KEYS, Peek
 from tiercache.protocol.namespaces import NamespaceSpec
 
 with of_served_versions():
@@ -167,7 +167,7 @@ class TierCacheHiCache(HiCacheStorage):  # type: ignore[misc]
         try:
             session = self.connector.client.session()
             numbers = [session.namespace_id(spec) for spec in specs]
-            found = session.call(Peek, Peeked, namespaces=numbers, keys=packed).dram_blocks
+            found = session.call(Peek, namespaces=numbers, keys=packed).dram_blocks
         except TierCacheError:
             return False
         return found == len(packed) // KEY_BYTES

@@ -39,7 +39,7 @@ def _nowhere(identity: bytes, answer: Answer) -> None:
     raise AssertionError("the service was not connected to a router")
 
 
-def _not_resumed(identity: bytes, session: Session, request: m.Request, steps: Steps[Any]) -> None:
+def _not_resumed(identity: bytes, session: Session, request: m.AnyRequest, steps: Steps[Any]) -> None:
     raise AssertionError("the context was not connected to a service")
 
 
@@ -77,7 +77,7 @@ class RequestContext:
         self.tenant = ""
         self.send: Callable[[bytes, Answer], None] = _nowhere
         self.settings: LiveSettings | None = None
-        self.resume: Callable[[bytes, Session, m.Request, Steps[Any]], None] = _not_resumed
+        self.resume: Callable[[bytes, Session, m.AnyRequest, Steps[Any]], None] = _not_resumed
 
     def answer(self, identity: bytes, session: Session, reply: m.Reply) -> None:
         """Answer a deferred request."""

@@ -73,7 +73,7 @@ FOR_TENANTS = frozenset(
 TO_THE_END = frozenset((m.Flush,))
 """Requests that are finished even if the client has gone or its time is up: half of the work would be useless."""
 
-_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
+_decoder = msgspec.msgpack.Decoder(m.ANY_REQUEST)
 
 
 class _Start(msgspec.Struct, array_like=True):
@@ -143,7 +143,7 @@ class Service:
         self.context.identity = identity
         request_id = 0
         session: Session | None = None
-        request: m.Request | None = None
+        request: m.AnyRequest | None = None
         try:
             request = self._decode(header)
             request_id = request.request_id
@@ -163,7 +163,7 @@ class Service:
             self._observe(session, request, started_ns)
         return answer
 
-    def _observe(self, session: Session, request: m.Request, started_ns: int) -> None:
+    def _observe(self, session: Session, request: m.AnyRequest, started_ns: int) -> None:
         kind, ended_ns = type(request).__name__, time.perf_counter_ns()
         histogram = self.latency.get(kind)
         if histogram is None:
@@ -171,7 +171,7 @@ class Service:
         histogram.observe(ended_ns - started_ns)
         self.slow.served(session, request, started_ns, ended_ns)
 
-    def _decode(self, header: bytes | memoryview) -> m.Request:
+    def _decode(self, header: bytes | memoryview) -> m.AnyRequest:
         if len(header) > MAX_REGISTER_BYTES and _REGISTER.encode() in bytes(header[:_TAG_WITHIN]):
             # Building a spec of megabytes would hold up the event loop.
             raise RequestRefused(ErrorCode.BAD_VALUE.value, f"the spec is longer than {MAX_SPEC_BYTES} bytes")
@@ -181,7 +181,7 @@ class Service:
             self._counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, str(error)) from error
 
-    def _session_of(self, request: m.Request) -> Session:
+    def _session_of(self, request: m.AnyRequest) -> Session:
         if request.generation != self._generation:
             text = "the daemon was restarted since this session began: connect again"
             raise RequestRefused(ErrorCode.STALE_GENERATION.value, text)
@@ -198,7 +198,7 @@ class Service:
             raise RequestRefused(ErrorCode.EXPIRED.value, "its deadline was over before it was read")
         return session
 
-    def _dispatch(self, session: Session, request: m.Request, parts: list[zmq.Frame]) -> Answer | None:
+    def _dispatch(self, session: Session, request: m.AnyRequest, parts: list[zmq.Frame]) -> Answer | None:
         if len(parts) != (1 if isinstance(request, m.Write) else 0):
             self._counters.requests_malformed += 1
             raise RequestRefused(ErrorCode.MALFORMED.value, f"{len(parts)} payload parts do not belong to this request")
@@ -213,7 +213,7 @@ class Service:
 
     # --- requests that take several slices -----------------------------------------------------------
 
-    def _begin(self, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> m.Reply | None:
+    def _begin(self, session: Session, request: m.AnyRequest, steps: Steps[m.Reply | None]) -> m.Reply | None:
         """Run the first slice of a request: nearly always all of it."""
         full = self._sliced.get(session, 0) >= MAX_SLICED
         if full and type(request) in TO_THE_END:
@@ -234,7 +234,7 @@ class Service:
         self.soon()
         return None
 
-    def _resume(self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]) -> None:
+    def _resume(self, identity: bytes, session: Session, request: m.AnyRequest, steps: Steps[m.Reply | None]) -> None:
         """Serve a request that had to wait, which returned None before."""
         self._sliced[session] += 1
         # Not at once: one look-up may have been what a thousand requests waited for.
@@ -242,7 +242,7 @@ class Service:
         self.soon()
 
     def _go_on(
-        self, identity: bytes, session: Session, request: m.Request, steps: Steps[m.Reply | None]
+        self, identity: bytes, session: Session, request: m.AnyRequest, steps: Steps[m.Reply | None]
     ) -> Steps[None]:
         """Run the further slices of a request and answer it; stops when the session ends or its client no longer waits.
 
@@ -304,10 +304,10 @@ def _too_many() -> RequestRefused:
     return RequestRefused(ErrorCode.LIMIT.value, text)
 
 
-def _decode(header: bytes | memoryview) -> m.Request:
+def _decode(header: bytes | memoryview) -> m.AnyRequest:
     """Decode a request, skipping what a later release has added to it. Raises one of UNREADABLE."""
     try:
-        request: m.Request = _decoder.decode(header)
+        request: m.AnyRequest = _decoder.decode(header)
         return request
     except msgspec.ValidationError:
         # Further elements of arrays are skipped; the one map is a namespace's spec, in which nothing may be skipped.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.logs import fields
-from tiercache.protocol.messages import KEY_BYTES, Request
+from tiercache.protocol.messages import KEY_BYTES, AnyRequest
 
 from .sessions import Session
 
@@ -27,7 +27,7 @@ class SlowRequests:
         self._counters = counters
         self.queue_empty_ns: Callable[[], int] = time.perf_counter_ns
 
-    def served(self, session: Session, request: Request, started_ns: int, ended_ns: int) -> None:
+    def served(self, session: Session, request: AnyRequest, started_ns: int, ended_ns: int) -> None:
         """A request was answered, or deferred; both times are of `perf_counter_ns`."""
         empty_ns = self.queue_empty_ns()
         if ended_ns - empty_ns <= self._threshold_ns:
@@ -37,13 +37,13 @@ class SlowRequests:
         what = f"{work_ms:.1f} ms of work after up to {queue_ms:.1f} ms in the queue"
         self._say(session, request, what, work_ms=work_ms, queue_ms=queue_ms)
 
-    def answered_late(self, session: Session, request: Request, waited_s: float) -> None:
+    def answered_late(self, session: Session, request: AnyRequest, waited_s: float) -> None:
         """A request that waited for the tier below has been answered."""
         if waited_s * 1e9 > self._threshold_ns:
             self._counters.requests_slow += 1
             self._say(session, request, f"{waited_s * 1e3:.1f} ms for blocks on their way up", below_ms=waited_s * 1e3)
 
-    def _say(self, session: Session, request: Request, what: str, **times_ms: float) -> None:
+    def _say(self, session: Session, request: AnyRequest, what: str, **times_ms: float) -> None:
         kind, keys = type(request).__name__, len(getattr(request, "keys", b"")) // KEY_BYTES
         of = f" of {keys} keys" if keys else ""
         rounded = {key: round(value, 3) for key, value in times_ms.items()}

@@ -36,7 +36,7 @@ class StoreWaits:
     def begin(
         self,
         session: Session,
-        request: m.Request,
+        request: m.AnyRequest,
         namespaces: list[Namespace],
         keys: bytes,
         serve: Callable[[], Steps[m.Reply]],

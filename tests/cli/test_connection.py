@@ -45,7 +45,7 @@ class TestStopped:
         assert (status, told["ok"], told["pid"]) == (EXIT_NO_ANSWER, False, stopped.pid)
 
 
-class Later(messages.Request, tag="of a later release"):
+class Later(messages.Request[messages.Done], tag="of a later release"):
     key: str = ""
     value: str = ""
 

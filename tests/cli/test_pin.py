@@ -14,7 +14,7 @@ from waiting import wait_until
 import tiercache
 from tiercache.cli import affinity
 from tiercache.protocol.keys import salted_root
-from tiercache.protocol.messages import ModelCard, Peek, Peeked
+from tiercache.protocol.messages import ModelCard, Peek
 
 BLOCKS = 12
 SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096)
@@ -71,7 +71,7 @@ def test_a_prefix_is_pinned_by_its_last_key(ask: Run, engine: tiercache.Connecto
     status, out, _ = ask("pin", key(5), "--ttl", "1h")
     assert (status, out) == (0, "6 of 6 blocks pinned for 60.0 min\n")
     number = engine.client.stats()["namespaces"][0]["id"]
-    assert engine.client.session().call(Peek, Peeked, namespaces=[number], keys=KEYS[:96]).dram_blocks == 6
+    assert engine.client.session().call(Peek, namespaces=[number], keys=KEYS[:96]).dram_blocks == 6
     listed = json.loads(ask("ls", "--pins", "--json")[1])
     assert [(pin["key"], pin["blocks"]) for pin in listed["pins"]] == [(key(5), 6)]
     assert "24.0 KiB of 41.0 KiB that pins may keep (--pin-share)" in ask("ls", "--pins")[1]

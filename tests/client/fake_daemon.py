@@ -22,11 +22,11 @@ from tiercache.copies.arena import Region, create_region
 from tiercache.protocol import messages as m
 from tiercache.protocol.wire import close_fds, receive_packet, send_packet
 
-Rule = Callable[[m.Request, m.Reply], "list[bytes] | None"]
+Rule = Callable[[m.AnyRequest, m.Reply], "list[bytes] | None"]
 """Given a request and its proper reply: the parts to send instead; None sends the proper reply, [] nothing."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_requests = msgspec.msgpack.Decoder(m.AnyRequest)
+_requests = msgspec.msgpack.Decoder(m.ANY_REQUEST)
 _hello = msgspec.msgpack.Decoder(m.Hello)
 
 
@@ -38,8 +38,8 @@ class FakeDaemon:
         self.address = str(run_dir)
         self.generation = secrets.randbits(60) | 1
         self.frame_bytes = frame_bytes
-        self.rules: dict[type[m.Request], Rule] = {}
-        self.requests: list[m.Request] = []
+        self.rules: dict[type[m.AnyRequest], Rule] = {}
+        self.requests: list[m.AnyRequest] = []
         self._answering = threading.Lock()
         self.hellos: list[m.Hello] = []
         self.held: list[tuple[bytes, bytes]] = []
@@ -71,12 +71,12 @@ class FakeDaemon:
 
     # --- what tests call ------------------------------------------------------------------------
 
-    def seen(self, kind: type[m.Request]) -> list[m.Request]:
+    def seen(self, kind: type[m.AnyRequest]) -> list[m.AnyRequest]:
         """Requests of one kind so far."""
         with self._answering:
             return [request for request in self.requests if type(request) is kind]
 
-    def hold_back(self, kind: type[m.Request]) -> None:
+    def hold_back(self, kind: type[m.AnyRequest]) -> None:
         """Hold back the replies to this kind of request until `let_go`."""
         self.rules[kind] = lambda request, reply: self._hold(request, reply)
 
@@ -170,7 +170,7 @@ class FakeDaemon:
             self._router.send_multipart([identity, data])
         self.held.clear()
 
-    def _hold(self, request: m.Request, reply: m.Reply) -> list[bytes]:
+    def _hold(self, request: m.AnyRequest, reply: m.Reply) -> list[bytes]:
         self.held.append((self._identity, _encode(reply)))
         return []
 
@@ -194,7 +194,7 @@ class FakeDaemon:
             # Appended last: a test that waits for it knows that the answer is on its way.
             self.requests.append(request)
 
-    def _proper(self, request: m.Request) -> m.Reply:
+    def _proper(self, request: m.AnyRequest) -> m.Reply:
         ids = (request.request_id, self.generation)
         match request:
             case m.RegisterNamespace():

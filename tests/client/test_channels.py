@@ -17,7 +17,7 @@ from tiercache.client import channel as channel_module
 from tiercache.client import channels as channels_module
 from tiercache.client.channels import Channels
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, RequestRefused, TierCacheError
-from tiercache.protocol.messages import MAX_MESSAGE_BYTES, TOKEN_BYTES, AnyReply, Done, Ping, Stats, StatsReply
+from tiercache.protocol.messages import MAX_MESSAGE_BYTES, TOKEN_BYTES, Done, Ping, Reply, Stats
 
 PATIENT_S = 600.0
 NONE_COMES_S = 0.05
@@ -29,15 +29,15 @@ class Rig:
 
     def __init__(self, router: zmq.Socket[bytes], endpoint: str, most: int) -> None:
         self.router = router
-        self.late: list[AnyReply] = []
+        self.late: list[Reply] = []
         self.channels = Channels(endpoint, bytes(TOKEN_BYTES), 1, self.late.append, most=most)
         self.asked: list[tuple[bytes, list[Any]]] = []
 
-    def call(self, timeout_s: float = PATIENT_S, kind: Any = Done) -> Any:
-        return self.channels.wait(self.channels.post(Ping, kind, timeout_s))
+    def call(self, timeout_s: float = PATIENT_S, kind: Any = Ping) -> Any:
+        return self.channels.wait(self.channels.post(kind, timeout_s))
 
     def pipeline(self, count: int, timeout_s: float) -> None:
-        self.channels.pipeline([(Ping, {}, None)] * count, Done, lambda *_: None, timeout_s)
+        self.channels.pipeline([(Ping, {}, None)] * count, lambda *_: None, timeout_s)
 
     def take(self, count: int) -> None:
         """Receive so many requests."""
@@ -157,9 +157,8 @@ def test_a_late_channel_that_is_read_while_the_session_ends_is_closed(
     assert socket.closed
 
 
-@pytest.mark.parametrize("kind", [Stats, StatsReply])
-def test_a_reply_of_another_type_breaks_the_channel(rig: Rig, kind: Any) -> None:
-    thread, results = rig.in_thread(lambda: rig.call(kind=kind))
+def test_a_reply_of_another_type_breaks_the_channel(rig: Rig) -> None:
+    thread, results = rig.in_thread(lambda: rig.call(kind=Stats))
     rig.take(1)
     rig.answer()
     thread.join(60)
@@ -172,13 +171,13 @@ def test_a_reply_of_another_type_breaks_the_channel(rig: Rig, kind: Any) -> None
 
 def test_no_more_are_kept_than_the_daemon_allows(open_rig: Callable[..., Rig]) -> None:
     rig = open_rig(2)
-    posted = [rig.channels.post(Ping, Done, PATIENT_S) for _ in range(5)]
+    posted = [rig.channels.post(Ping, PATIENT_S) for _ in range(5)]
     rig.take(5)
     rig.answer()
     for pending in posted:
         rig.channels.wait(pending)
     assert len(rig.channels._idle) == 2
-    for pending in [rig.channels.post(Ping, Done, PATIENT_S) for _ in range(5)]:
+    for pending in [rig.channels.post(Ping, PATIENT_S) for _ in range(5)]:
         rig.channels.abandon(pending)
     assert (len(rig.channels._idle), len(rig.channels._late)) == (0, 2)
 
@@ -189,10 +188,10 @@ def test_half_as_many_threads_wait_and_a_thread_that_holds_one_gets_another(open
     posted, go_on = threading.Barrier(3, timeout=60), threading.Event()
 
     def nested() -> None:
-        pending = rig.channels.post(Ping, Done, PATIENT_S)
+        pending = rig.channels.post(Ping, PATIENT_S)
         posted.wait()
         assert go_on.wait(60)
-        rig.channels.wait(rig.channels.post(Ping, Done, PATIENT_S))
+        rig.channels.wait(rig.channels.post(Ping, PATIENT_S))
         rig.channels.wait(pending)
 
     holders = [rig.in_thread(nested) for _ in range(2)]
@@ -200,7 +199,7 @@ def test_half_as_many_threads_wait_and_a_thread_that_holds_one_gets_another(open
     with pytest.raises(RequestRefused, match="2 threads of this client are under way: ask less at once"):
         rig.call(NONE_COMES_S)
     rig.channels.attendant = threading.get_ident()
-    rig.channels.abandon(rig.channels.post(Ping, Done, PATIENT_S))  # the keeper of the session waits for no thread
+    rig.channels.abandon(rig.channels.post(Ping, PATIENT_S))  # the keeper of the session waits for no thread
     go_on.set()
     rig.take(5)
     rig.answer()

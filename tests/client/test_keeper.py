@@ -75,7 +75,7 @@ def test_a_missed_deadline_is_down_and_good_pings_are_up(daemon: FakeDaemon, cli
         with pytest.raises(DaemonUnavailable, match="unavailable: no answer"):
             client.stats()
         with pytest.raises(DaemonUnavailable, match="is being probed"):  # a match that is held costs no deadline
-            session.call(m.Stats, m.StatsReply)
+            session.call(m.Stats)
         wait_until(lambda: daemon.seen(m.Stats))
         assert len(daemon.seen(m.Stats)) == 1  # the second call did not even ask
         pings = len(daemon.seen(m.Ping))
@@ -103,7 +103,7 @@ def test_a_late_grant_of_a_read_lease_is_given_back(daemon: FakeDaemon, connecto
 def test_replies_of_another_life_or_to_another_request_are_dropped(
     daemon: FakeDaemon, client: tiercache.Client, request_id: int, generation: int
 ) -> None:
-    def stranger_first(request: m.Request, reply: m.Reply) -> None:
+    def stranger_first(request: m.AnyRequest, reply: m.Reply) -> None:
         daemon.send(m.StatsReply(request.request_id + request_id, daemon.generation + generation, {"other": 1}))
 
     daemon.rules[m.Stats] = stranger_first
@@ -151,7 +151,7 @@ def test_a_lease_whose_end_was_not_heard_is_ended_later(
 ) -> None:
     """Else the daemon would keep these frames for us, though we no longer write to them, until this process ends."""
 
-    def unheard(request: m.Request, reply: m.Reply) -> list[bytes] | None:
+    def unheard(request: m.AnyRequest, reply: m.Reply) -> list[bytes] | None:
         unheard_now = len(daemon.seen(m.Abort)) <= 2
         refusal = m.Error(request.request_id, daemon.generation, code.value, "not now")
         return [msgspec.msgpack.encode(refusal)] if unheard_now else None

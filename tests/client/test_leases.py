@@ -27,7 +27,7 @@ class FakeSession:
         self.given_back: list[tuple[Any, dict[str, Any]]] = []
         self.fails = False
 
-    def call(self, request: Any, expect: Any, *, leases: list[int], ttl_ms: int) -> Renewed:
+    def call(self, request: Any, *, leases: list[int], ttl_ms: int) -> Renewed:
         if self.fails:
             raise DeadlineExceeded("no answer")
         self.renewed += leases
@@ -76,7 +76,7 @@ def test_errands_go_to_the_daemon_that_granted_the_lease_and_to_no_other() -> No
     session.generation = 5
     session.welcome = SimpleNamespace(session=b"ours")  # type: ignore[assignment]
     session._channels = SimpleNamespace(collect_late=lambda: False)  # type: ignore[assignment]
-    session.call = lambda request, expect, **fields: asked.append((request, fields["lease"]))  # type: ignore
+    session.call = lambda request, **fields: asked.append((request, fields["lease"]))  # type: ignore
     session._clock_differs = False
     leases_of: Any = deque()
     session._owner = SimpleNamespace(errands=leases_of)  # type: ignore[assignment]

@@ -25,7 +25,6 @@ from tiercache.client.self_report import SelfReport
 from tiercache.copies.pool import Copier, CopyLost, Limit
 from tiercache.errors import DaemonUnavailable, DeadlineExceeded, RequestRefused
 from tiercache.protocol import messages as m
-from tiercache.protocol.answers import ANSWERS
 from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCK_BYTES = 64
@@ -111,11 +110,11 @@ class MemoryDaemon:
         self.quarantine: dict[int, dict[int, int]] = {}
         self.free = list(range(frames))
         self.copying: list[int] = []
-        self.trouble: dict[type[m.Request], Trouble] = {}
+        self.trouble: dict[type[m.AnyRequest], Trouble] = {}
         self.late = False
         self.most = frames
         self.slow = 0
-        self.requests: list[m.Request] = []
+        self.requests: list[m.AnyRequest] = []
         self.problems: list[str] = []
         self.voided: set[int] = set()
         self.ended: set[tuple[MemorySession, int]] = set()
@@ -186,7 +185,9 @@ class MemoryDaemon:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def answer(self, session: MemorySession, request: m.Request, payload: Any = None) -> tuple[m.Reply, bytes | None]:
+    def answer(
+        self, session: MemorySession, request: m.AnyRequest, payload: Any = None
+    ) -> tuple[m.Reply, bytes | None]:
         """The reply, and its payload."""
         self.requests.append(request)
         self.expire()
@@ -403,7 +404,7 @@ class MemoryArena:
 class Posted:
     """A request whose reply is taken later."""
 
-    request: m.Request
+    request: m.AnyRequest
     expect: type[m.Reply]
     outcome: m.Reply | Exception | None = None
 
@@ -424,16 +425,16 @@ class MemorySession:
         self._ids = 0
 
     def namespace_id(self, spec: NamespaceSpec) -> int:
-        return self.call(m.RegisterNamespace, m.Namespace, spec=spec).namespace
+        return self.call(m.RegisterNamespace, spec=spec).namespace
 
-    def call(self, kind: type[m.Request], expect: type[m.Reply], timeout_s: float = 1.0, **fields: Any) -> Any:
-        return self.wait(self.post(kind, expect, **fields))
+    def call(self, kind: type[m.AnyRequest], timeout_s: float = 1.0, **fields: Any) -> Any:
+        return self.wait(self.post(kind, **fields))
 
-    def post(self, kind: type[m.Request], expect: type[m.Reply], timeout_s: float = 1.0, **fields: Any) -> Posted:
+    def post(self, kind: type[m.AnyRequest], timeout_s: float = 1.0, **fields: Any) -> Posted:
         if self.paused or self.over:
             raise DaemonUnavailable("down")
         self._ids += 1
-        posted = Posted(kind(self._ids, self.token, self.generation, 1 << 62, **fields), expect)
+        posted = Posted(kind(self._ids, self.token, self.generation, 1 << 62, **fields), m.reply_type(kind))
         self._client.under_way += 1
         if not self.daemon.late:
             self._perform(posted)
@@ -457,16 +458,16 @@ class MemorySession:
             if isinstance(posted.outcome, m.Reply):
                 self._come_late(posted.outcome)
 
-    def pipeline(self, orders: Iterable[Any], expect: type[m.Reply], on_reply: Callable[..., None]) -> None:
+    def pipeline(self, orders: Iterable[Any], on_reply: Callable[..., None]) -> None:
         for place, (kind, fields, payload) in enumerate(orders):
             if self.paused or self.over:
                 raise DaemonUnavailable("down")
-            posted = Posted(kind(place, self.token, self.generation, 1 << 62, **fields), expect)
+            posted = Posted(kind(place, self.token, self.generation, 1 << 62, **fields), m.reply_type(kind))
             self._client.under_way += 1
             data = self._perform(posted, payload)
             on_reply(place, self.wait(posted), data)
 
-    def give_back(self, kind: type[m.Request], **fields: Any) -> None:
+    def give_back(self, kind: type[m.AnyRequest], **fields: Any) -> None:
         self._client.errands.append((self.generation, self.token, kind, fields))
 
     def _perform(self, posted: Posted, payload: Any = None) -> bytes | None:
@@ -510,7 +511,7 @@ class MemoryClient:
         self.map_arena = map_arena
         self.leases = Leases(clock_s)
         self.report = SelfReport()
-        self.errands: deque[tuple[int, bytes, type[m.Request], dict[str, Any]]] = deque()
+        self.errands: deque[tuple[int, bytes, type[m.AnyRequest], dict[str, Any]]] = deque()
         self.times_up, self.times_down = 1, 0
         self.under_way = 0  # requests whose replies are neither taken nor given up
         self._session = MemorySession(self, daemon)
@@ -548,7 +549,7 @@ class MemoryClient:
             generation, token, kind, fields = self.errands.popleft()
             here = self._session
             if token == here.token or (kind is m.Abort and generation == here.generation):
-                here.call(kind, ANSWERS[kind], **fields)
+                here.call(kind, **fields)
         self.leases.renew(self._session)  # type: ignore[arg-type]
         if self.errands:
             self.tidy()

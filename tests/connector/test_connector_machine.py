@@ -49,7 +49,7 @@ events = st.sampled_from(
 """What happens in the middle of a copy."""
 
 
-def troubles(*kinds: type[m.Request]) -> st.SearchStrategy[Any]:
+def troubles(*kinds: type[m.AnyRequest]) -> st.SearchStrategy[Any]:
     """Which request does not go as it should during a call, and how; or none."""
     return st.none() | st.tuples(st.sampled_from(kinds), st.sampled_from(Trouble))
 

@@ -54,7 +54,7 @@ def grants(daemon: FakeDaemon, *answers: list[BlockState]) -> list[tuple[int, in
     """
     coming, asked = list(answers), list[tuple[int, int]]()
 
-    def rule(request: m.Request, reply: m.Reply) -> list[bytes]:
+    def rule(request: m.AnyRequest, reply: m.Reply) -> list[bytes]:
         assert isinstance(request, m.Reserve)
         assert isinstance(reply, m.Reserved)
         count = len(request.keys) // m.KEY_BYTES

@@ -17,7 +17,7 @@ from tiercache.protocol import messages as m
 from tiercache.protocol.namespaces import NamespaceSpec
 
 DEADLINE_S = 40.0
-_decode_reply = msgspec.msgpack.Decoder(m.AnyReply).decode
+_decode_reply = msgspec.msgpack.Decoder(m.ANY_REPLY).decode
 
 
 class Peer(Client):
@@ -25,7 +25,7 @@ class Peer(Client):
 
     def __init__(self, run_dir: str, *, name: str = "peer", map_arena: bool = True) -> None:
         super().__init__(run_dir, name=name, map_arena=map_arena)
-        self.answers: dict[int, m.AnyReply] = {}
+        self.answers: dict[int, m.Reply] = {}
 
     def __enter__(self) -> Peer:
         return self
@@ -33,7 +33,7 @@ class Peer(Client):
     # --- asking ----------------------------------------------------------------------------------
 
     def post(
-        self, kind: type[m.Request], *, deadline_s: float = DEADLINE_S, generation: int | None = None, **fields: Any
+        self, kind: type[m.AnyRequest], *, deadline_s: float = DEADLINE_S, generation: int | None = None, **fields: Any
     ) -> int:
         """Send a request and do not wait; its id."""
         changed = {} if generation is None else {"generation": generation}
@@ -49,7 +49,7 @@ class Peer(Client):
             self.answers[reply.request_id] = reply
         return self.answers.pop(request_id)
 
-    def tell(self, kind: type[m.Request], *, timeout_s: float = DEADLINE_S, **fields: Any) -> Any:
+    def tell(self, kind: type[m.AnyRequest], *, timeout_s: float = DEADLINE_S, **fields: Any) -> Any:
         """One request and its reply, an `Error` included."""
         return self.answer_to(self.post(kind, **fields), timeout_s)
 

@@ -16,7 +16,7 @@ from tiercache.cli.main import main
 from tiercache.connectors.vllm.names import ENCODINGS, block_hashes, hash_seed, keys_of
 from tiercache.http.affinity import Affinity, Query, UnknownModel
 from tiercache.protocol.keys import content_id, salted_root
-from tiercache.protocol.messages import ModelCard, ModelList, Models
+from tiercache.protocol.messages import ModelCard, Models
 
 Opened = Callable[[tiercache.NamespaceSpec], tiercache.Connector]
 
@@ -69,7 +69,7 @@ def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) 
     finder = Affinity(client)
 
     def listed() -> list[ModelCard]:
-        return client.session().call(Models, ModelList).models
+        return client.session().call(Models).models
 
     with connect(client.address, spec()) as connector, connect(client.address, spec()) as another:
         connector.announce([card(spec(), name="first"), card(spec(), name="second", model="other")])

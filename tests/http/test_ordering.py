@@ -41,7 +41,7 @@ class Blocks:
         for window, held in zip(self.windows, self.held, strict=True):
             held |= {key for number, key in enumerate(split) if number not in missing} if window else {*split[:end]}
 
-    def call(self, kind: Any, reply: Any, namespaces: list[int], keys: bytes) -> Peeked:
+    def call(self, kind: Any, namespaces: list[int], keys: bytes) -> Peeked:
         self.peeks += 1
         split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         each = [(self._run([one], split), 0) for one in namespaces]

@@ -97,10 +97,10 @@ def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
     assert len(limits) > 10
     for name, value in limits:
         assert int(value.replace(" ", "")) == getattr(messages, name), name
-    for union in (messages.AnyRequest, messages.AnyReply):
+    for union in (messages.ANY_REQUEST, messages.ANY_REPLY):
         for struct_type in union.__args__:
             fields = [field.name for field in msgspec.structs.fields(struct_type)]
-            own = fields[4:] if union is messages.AnyRequest else fields[2:]
+            own = fields[4:] if union is messages.ANY_REQUEST else fields[2:]
             tag = struct_type.__struct_config__.tag
             row = re.search(rf"^\| `{tag}` +\|(.*)\|$", _document(), re.MULTILINE)
             assert row is not None, tag

@@ -18,7 +18,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.errors import DaemonUnavailable
-from tiercache.protocol.messages import KEY_BYTES, Inspect, Inspected
+from tiercache.protocol.messages import KEY_BYTES, Inspect
 from tiercache.replay.formats.recorded import Recorded, RecordedReader
 from tiercache.replay.formats.trace import Trace
 from tiercache.replay.requests import RequestKind
@@ -125,7 +125,7 @@ def resident(connector: tiercache.Connector, keys: set[bytes]) -> dict[str, set[
     """Which of these blocks the daemon has, by tier."""
     session, found = connector.client.session(), {"dram": set[bytes](), "nvme": set[bytes]()}
     for key in keys:
-        for place in session.call(Inspect, Inspected, namespaces=[], key=key).blocks:
+        for place in session.call(Inspect, namespaces=[], key=key).blocks:
             found[place.tier].add(key)
     return found
 

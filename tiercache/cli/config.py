@@ -55,10 +55,10 @@ def _show(path: Path | None, as_json: bool) -> int:
 
 def _show_running(address: str | None, as_json: bool) -> int:
     """Print the settings that a running daemon uses. Raises DaemonUnavailable."""
-    from tiercache.protocol.messages import SettingList, Settings
+    from tiercache.protocol.messages import Settings
 
     with connected(address) as client:
-        answer = client.session().call(Settings, SettingList)
+        answer = client.session().call(Settings)
     if as_json:
         settings = {
             one.key: {
@@ -100,14 +100,14 @@ def set_(
 
     The change lasts until the daemon reloads its settings (SIGHUP) or restarts. To keep it, write it to the file too.
     """
-    from tiercache.protocol.messages import Changed, ChangeSetting, ErrorCode
+    from tiercache.protocol.messages import ChangeSetting, ErrorCode
 
     key, equals, value = assignment.partition("=")
     if not equals:
         raise ConfigError(f"{assignment}: write KEY=VALUE, for example log_level=debug")
     with connected(address) as client:
         try:
-            answer = client.session().call(ChangeSetting, Changed, key=key.strip(), value=value.strip())
+            answer = client.session().call(ChangeSetting, key=key.strip(), value=value.strip())
         except RequestRefused as error:
             if error.code != ErrorCode.BAD_VALUE.value:
                 raise

@@ -60,12 +60,12 @@ def as_key(text: str) -> bytes | None:
 
 def block(address: str | None, key: bytes, *, namespace: str | None, as_json: bool) -> int:
     """Print every place of a block. Exit status 1: it is nowhere."""
-    from tiercache.protocol.messages import Inspect, Inspected
+    from tiercache.protocol.messages import Inspect
 
     with connected(address) as client:
         tree = client.stats()
         numbers = [] if namespace is None else [find_namespace(tree, namespace)]
-        reply = client.session().call(Inspect, Inspected, namespaces=numbers, key=key)
+        reply = client.session().call(Inspect, namespaces=numbers, key=key)
     spaces = {one["id"]: one for one in tree.get("namespaces", [])}
     places = [
         {

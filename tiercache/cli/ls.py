@@ -51,11 +51,11 @@ def ls(
 def _namespaces(address: str | None, as_json: bool) -> int:
     """Print every namespace: model, form, number and use of its blocks."""
     from tiercache.http.models import models_by_namespace
-    from tiercache.protocol.messages import ModelList, Models
+    from tiercache.protocol.messages import Models
 
     with connected(address) as client:
         tree = client.stats()
-        models = client.session().call(Models, ModelList).models
+        models = client.session().call(Models).models
     named = models_by_namespace(models)
     rows = [{**row, "models": named.get(row["fingerprint"], [])} for row in tree.get("namespaces", [])]
     if as_json:
@@ -120,9 +120,9 @@ def _pins(address: str | None, as_json: bool) -> int:
 
 def pins_of(client: Client) -> dict[str, Any]:
     """The pins as a tree."""
-    from tiercache.protocol.messages import PinList, Pins
+    from tiercache.protocol.messages import Pins
 
-    reply = client.session().call(Pins, PinList)
+    reply = client.session().call(Pins)
     return {
         "count": reply.count,
         "limit_bytes": reply.limit_bytes,

@@ -114,7 +114,7 @@ def unpin(
     address: Address = None,
 ) -> int:
     """Let pinned prefixes be evicted again."""
-    from tiercache.protocol.messages import Pinned, Unpin
+    from tiercache.protocol.messages import Unpin
 
     if (key is None) == (not everything):
         raise ConfigError("give either the KEY that a pin was set with (`tiercache ls --pins`), or --all")
@@ -124,7 +124,7 @@ def unpin(
         blocks = 0
         for one in ended:
             keys = bytes.fromhex(one["key"])
-            blocks += client.session().call(Unpin, Pinned, namespaces=one["namespaces"], keys=keys).blocks
+            blocks += client.session().call(Unpin, namespaces=one["namespaces"], keys=keys).blocks
     if as_json:
         print_json({"ended_pins": len(ended), "unpinned_blocks": blocks})
     else:
@@ -153,10 +153,10 @@ def _parse_ttl(text: str) -> float:
 
 def _find(client: Client, key: bytes, namespace: str | None) -> _Prefix:
     """The chain that ends with the key, in the namespaces that have its last block."""
-    from tiercache.protocol.messages import Inspect, Inspected
+    from tiercache.protocol.messages import Inspect
 
     numbers = [] if namespace is None else [find_namespace(client.stats(), namespace)]
-    reply = client.session().call(Inspect, Inspected, namespaces=numbers, key=key, chain=True)
+    reply = client.session().call(Inspect, namespaces=numbers, key=key, chain=True)
     if not reply.chain:
         raise ConfigError(f"block {key.hex()} is in no tier, or part of no chain: `tiercache inspect` says where it is")
     return _Prefix(reply.chain, sorted({view.namespace for view in reply.blocks}))
@@ -167,19 +167,19 @@ def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Pref
     from tiercache.cli.affinity import tokenise
     from tiercache.http.block_names import BlockNames
     from tiercache.http.query import Query, is_meant
-    from tiercache.protocol.messages import ModelList, Models, Peek, Peeked
+    from tiercache.protocol.messages import Models, Peek
 
     if salt is None:
         raise ConfigError("--salt is missing: give that of the tenant, or --salt '' where the engines have none")
     name = Path(model).resolve().name if Path(model).is_dir() else model
     tokens = tokenise(model, text)
     query = Query(model=name, tokens=tokens, salt=salt)
-    listed, best = client.session().call(Models, ModelList), _Prefix(b"", [])
+    listed, best = client.session().call(Models), _Prefix(b"", [])
     for card in listed.models:
         keys = BlockNames(card, query).keys(tokens) if is_meant(card, query) else b""
         numbers = [listed.namespaces[one] for one in card.namespaces if one in listed.namespaces]
         if keys and len(numbers) == len(card.namespaces):
-            peeked = client.session().call(Peek, Peeked, namespaces=numbers, keys=keys)
+            peeked = client.session().call(Peek, namespaces=numbers, keys=keys)
             found = _Prefix(keys[: (peeked.dram_blocks + peeked.below_blocks) * KEY_BYTES], numbers)
             best = max(best, found, key=lambda prefix: prefix.blocks)
     if not best.blocks:
@@ -190,14 +190,14 @@ def _of_prompt(client: Client, text: str, model: str, salt: str | None) -> _Pref
 
 def _load(client: Client, prefix: _Prefix) -> int:
     """Promote the prefix to DRAM, as far as possible within LOAD_S; returns the number of blocks there."""
-    from tiercache.protocol.messages import Matched, Peek, Peeked, Prefetch
+    from tiercache.protocol.messages import Peek, Prefetch
 
     def here() -> Any:
-        return client.session().call(Peek, Peeked, namespaces=prefix.namespaces, keys=prefix.keys)
+        return client.session().call(Peek, namespaces=prefix.namespaces, keys=prefix.keys)
 
     until_s, peeked = time.monotonic() + LOAD_S, here()
     if peeked.below_blocks:
-        client.session().call(Prefetch, Matched, namespaces=prefix.namespaces, keys=prefix.keys)
+        client.session().call(Prefetch, namespaces=prefix.namespaces, keys=prefix.keys)
     while peeked.below_blocks and time.monotonic() < until_s:
         time.sleep(_POLL_S)
         peeked = here()
@@ -205,8 +205,8 @@ def _load(client: Client, prefix: _Prefix) -> int:
 
 
 def _pin(client: Client, prefix: _Prefix, ttl_s: float) -> int:
-    from tiercache.protocol.messages import Pin, Pinned
+    from tiercache.protocol.messages import Pin
 
     ttl_ms = max(1, int(ttl_s * 1000))
-    reply = client.session().call(Pin, Pinned, namespaces=prefix.namespaces, keys=prefix.keys, ttl_ms=ttl_ms)
+    reply = client.session().call(Pin, namespaces=prefix.namespaces, keys=prefix.keys, ttl_ms=ttl_ms)
     return reply.blocks

@@ -34,10 +34,10 @@ def take_reading(client: Client, hot_prefixes: int = 0) -> Reading:
 
     Blocks for a round trip, at most the client's request deadline.
     """
-    from tiercache.protocol.messages import Stats, StatsReply
+    from tiercache.protocol.messages import Stats
 
     try:
-        reply = client.session().call(Stats, StatsReply, hot_prefixes=hot_prefixes)
+        reply = client.session().call(Stats, hot_prefixes=hot_prefixes)
     except TierCacheError as error:
         return Reading(time.monotonic(), {}, str(error))
     return Reading(time.monotonic(), reply.stats)

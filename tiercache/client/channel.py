@@ -18,13 +18,13 @@ from tiercache.errors import ProtocolError
 from tiercache.ground import forks
 from tiercache.protocol import messages
 from tiercache.protocol.curve import Remote
-from tiercache.protocol.messages import AnyReply, Request
+from tiercache.protocol.messages import ANY_REPLY, AnyRequest, Reply
 from tiercache.protocol.wire import UNREADABLE
 
 HIGH_WATER_MESSAGES = 1024
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode: Callable[[bytes], AnyReply] = msgspec.msgpack.Decoder(AnyReply).decode
+_decode: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(ANY_REPLY).decode
 _context_lock = threading.Lock()
 _context: tuple[int, zmq.Context[zmq.Socket[bytes]]] | None = None
 
@@ -67,7 +67,7 @@ class Channel:
         """Replies that its former users did not wait for."""
         self.late_until_s = 0.0
 
-    def send(self, request: Request, payload: Any = None) -> None:
+    def send(self, request: AnyRequest, payload: Any = None) -> None:
         """Queue one request. Raises zmq.Again when the queue is full."""
         if payload is None:
             self._socket.send(_encode(request), zmq.NOBLOCK)
@@ -75,7 +75,7 @@ class Channel:
             # The payload is copied: the caller can reuse its memory whatever becomes of the message.
             self._socket.send_multipart([_encode(request), payload], zmq.NOBLOCK)
 
-    def receive(self, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
+    def receive(self, deadline_ns: int) -> tuple[Reply, bytes | None] | None:
         """The next reply and its payload part, or None at `deadline_ns` (time.monotonic_ns()).
 
         Raises ProtocolError for bytes that are not a reply.

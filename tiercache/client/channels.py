@@ -23,7 +23,7 @@ from tiercache.errors import CallInterrupted, DaemonUnavailable, DeadlineExceede
 from tiercache.ground import forks
 from tiercache.ground.uninterrupted import interrupted
 from tiercache.protocol.curve import Remote
-from tiercache.protocol.messages import AnyReply, Error, ErrorCode, Reply, Request
+from tiercache.protocol.messages import AnyRequest, Error, ErrorCode, Reply, Request, reply_type
 
 PIPELINE_DEPTH = 8
 LATE_CHANNEL_S = 30.0
@@ -35,7 +35,7 @@ SESSION_OVER_CODES = (ErrorCode.STALE_GENERATION.value, ErrorCode.UNKNOWN_SESSIO
 """Refusals that every later request of this session will meet too."""
 
 R = TypeVar("R", bound=Reply)
-Order = tuple[type[Request], dict[str, Any], Any]
+Order = tuple[type[AnyRequest], dict[str, Any], Any]
 """One request of a pipeline: its type, its own fields and its payload (bytes-like or None)."""
 
 _request_ids = itertools.count(1)
@@ -76,7 +76,7 @@ class Channels:
         endpoint: str,
         session: bytes,
         generation: int,
-        on_late: Callable[[AnyReply], None],
+        on_late: Callable[[Reply], None],
         remote: Remote | None = None,
         *,
         most: int,
@@ -98,7 +98,7 @@ class Channels:
         self._why_closed = "the session with the daemon is over"
         forks.watch(self, "_changed")
 
-    def post(self, request_type: type[Request], expect: type[R], timeout_s: float, **fields: Any) -> Pending[R]:
+    def post(self, request_type: type[Request[R]], timeout_s: float, **fields: Any) -> Pending[R]:
         """Send one request. Take its reply with `wait`, or give it up with `abandon`.
 
         Raises DaemonUnavailable when the session is over, RequestRefused if too many threads hold channels.
@@ -112,7 +112,7 @@ class Channels:
         except zmq.ZMQError as error:
             self._check_in(channel, broken=True)
             raise DaemonUnavailable(f"the connection to the daemon failed: {error}") from error
-        return Pending(channel, request_id, deadline_ns, timeout_s, expect)
+        return Pending(channel, request_id, deadline_ns, timeout_s, reply_type(request_type))
 
     def wait(self, pending: Pending[R]) -> R:
         """The reply to a posted request, once.
@@ -150,8 +150,7 @@ class Channels:
     def pipeline(
         self,
         orders: Iterable[Order],
-        expect: type[R],
-        on_reply: Callable[[int, R, bytes | None], None],
+        on_reply: Callable[[int, Any, bytes | None], None],
         timeout_s: float,
     ) -> None:
         """Send requests, up to 8 unanswered, and pass on each reply with its position in `orders`.
@@ -160,10 +159,10 @@ class Channels:
         are treated as late ones.
         """
         channel = self._check_out(timeout_s)
-        waiting: dict[int, tuple[int, int]] = {}
+        waiting: dict[int, tuple[int, int, type[Reply]]] = {}
         broken = True
         try:
-            self._exchange(channel, orders, expect, on_reply, timeout_s, waiting)
+            self._exchange(channel, orders, on_reply, timeout_s, waiting)
             broken = False
         except (RequestRefused, DeadlineExceeded):
             broken = False
@@ -177,12 +176,11 @@ class Channels:
         self,
         channel: Channel,
         orders: Iterable[Order],
-        expect: type[R],
-        on_reply: Callable[[int, R, bytes | None], None],
+        on_reply: Callable[[int, Any, bytes | None], None],
         timeout_s: float,
-        waiting: dict[int, tuple[int, int]],
+        waiting: dict[int, tuple[int, int, type[Reply]]],
     ) -> None:
-        """The loop of `pipeline`. `waiting`: request id -> (position in `orders`, deadline)."""
+        """The loop of `pipeline`. `waiting`: request id -> (position in `orders`, deadline, type of the reply)."""
         timeout_ns = int(timeout_s * 1e9)
         queue = enumerate(orders)
         more = True
@@ -197,7 +195,7 @@ class Channels:
                 deadline_ns = time.monotonic_ns() + timeout_ns
                 header = (request_id, self._session, self.generation, deadline_ns // 1000)
                 channel.send(request_type(*header, **fields), payload)
-                waiting[request_id] = (place, deadline_ns)
+                waiting[request_id] = (place, deadline_ns, reply_type(request_type))
             if not waiting:
                 return
             oldest_ns = next(iter(waiting.values()))[1]
@@ -211,9 +209,9 @@ class Channels:
             if slot is None:
                 self._take_late(channel, reply)
                 continue
-            on_reply(slot[0], _expected(reply, expect), payload)
+            on_reply(slot[0], _expected(reply, slot[2]), payload)
 
-    def _receive(self, channel: Channel, deadline_ns: int) -> tuple[AnyReply, bytes | None] | None:
+    def _receive(self, channel: Channel, deadline_ns: int) -> tuple[Reply, bytes | None] | None:
         """See `Channel.receive`. Raises DaemonUnavailable soon after `close`: no more replies come.
 
         Raises CallInterrupted soon after a signal whose handler has raised; what is granted then is given back later.
@@ -260,7 +258,7 @@ class Channels:
             return False
         return True
 
-    def _take_late(self, channel: Channel, reply: AnyReply) -> None:
+    def _take_late(self, channel: Channel, reply: Reply) -> None:
         """A reply that its caller did not wait for."""
         channel.owed = max(0, channel.owed - 1)
         self._on_late(reply)
@@ -339,12 +337,12 @@ class Channels:
             channel.close()
 
 
-def _says_session_is_over(reply: AnyReply) -> bool:
+def _says_session_is_over(reply: Reply) -> bool:
     """Such a refusal comes from another life of the daemon and carries that life's generation."""
     return isinstance(reply, Error) and reply.code in SESSION_OVER_CODES
 
 
-def _expected(reply: AnyReply, expect: type[R]) -> R:
+def _expected(reply: Reply, expect: type[R]) -> R:
     """`reply` as the type that the request is answered with."""
     if isinstance(reply, expect):
         return reply

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tiercache.client.keeper import SessionKeeper
 from tiercache.client.leases import Leases
@@ -25,9 +25,8 @@ from tiercache.client.session import REQUEST_TIMEOUT_S, Session, SessionSettings
 from tiercache.config.daemon_config import session_socket_path
 from tiercache.errors import ConfigError
 from tiercache.protocol import messages
-from tiercache.protocol.answers import ANSWERS
 from tiercache.protocol.curve import find_remote, is_remote, public_part
-from tiercache.protocol.messages import AnyReply, Done, Flush, Flushed, Ping, Request, Stats, StatsReply
+from tiercache.protocol.messages import Flush, Ping, ReplyT, Request, Stats
 from tiercache.protocol.namespaces import NamespaceSpec
 
 FLUSH_TIMEOUT_S = 60.0
@@ -161,23 +160,22 @@ class Client:
         """The session, while UP. Raises DaemonUnavailable at once when DOWN. Takes no lock."""
         return self._keeper.session()
 
-    def call(self, request_type: type[Request], *, timeout_s: float | None = None, **fields: Any) -> AnyReply:
+    def call(self, request_type: type[Request[ReplyT]], *, timeout_s: float | None = None, **fields: Any) -> ReplyT:
         """Send one request and return its reply, for all requests without payload.
 
         Raises RequestRefused for an `Error` reply, DeadlineExceeded, DaemonUnavailable.
         """
-        reply = self.session().call(request_type, ANSWERS[request_type], timeout_s, **fields)
-        return cast(AnyReply, reply)
+        return self.session().call(request_type, timeout_s, **fields)
 
     def ping(self) -> float:
         """One round trip; returns seconds."""
         start_s = time.perf_counter()
-        self.session().call(Ping, Done)
+        self.session().call(Ping)
         return time.perf_counter() - start_s
 
     def stats(self, *, histograms: bool = False, hot_prefixes: int = 0) -> dict[str, Any]:
         """The daemon's statistics; `daemon/MONITORING.md` explains them, and what each argument adds."""
-        return self.session().call(Stats, StatsReply, histograms=histograms, hot_prefixes=hot_prefixes).stats
+        return self.session().call(Stats, histograms=histograms, hot_prefixes=hot_prefixes).stats
 
     def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
         """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
@@ -188,7 +186,7 @@ class Client:
         """
         session = self.session()
         namespace_ids = [session.namespace_id(spec) for spec in namespaces]
-        flushed = session.call(Flush, Flushed, FLUSH_TIMEOUT_S, tier=tier, namespaces=namespace_ids, key=key)
+        flushed = session.call(Flush, FLUSH_TIMEOUT_S, tier=tier, namespaces=namespace_ids, key=key)
         if flushed.kept:
             logger.warning("%d blocks flushed on this host; %s", flushed.blocks, flushed.kept)
         return flushed.blocks

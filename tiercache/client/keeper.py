@@ -29,7 +29,7 @@ from tiercache.errors import (
 )
 from tiercache.ground import forks
 from tiercache.protocol.curve import is_remote
-from tiercache.protocol.messages import Bye, Done, Ping
+from tiercache.protocol.messages import Bye, Ping
 from tiercache.protocol.namespaces import NamespaceSpec
 
 BACK_OFF_FIRST_S = 0.05
@@ -261,7 +261,7 @@ class SessionKeeper:
         """
         half_s = self._settings.request_timeout_s / 2
         for _ in range(GOOD_PINGS):
-            session.call(Ping, Done, half_s)
+            session.call(Ping, half_s)
         if not session.receive():
             raise DaemonUnavailable("the daemon closed the session")
         for fingerprint, spec in list(self._specs.items()):
@@ -322,7 +322,7 @@ class SessionKeeper:
         with session.probing():
             if session.settle() or not idle:
                 return False
-            session.call(Bye, Done, BYE_S)
+            session.call(Bye, BYE_S)
         return True
 
     def _serve(self) -> None:

@@ -18,7 +18,7 @@ from tiercache.client.session import Session
 from tiercache.copies.pool import Limit
 from tiercache.errors import DaemonUnavailable
 from tiercache.ground import forks
-from tiercache.protocol.messages import Abort, Release, Renew, Renewed, Request
+from tiercache.protocol.messages import Abort, AnyRequest, Release, Renew
 
 HOLD_AT_MOST_S = 600.0
 """A lease that was never ended is renewed for this long."""
@@ -92,7 +92,7 @@ class Leases:
         for lease, writing in dropped:
             give_back(session, lease, writing=writing)
         if due:
-            alive = session.call(Renew, Renewed, leases=due, ttl_ms=ttl_ms).alive
+            alive = session.call(Renew, leases=due, ttl_ms=ttl_ms).alive
             with self._changed:
                 for lease, still in zip(due, alive, strict=False):
                     known = self._kept.pop(lease, None)
@@ -134,5 +134,5 @@ class Leases:
 
 def give_back(session: Session, lease: int, *, writing: bool) -> None:
     """End a lease in the background; its copies are over."""
-    request: type[Request] = Abort if writing else Release
+    request: type[AnyRequest] = Abort if writing else Release
     session.give_back(request, lease=lease, **({"finished": True} if writing else {}))

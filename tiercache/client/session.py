@@ -27,18 +27,15 @@ from tiercache.ground import forks
 from tiercache.ground.listening import RESOLVE_S, wants_ipv6
 from tiercache.ground.uninterrupted import uninterrupted
 from tiercache.protocol import messages
-from tiercache.protocol.answers import ANSWERS
 from tiercache.protocol.curve import find_remote
 from tiercache.protocol.messages import (
     NO_LEASE,
     Abort,
-    AnyReply,
-    Done,
+    AnyRequest,
     ErrorCode,
     Hello,
     Matched,
     ModelCard,
-    Namespace,
     Ping,
     Refused,
     Regions,
@@ -67,7 +64,7 @@ ASK_AGAIN_CODES = (ErrorCode.EXPIRED.value, ErrorCode.LIMIT.value)
 
 logger = logging.getLogger("tiercache.client")
 R = TypeVar("R", bound=Reply)
-Errands = deque[tuple[int, bytes, type[Request], dict[str, Any]]]
+Errands = deque[tuple[int, bytes, type[AnyRequest], dict[str, Any]]]
 """Requests that end leases, each with the life of the daemon and the session that granted the lease."""
 _decode = msgspec.msgpack.Decoder(SessionMessage).decode
 
@@ -208,18 +205,16 @@ class Session:
             if message is None or isinstance(message, Refused):
                 return False
 
-    def call(self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any) -> R:
+    def call(self, request_type: type[Request[R]], timeout_s: float | None = None, **fields: Any) -> R:
         """One request and its reply. Raises as `Channels.wait`, and reports trouble to the owner."""
-        return uninterrupted(lambda: self.wait(self.post(request_type, expect, timeout_s, **fields)))
+        return uninterrupted(lambda: self.wait(self.post(request_type, timeout_s, **fields)))
 
-    def post(
-        self, request_type: type[Request], expect: type[R], timeout_s: float | None = None, **fields: Any
-    ) -> Pending[R]:
+    def post(self, request_type: type[Request[R]], timeout_s: float | None = None, **fields: Any) -> Pending[R]:
         """Send a request whose reply is taken later, with `wait` (or never: `abandon`)."""
         if self._paused and self._prober != threading.get_ident():
             raise DaemonUnavailable("the daemon did not answer, and is being probed")
         try:
-            return self._channels.post(request_type, expect, timeout_s or self.timeout_s, **fields)
+            return self._channels.post(request_type, timeout_s or self.timeout_s, **fields)
         except TierCacheError as error:
             self._blame(error)
             raise
@@ -255,14 +250,12 @@ class Session:
         finally:
             self._prober = None
 
-    def pipeline(
-        self, orders: Iterable[Order], expect: type[R], on_reply: Callable[[int, R, bytes | None], None]
-    ) -> None:
+    def pipeline(self, orders: Iterable[Order], on_reply: Callable[[int, Any, bytes | None], None]) -> None:
         """Many requests, several in flight; see `Channels.pipeline`."""
         if self._paused:
             raise DaemonUnavailable("the daemon did not answer, and is being probed")
         try:
-            self._channels.pipeline(orders, expect, on_reply, self.timeout_s)
+            self._channels.pipeline(orders, on_reply, self.timeout_s)
         except TierCacheError as error:
             self._blame(error)
             raise
@@ -288,7 +281,7 @@ class Session:
         """
         known = self._namespaces.get(id(spec))
         if known is None or (direct and id(spec) not in self._direct):
-            namespace_id = self.call(RegisterNamespace, Namespace, timeout_s, spec=spec, direct=direct).namespace
+            namespace_id = self.call(RegisterNamespace, timeout_s, spec=spec, direct=direct).namespace
             if direct:
                 self._direct.add(id(spec))
             # Specs cannot be hashed, and fingerprints cost as much as a request; the reference to the spec keeps its id
@@ -296,7 +289,7 @@ class Session:
             self._namespaces[id(spec)] = known = (spec, namespace_id)
         return known[1]
 
-    def give_back(self, request_type: type[Request], **fields: Any) -> None:
+    def give_back(self, request_type: type[AnyRequest], **fields: Any) -> None:
         """Send this `Release` or `Abort` once the daemon answers: the lease could not be ended in time.
 
         An `Abort` may go out in a later session with the same life of the daemon.
@@ -305,7 +298,7 @@ class Session:
             self._owner.errands.append((self.generation, self.welcome.session, request_type, fields))
             self._owner.wake()
 
-    def _on_late(self, reply: AnyReply) -> None:
+    def _on_late(self, reply: Reply) -> None:
         if isinstance(reply, Matched) and reply.lease != NO_LEASE:
             self.give_back(Release, lease=reply.lease)
         elif isinstance(reply, (Reserved, ReservedExtents)) and reply.lease != NO_LEASE:
@@ -333,7 +326,7 @@ class Session:
             alive = session == self.welcome.session or (request_type is Abort and generation == self.generation)
             try:
                 if alive:
-                    self.call(request_type, ANSWERS[request_type], **fields)
+                    self.call(request_type, **fields)
             except RequestRefused as error:
                 if error.code in ASK_AGAIN_CODES:
                     return True
@@ -349,7 +342,7 @@ class Session:
 
     def _tell_clock(self) -> None:
         """Have the daemon use our present clock for deadlines: one of the two may have stood still."""
-        self.call(Ping, Done, clock_us=time.monotonic_ns() // 1000)
+        self.call(Ping, clock_us=time.monotonic_ns() // 1000)
         self._clock_differs = False
 
     def _report(self) -> None:
@@ -362,7 +355,7 @@ class Session:
         report = (registration, models, self._owner.report.counters())
         if report != self._reported:
             try:
-                self.call(Report, Done, registration=registration, models=models, counters=report[2])
+                self.call(Report, registration=registration, models=models, counters=report[2])
             except RequestRefused as error:
                 if error.code == ErrorCode.EXPIRED.value:
                     raise

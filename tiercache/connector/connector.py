@@ -68,11 +68,8 @@ from tiercache.protocol.messages import (
     KEY_BYTES,
     MAX_PIN_TTL_MS,
     EventRun,
-    Hinted,
-    Matched,
     ModelCard,
     Pin,
-    Pinned,
     Prefetch,
     Unpin,
 )
@@ -184,7 +181,7 @@ class SchedulerSide:
         check_keys(keys)
 
         def ask(session: Session, namespace_ids: list[int]) -> int:
-            reply = session.call(Prefetch, Matched, namespaces=namespace_ids, keys=keys)
+            reply = session.call(Prefetch, namespaces=namespace_ids, keys=keys)
             return reply.dram_blocks + reply.below_blocks
 
         return self._ask("prefetch", ask, namespaces) if keys else 0
@@ -203,7 +200,7 @@ class SchedulerSide:
             raise ValueError(f"first is {first}: must be 0 or more")
 
         def ask(session: Session, namespace_ids: list[int]) -> int:
-            reply = session.call(HintRequest, Hinted, namespaces=namespace_ids, keys=keys, first=first, **hint.fields())
+            reply = session.call(HintRequest, namespaces=namespace_ids, keys=keys, first=first, **hint.fields())
             self._outcomes.count(hints=1)
             return reply.blocks
 
@@ -216,15 +213,13 @@ class SchedulerSide:
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}: must be more than 0")
         ttl_ms = min(MAX_PIN_TTL_MS, max(1, round(ttl_s * 1000)))
-        return self._ask(
-            "pin", lambda session, ids: session.call(Pin, Pinned, namespaces=ids, keys=keys, ttl_ms=ttl_ms).blocks
-        )
+        return self._ask("pin", lambda session, ids: session.call(Pin, namespaces=ids, keys=keys, ttl_ms=ttl_ms).blocks)
 
     @whole
     def unpin(self, keys: bytes) -> int:
         """End the pins that were set with the same keys; returns blocks. 0 on failure."""
         check_keys(keys)
-        return self._ask("unpin", lambda session, ids: session.call(Unpin, Pinned, namespaces=ids, keys=keys).blocks)
+        return self._ask("unpin", lambda session, ids: session.call(Unpin, namespaces=ids, keys=keys).blocks)
 
     def _ask(
         self,

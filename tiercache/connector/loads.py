@@ -24,12 +24,9 @@ from tiercache.protocol.messages import (
     MAX_KEYS,
     MAX_RESOLVE,
     NO_LEASE,
-    Done,
     Frames,
     Hold,
-    Matched,
     Release,
-    Released,
     Resolve,
 )
 from tiercache.protocol.messages import Match as MatchRequest
@@ -143,7 +140,6 @@ def match_blocks(
     resolve = min(count, RESOLVE_WITH_MATCH) if with_frames and not any(s.window_blocks for s in specs) else 0
     reply = session.call(
         MatchRequest,
-        Matched,
         namespaces=namespace_ids,
         keys=keys,
         ttl_ms=READ_TTL_MS,
@@ -179,7 +175,7 @@ def adopt_match(client: Client, ticket: bytes) -> Match:
     if known.generation != session.generation:
         return Match()
     try:
-        session.call(Hold, Done, lease=known.lease)
+        session.call(Hold, lease=known.lease)
     except RequestRefused:
         return Match()  # it is over
     except (DaemonUnavailable, CallInterrupted):
@@ -257,7 +253,7 @@ def _copy(leased: LeasedBlocks, mover: Mover, match: Match, blocks: Blocks) -> i
             named = len(frames) // FRAME_BYTES
             begin, window = first + done + named, min(count - done - named, MAX_RESOLVE)
             if window and more:
-                coming = session.post(Resolve, Frames, lease=lease, namespace=namespace_id, first=begin, count=window)
+                coming = session.post(Resolve, lease=lease, namespace=namespace_id, first=begin, count=window)
             if named:
                 moved = mover.fetch(leased, frames, blocks.part(done, done + named))
                 done += moved
@@ -279,7 +275,7 @@ def _copy(leased: LeasedBlocks, mover: Mover, match: Match, blocks: Blocks) -> i
 def _release(client: Client, session: Session, lease: int) -> bool:
     client.leases.let_go(lease)
     try:
-        return session.call(Release, Released, lease=lease).good
+        return session.call(Release, lease=lease).good
     except TierCacheError:
         session.give_back(Release, lease=lease)
     return False

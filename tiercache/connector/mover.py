@@ -17,7 +17,7 @@ from tiercache.connector.blocks import Blocks, LeasedBlocks
 from tiercache.connector.write_lease import WriteLease
 from tiercache.copies.pool import Addresses, Copier, CopyLost
 from tiercache.errors import DaemonUnavailable, ProtocolError
-from tiercache.protocol.messages import MAX_PAYLOAD_BYTES, Done, Payload, Read, Reply, Write
+from tiercache.protocol.messages import MAX_PAYLOAD_BYTES, Payload, Read, Reply, Write
 
 STAGING_BYTES = 16 << 20
 
@@ -82,7 +82,7 @@ class Mover:
                     raise ProtocolError(f"a payload of {length} bytes was due and another came")
                 view[block * size + offset : block * size + offset + length] = data
 
-            leased.session.pipeline(orders, Payload, take)
+            leased.session.pipeline(orders, take)
             copied = self.copier.copy_in(addresses, part.ids, part.limit, part.after)
             del staging
             done += copied
@@ -105,7 +105,7 @@ class Mover:
                         place = {"lease": lease.lease_id, "index": indices[done + block], "offset": offset}
                         yield Write, place, view[start : start + length]
 
-            lease.session.pipeline(orders(), Done, _ignore)
+            lease.session.pipeline(orders(), _ignore)
             del staging
             done += copied
             if copied < len(part):

@@ -165,7 +165,7 @@ class _DramStore:
         if count and done < len(self._blocks):
             window = self._blocks.part(done, done + count)
             fields = window.reserve_fields(self._namespace_id, WRITE_TTL_MS)
-            self._reserving = _Reserve(self._session.post(Reserve, Reserved, **fields), window)
+            self._reserving = _Reserve(self._session.post(Reserve, **fields), window)
 
     def _fill(self, reserved: Reserved, window: NewBlocks) -> None:
         """Copy what was reserved and send its commit."""
@@ -183,7 +183,7 @@ class _DramStore:
                 copied = 0
             if copied:
                 names = pack_indices(indices[:copied])
-                pending = self._session.post(Commit, Committed, lease=lease.lease_id, blocks=names)
+                pending = self._session.post(Commit, lease=lease.lease_id, blocks=names)
                 self._committing = _Commit(lease, copied, copied == len(indices), pending)
             if copied < len(indices):
                 self._finish_commit()

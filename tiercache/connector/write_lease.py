@@ -12,7 +12,7 @@ from tiercache.client.leases import Leases
 from tiercache.client.session import Session
 from tiercache.copies.pool import CopyLost
 from tiercache.errors import TierCacheError
-from tiercache.protocol.messages import NO_LEASE, Abort, Done
+from tiercache.protocol.messages import NO_LEASE, Abort
 
 WRITE_TTL_MS = 10_000
 
@@ -55,7 +55,7 @@ class WriteLease:
 def abort_lease(session: Session, lease: int, *, finished: bool) -> None:
     """Give up a write lease; `finished`: no copy of ours is in progress."""
     try:
-        session.call(Abort, Done, lease=lease, finished=finished)
+        session.call(Abort, lease=lease, finished=finished)
     except TierCacheError:
         # For a lease that is over the reply is `done`. So the daemon has not received it: without it the frames would
         # stay ours for as long as this process lives.

@@ -73,7 +73,7 @@ class Affinity:
             models = self._models
             if models is None or models.session is not session or models.asked_s < since_s:
                 asked_s = time.monotonic()
-                reply = session.call(m.Models, m.ModelList)
+                reply = session.call(m.Models)
                 models = self._models = ModelsKnown(session, asked_s, reply.models, reply.namespaces, reply.windows)
         return models
 

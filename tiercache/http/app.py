@@ -25,7 +25,7 @@ from tiercache.http.limits import error_body
 from tiercache.http.metrics import CONTENT_TYPE, metrics_text
 from tiercache.http.models import models_by_namespace
 from tiercache.http.probe import Probe
-from tiercache.protocol.messages import ModelList, Models
+from tiercache.protocol.messages import Models
 
 MAX_BODY_BYTES = 2 << 20
 """Limit of a body: a prompt of about 300 000 tokens."""
@@ -117,7 +117,7 @@ class PortRoutes:
         self._trees = Trees(lambda: self._ask(lambda: client.stats(histograms=True)))
         self._history = History(
             lambda hot: client.stats(histograms=True, hot_prefixes=hot),
-            lambda: models_by_namespace(client.session().call(Models, ModelList).models),
+            lambda: models_by_namespace(client.session().call(Models).models),
         )
         self._history.start()
         self._request_s = request_s

@@ -40,7 +40,7 @@ class ModelBlocks:
         if not keys or not self.there:
             none = len(self.card.namespaces)
             return Peeked(0, 0, 0, 0, [(0, 0)] * none, 0, [0] * none)
-        return self._session.call(Peek, Peeked, namespaces=self._numbers, keys=keys)
+        return self._session.call(Peek, namespaces=self._numbers, keys=keys)
 
     def matched(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of the prompt a match would find."""

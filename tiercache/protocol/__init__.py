@@ -1,6 +1,6 @@
 """The protocol between the daemon and its clients, byte for byte. daemon/PROTOCOL.md is the specification.
 
-    messages     requests and replies on the control socket, packed as msgpack; answers: which belong together
+    messages     requests and replies on the control socket, packed as msgpack
     wire         packets and file descriptors on the session socket
     keys         prefix hashes: the names of blocks
     namespaces   what determines the form of a block's bytes

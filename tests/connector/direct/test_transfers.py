@@ -31,7 +31,7 @@ class Session:
         self.answers = list(answers)
         self.asked: list[tuple[Any, dict[str, Any]]] = []
 
-    def call(self, request: Any, _: Any, **fields: Any) -> Any:
+    def call(self, request: Any, **fields: Any) -> Any:
         self.asked.append((request, fields))
         if request in (Abort, BadExtent):
             return None

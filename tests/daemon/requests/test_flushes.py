@@ -44,7 +44,7 @@ class Service:
         self._flush = FlushRequests(context).methods()[m.Flush]  # type: ignore[assignment]
 
     def _sent(self, identity: bytes, answer: Answer) -> None:
-        self.answers.append(msgspec.msgpack.decode(answer.header, type=m.AnyReply))
+        self.answers.append(msgspec.msgpack.decode(answer.header, type=m.ANY_REPLY))
 
     async def open(self, namespaces: int) -> list[Namespace]:
         await self.rig.open()

@@ -103,7 +103,7 @@ def doctor(
 
 def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
     """A running daemon's statistics and specs, or why there are none."""
-    from tiercache.protocol.messages import MAX_NAMESPACES_PER_REQUEST, SpecList, Specs
+    from tiercache.protocol.messages import MAX_NAMESPACES_PER_REQUEST, Specs
     from tiercache.protocol.namespaces import NamespaceSpec
 
     if is_barred(run_dir) or not session_socket_path(run_dir).exists():
@@ -112,7 +112,7 @@ def _ask(run_dir: Path) -> tuple[Tree, dict[int, NamespaceSpec], str]:
         with quiet_client(), connected(str(run_dir)) as client:
             tree = client.stats()
             numbers = [int(one["id"]) for one in tree.get("namespaces", [])][-MAX_NAMESPACES_PER_REQUEST:]
-            sent = client.session().call(Specs, SpecList, namespaces=numbers).specs if numbers else {}
+            sent = client.session().call(Specs, namespaces=numbers).specs if numbers else {}
             return tree, {number: NamespaceSpec.received(fields) for number, fields in sent.items()}, ""
     except TierCacheError as error:
         return {}, {}, str(error)

@@ -22,7 +22,7 @@ from tiercache.connector.direct.transfers import direct_problem
 from tiercache.copies.pool import Pool
 from tiercache.errors import ConfigError, ProtocolError, RequestRefused, TierCacheError
 from tiercache.ground import forks
-from tiercache.protocol.messages import KEY_BYTES, MAX_RESOLVE, BadExtent, Done, ExtentList, Extents, unpack_extents
+from tiercache.protocol.messages import KEY_BYTES, MAX_RESOLVE, BadExtent, Extents, unpack_extents
 from tiercache.protocol.namespaces import NamespaceSpec
 
 OFF, AUTO = "off", "auto"
@@ -197,7 +197,7 @@ def load_direct(leased: LeasedBlocks, loader: DirectLoader, fingerprint: str, ke
         window = blocks.part(done, done + MAX_RESOLVE)
         ask = {"lease": lease, "namespace": namespace_id, "first": window.first, "count": len(window)}
         try:
-            reply = session.call(Extents, ExtentList, **ask)
+            reply = session.call(Extents, **ask)
         except RequestRefused:
             break  # the lease is over, which its release will say, or the daemon keeps nothing
         try:
@@ -212,7 +212,7 @@ def load_direct(leased: LeasedBlocks, loader: DirectLoader, fingerprint: str, ke
         result = loader.load(session.generation, reply.directories, extents, seeds, named)
         done += result.good
         if result.bad:
-            session.call(BadExtent, Done, lease=lease, namespace=namespace_id, index=blocks.first + done)
+            session.call(BadExtent, lease=lease, namespace=namespace_id, index=blocks.first + done)
         if result.good < len(window):
             break
     return done

@@ -25,7 +25,6 @@ from tiercache.protocol.messages import (
     NO_LEASE,
     CommitExtents,
     CommitState,
-    Committed,
     Extent,
     ReservedExtents,
     ReserveExtents,
@@ -115,7 +114,7 @@ class _DirectStore:
         fields = window.reserve_fields(self._namespace_id, WRITE_TTL_MS)
         while True:
             try:
-                reserved = self._session.call(ReserveExtents, ReservedExtents, **fields)
+                reserved = self._session.call(ReserveExtents, **fields)
             except RequestRefused as error:
                 self._storer.note(str(error))  # the daemon is older, or has too many leases of ours
                 return None
@@ -143,7 +142,7 @@ class _DirectStore:
                 if not sums or window.limit.void:
                     return len(places), 0, 0
                 checksums = pack_checksums(sums)
-                states = session.call(CommitExtents, Committed, lease=lease.lease_id, checksums=checksums).states
+                states = session.call(CommitExtents, lease=lease.lease_id, checksums=checksums).states
                 lease.committed()
         finally:
             lease.give_up()

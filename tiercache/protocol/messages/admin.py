@@ -6,73 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tiercache.protocol.messages.limits import MAX_LISTED, Numbers
-from tiercache.protocol.messages.names import ModelCard
-from tiercache.protocol.messages.replies import Reply
-from tiercache.protocol.messages.requests import Request
-
-
-class Flush(Request, tag="flush"):
-    """Drop blocks. Answered with `Flushed`.
-
-    `tier` is `all` or a tier's name. Empty `namespaces` means every one; `key` empty means
-    everything, otherwise that block and all that follow it (in a windowed namespace only that block).
-    """
-
-    tier: str
-    namespaces: Numbers
-    key: bytes
-
-
-class Report(Request, tag="report"):
-    """How the client holds its mapping (`cuda`, `mlock`, `none`), its own counters, its models. -> `Done`."""
-
-    registration: str
-    counters: Annotated[dict[str, int], msgspec.Meta(max_length=MAX_LISTED)]
-    models: Annotated[list[ModelCard], msgspec.Meta(max_length=MAX_LISTED >> 4)] = msgspec.field(default_factory=list)
-
-
-class Models(Request, tag="models"):
-    """The models that clients have announced. Answered with `ModelList`."""
-
-
-class Stats(Request, tag="stats"):
-    """Answered with `StatsReply`; optionally with `histograms` and with a number of nodes of the prefix tree."""
-
-    histograms: bool = False
-    hot_prefixes: int = 0
-
-
-class Check(Request, tag="check"):
-    """Check the daemon's bookkeeping, and blocks on disks against their checksums.
-
-    Answered with `CheckReply`, once `sample` blocks (-1: all) were read at `bytes_per_s` (0: no limit). The daemon
-    serves others meanwhile.
-    """
-
-    sample: int = 0
-    bytes_per_s: int = 200 << 20
-
-
-class Inspect(Request, tag="inspect"):
-    """Where one block is, and what is known of it; changes nothing, not even recency. Answered with `Inspected`.
-
-    Empty `namespaces` means every one. `chain` asks for the keys from the first block to this one.
-    """
-
-    namespaces: Numbers
-    key: bytes
-    chain: bool = False
-
-
-class Pins(Request, tag="pins"):
-    """Which prefixes are pinned. Answered with `PinList`."""
-
-
-class Specs(Request, tag="specs"):
-    """The specs of namespaces, in full. Answered with `SpecList`."""
-
-    namespaces: Numbers
+from .limits import MAX_LISTED, Numbers
+from .names import ModelCard
+from .replies import Done, Reply
+from .requests import Request
 
 
 class Flushed(Reply, tag="flushed"):
@@ -86,10 +23,24 @@ class Flushed(Reply, tag="flushed"):
     kept: str = ""
 
 
-class StatsReply(Reply, tag="stats_reply"):
-    """A tree of raw numbers and short strings; see `daemon/MONITORING.md`."""
+class Flush(Request[Flushed], tag="flush"):
+    """Drop blocks.
 
-    stats: dict[str, Any]
+    `tier` is `all` or a tier's name. Empty `namespaces` means every one; `key` empty means
+    everything, otherwise that block and all that follow it (in a windowed namespace only that block).
+    """
+
+    tier: str
+    namespaces: Numbers
+    key: bytes
+
+
+class Report(Request[Done], tag="report"):
+    """How the client holds its mapping (`cuda`, `mlock`, `none`), its own counters, its models."""
+
+    registration: str
+    counters: Annotated[dict[str, int], msgspec.Meta(max_length=MAX_LISTED)]
+    models: Annotated[list[ModelCard], msgspec.Meta(max_length=MAX_LISTED >> 4)] = msgspec.field(default_factory=list)
 
 
 class ModelList(Reply, tag="model_list"):
@@ -103,12 +54,40 @@ class ModelList(Reply, tag="model_list"):
     windows: dict[str, int]
 
 
+class Models(Request[ModelList], tag="models"):
+    """The models that clients have announced."""
+
+
+class StatsReply(Reply, tag="stats_reply"):
+    """A tree of raw numbers and short strings; see `daemon/MONITORING.md`."""
+
+    stats: dict[str, Any]
+
+
+class Stats(Request[StatsReply], tag="stats"):
+    """Statistics of the daemon, optionally with `histograms` and with a number of nodes of the prefix tree."""
+
+    histograms: bool = False
+    hot_prefixes: int = 0
+
+
 class CheckReply(Reply, tag="check_reply"):
     """One line for each fault found: none when all is well."""
 
     findings: list[str]
     blocks: int
     scanned_blocks: int
+
+
+class Check(Request[CheckReply], tag="check"):
+    """Check the daemon's bookkeeping, and blocks on disks against their checksums.
+
+    It is answered once `sample` blocks (-1: all) were read at `bytes_per_s` (0: no limit). The daemon
+    serves others meanwhile.
+    """
+
+    sample: int = 0
+    bytes_per_s: int = 200 << 20
 
 
 class BlockView(msgspec.Struct, array_like=True, frozen=True):
@@ -148,6 +127,17 @@ class Inspected(Reply, tag="inspected"):
     chain: bytes = b""
 
 
+class Inspect(Request[Inspected], tag="inspect"):
+    """Where one block is, and what is known of it; changes nothing, not even recency.
+
+    Empty `namespaces` means every one. `chain` asks for the keys from the first block to this one.
+    """
+
+    namespaces: Numbers
+    key: bytes
+    chain: bool = False
+
+
 class PinView(msgspec.Struct, array_like=True, frozen=True):
     """One pin: its namespaces, the last key that it was set with, what it keeps, and the time left."""
 
@@ -166,14 +156,20 @@ class PinList(Reply, tag="pin_list"):
     limit_bytes: int
 
 
+class Pins(Request[PinList], tag="pins"):
+    """Which prefixes are pinned."""
+
+
 class SpecList(Reply, tag="spec_list"):
     """Specs by the number of their namespace, up to 1 MiB of them: maps, for `NamespaceSpec.received`."""
 
     specs: dict[int, dict[str, Any]]
 
 
-class Settings(Request, tag="settings"):
-    """The settings that the daemon runs with. Answered with `SettingList`."""
+class Specs(Request[SpecList], tag="specs"):
+    """The specs of namespaces, in full."""
+
+    namespaces: Numbers
 
 
 class SettingView(msgspec.Struct, array_like=True):
@@ -193,11 +189,8 @@ class SettingList(Reply, tag="setting_list"):
     problem: str = ""
 
 
-class ChangeSetting(Request, tag="set"):
-    """Change a live setting until the next reload or restart. Answered with `Changed`."""
-
-    key: str
-    value: str
+class Settings(Request[SettingList], tag="settings"):
+    """The settings that the daemon runs with."""
 
 
 class Changed(Reply, tag="changed"):
@@ -205,3 +198,10 @@ class Changed(Reply, tag="changed"):
 
     value: str
     note: str = ""
+
+
+class ChangeSetting(Request[Changed], tag="set"):
+    """Change a live setting until the next reload or restart."""
+
+    key: str
+    value: str

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tiercache.protocol.messages.limits import CHAIN_HASHING, KEY_BYTES, MAX_NAMESPACES_PER_REQUEST, MAX_RESERVE
+from .limits import CHAIN_HASHING, KEY_BYTES, MAX_NAMESPACES_PER_REQUEST, MAX_RESERVE
 
 
 class EventRun(msgspec.Struct, array_like=True, frozen=True):
