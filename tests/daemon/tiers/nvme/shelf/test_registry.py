@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ from tier_rig import TierRig
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.tiers.dram import space as space_module
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
-from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
+from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
 from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
@@ -117,7 +122,7 @@ def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> Non
     catalog = MemoryCatalog(disk)
     refused: list[Any] = []
     raise_epoch = catalog.raise_epoch
-    catalog.raise_epoch = lambda number, epoch, done: refused.append(done)  # type: ignore[method-assign]
+    catalog.raise_epoch = lambda *change: refused.append(change[-1])  # type: ignore[method-assign]
     registry = Registry("d", catalog, SavedNames.read(catalog.state()), Cache(lambda: 0.0).space)
     refused.pop()(False)
     catalog.raise_epoch = raise_epoch  # type: ignore[method-assign]
@@ -128,6 +133,27 @@ def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> Non
     catalog.commit()
     assert answers == [True]
     assert disk.database.namespaces[1].epoch == 4
+
+
+def test_flushes_that_wait_for_what_is_dropped_are_answered_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is a line of the log and a message."""
+    monkeypatch.setattr(catalog_module, "CALLBACKS_AT_ONCE", 2)
+    posted, answers, told = deque[Callable[[], object]](), list[bool](), [0]
+    catalog = Catalog(tmp_path, bytes(16), lambda callback, *args: posted.append(partial(callback, *args)))
+    catalog.open()
+    saved = SavedNamespace(1, "f", b"nothing that can be read", 3)
+    catalog.add_namespace(*saved)
+    registry = Registry("d", catalog, SavedNames(1, [(saved, None)], {}, {1: 3}), Cache(lambda: 0.0).space)
+    for _ in range(5):
+        registry.drop_unserved(answers.append)
+    assert catalog.close(30.0)
+    while posted:
+        posted.popleft()()
+        told.append(len(answers))
+    assert answers == [True] * 5
+    assert all(after - before <= 2 for before, after in pairwise(told))
 
 
 def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
