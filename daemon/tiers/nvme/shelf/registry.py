@@ -17,6 +17,7 @@ import logging
 from collections.abc import Container
 from functools import partial
 
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import Done, SavedNamespace
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -31,6 +32,8 @@ MAX_TOMBSTONES = 65_536
 MANY_TOMBSTONES = 1024
 """Of one namespace."""
 BURIED_AT_ONCE = 256
+ADOPTED_AT_ONCE = 64
+"""Namespaces taken in in one slice: a millisecond or two, as most are not known in this life yet."""
 
 
 class _Stones:
@@ -44,9 +47,9 @@ class _Stones:
 
 
 class Registry:
-    """Event loop only; never blocks. `name` is for the log."""
+    """Event loop only; never blocks. `name` is for the log. What the catalog knows already is adopted first."""
 
-    def __init__(self, name: str, catalog: CatalogRows, names: SavedNames, space: Space) -> None:
+    def __init__(self, name: str, catalog: CatalogRows, space: Space) -> None:
         self.epochs: dict[int, int] = {}
         """By namespace number: the epoch of rows written now."""
         self.oldest_epochs: dict[int, int] = {}
@@ -62,14 +65,16 @@ class Registry:
         self._stones: dict[int, _Stones] = {}  # by namespace number
         self._to_bury: dict[int, None] = {}  # numbers of namespaces with tombstones
         self._unserved: dict[int, int] = {}  # by the catalog's number, until they are dropped: their next epochs
-        self._adopt(names)
+        self._last_number = 0
 
-    def _adopt(self, names: SavedNames) -> None:
+    def adopt(self, names: SavedNames) -> Steps[None]:
+        """Take in the namespaces that the catalog knows, some in each slice."""
         self._last_number = names.last_number
-        for saved, spec in names.specs:
+        for number, (saved, spec) in enumerate(names.specs, 1):
+            if not number % ADOPTED_AT_ONCE:
+                yield
             namespace = self._reopen(saved, spec)
             if namespace is None:
-                log.warning("%s: a namespace that cannot be served any more is dropped", self._name)
                 self._unserved[saved.number] = epoch = names.epochs[saved.number] + 1
                 self._catalog.raise_epoch(saved.number, epoch)
                 continue
@@ -81,7 +86,9 @@ class Registry:
                 self._stones[namespace.number] = _Stones(epochs)
                 self.tombstone_count += len(epochs)
                 self._to_bury[namespace.number] = None
-        self.drop_unserved(lambda ok: None)
+        if self._unserved:
+            log.warning("%s: %d namespaces that cannot be served any more are dropped", self._name, len(self._unserved))
+            self.drop_unserved(lambda ok: None)
 
     def _reopen(self, saved: SavedNamespace, spec: NamespaceSpec | None) -> Namespace | None:
         try:
