@@ -123,6 +123,28 @@ async def test_a_flush_of_any_size_is_let_through_when_none_waits(
 
 
 @on_clock
+async def test_a_flush_that_fails_is_not_answered_besides_and_counts_no_longer(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception becomes an answer."""
+    monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN", 1)
+    service = Service(tmp_path, clock)
+    await service.open(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.rig.shelves[0], "drop_unserved", lambda done: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            service.flush(0, [], 39)
+    await service.rig.committed()
+    clock.now_s += FLUSH_S
+    await service.rig.work()
+    assert service.answers == []
+    service.flush(0, [], 38)
+    await service.rig.committed()
+    assert [type(answer) for answer in service.answers] == [m.Flushed]
+    await service.rig.close()
+
+
+@on_clock
 async def test_an_answered_flush_is_freed_at_once(clock: Clock, tmp_path: Path) -> None:
     """The collector of cycles comes seldom in a daemon, and stops its loop when it does."""
     service = Service(tmp_path, clock)

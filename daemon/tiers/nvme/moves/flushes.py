@@ -361,9 +361,11 @@ class _Flush(FlushUnderWay):
     def end(self) -> None:
         """See `FlushBelow`."""
         self._flushes.ends_later(self)
+        done, self._done = self._done, None  # if this raises, the flush is over at its deadline
         for shelf in self._shelves if self._wanted is None else ():
             self.waiting += 1
             shelf.drop_unserved(self.noted)
+        self._done = done
         self.noted(True)
 
     def answer(self, durable: bool) -> None:
