@@ -87,36 +87,24 @@ async def test_flushes_that_wait_for_a_disk_are_bounded_for_each_client(
     await service.rig.close()
 
 
+@pytest.mark.parametrize(
+    ("limit", "second", "whose"), [("MAX_UNWRITTEN", 0, "this client"), ("MAX_UNWRITTEN_OF_ALL", 1, "all clients")]
+)
 @on_clock
-async def test_flushes_that_wait_for_a_disk_are_bounded_for_all_clients_together(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_flush_of_any_size_begins_when_none_waits_and_no_other_until_it_is_written(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, second: int, whose: str
 ) -> None:
-    """Each process of this host is a client, and there may be many."""
-    monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN_OF_ALL", 2)
-    service = Service(tmp_path, clock)
-    namespaces = await service.open(2)
-    service.disk.hung = True
-    service.flush(0, namespaces, 39)
-    with pytest.raises(RequestRefused, match="flushes of 2 namespaces by all clients are not on disk yet"):
-        service.flush(1, namespaces, 38)
-    service.disk.hung = False
-    await service.rig.committed()
-    service.flush(1, namespaces, 38)
-    await service.rig.committed()
-    assert [type(answer) for answer in service.answers] == [m.Flushed] * 2
-    await service.rig.close()
-
-
-@on_clock
-async def test_a_flush_of_any_size_is_let_through_when_none_waits(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN", 1)
+    """The second one is by the same client, or by another: each process of this host is one."""
+    monkeypatch.setattr(flush_requests, limit, 1)
     service = Service(tmp_path, clock)
     namespaces = await service.open(3)
+    service.disk.hung = True
     service.flush(0, namespaces, 39)
+    with pytest.raises(RequestRefused, match=f"flushes of 3 namespaces by {whose} are not on disk yet"):
+        service.flush(second, namespaces, 38)
+    service.disk.hung = False
     await service.rig.committed()
-    service.flush(0, namespaces, 38)
+    service.flush(second, namespaces, 38)
     await service.rig.committed()
     assert [type(answer) for answer in service.answers] == [m.Flushed] * 2
     await service.rig.close()
