@@ -225,9 +225,13 @@ class _FlushOfBoth:
 
     def end(self) -> None:
         """See `FlushBelow`."""
-        self.shared_end()
-        if self._local is not None:
-            self._local.end()
+        done, self._done = self._done, None  # if this raises, the flush is over with the local one
+        try:
+            self.shared_end()
+        finally:
+            if self._local is not None:
+                self._local.end()
+        self._done = done
         self._answered()
 
     @property

@@ -26,7 +26,7 @@ from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState
-from tiercache.daemon.tiers.nvme.shelf.parts import SavedNames
+from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.protocol.messages import INSTANCE_BYTES, KEY_BYTES, MAX_RESERVE, REGION_SHIFT, BlockState, Priority
@@ -151,10 +151,10 @@ class Simulation:
         self._queue = PaperQueue()
         further = [] if self._shared is None else [self._shared]
         tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None, further)
-        state = CatalogState(True, [], {}, [], 1)
-        known = state, SavedNames.read(state)
+        space, state = self.cache.space, CatalogState(True, [], {}, [], 1)
         paper: tuple[Any, Any, Any] = directory, self._catalog, self._queue
-        shelf = self._shelf = Shelf(*paper, *known, self.cache.space, lambda: None, lambda: self.now_s)
+        registry = Registry("paper", paper[1], space)
+        shelf = self._shelf = Shelf(*paper, state, registry, space, lambda: None, lambda: self.now_s)
         tier._shelves.append(shelf)
         shelf.recovered(True, ())
 

@@ -53,7 +53,7 @@ class FlushBelow(Protocol):
         """Drop these now, out of sight at once."""
 
     def end(self) -> None:
-        """Those were all."""
+        """Those were all. If this raises, `done` is not called: the exception is the answer."""
 
     @property
     def settled(self) -> bool:

@@ -51,6 +51,7 @@ from tiercache.daemon.tiers.nvme.opening.keeper import Keeper, Keepers, close_sh
 from tiercache.daemon.tiers.nvme.opening.runners import Runner, runner_for
 from tiercache.daemon.tiers.nvme.opening.worker_choice import worker_processes
 from tiercache.daemon.tiers.nvme.shelf.parts import BlockQueue, OpenDirectory
+from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 from tiercache.daemon.tiers.nvme.worker.opening import Plan
 from tiercache.daemon.tiers.nvme.worker.regions import ArenaFiles
@@ -186,11 +187,14 @@ class NvmeTier(IndexedTier):
         """
         await self._keeping.open(patience_s)
 
-    def _opened(self, found: OpenDirectory) -> Shelf:
-        """Make the shelf of an open directory, and use it."""
+    async def _opened(self, found: OpenDirectory) -> Shelf:
+        """Make the shelf of an open directory, and use it; until its namespaces are known it counts as closed."""
         directory, catalog, state, names, make_queue = found
+        registry = Registry(str(directory.path), catalog, self._space)
+        for _ in registry.adopt(names):
+            await asyncio.sleep(0)
         queue = make_queue()
-        shelf = Shelf(directory, catalog, queue, state, names, self._space, self._soon, self._clock_s)
+        shelf = Shelf(directory, catalog, queue, state, registry, self._space, self._soon, self._clock_s)
         if self._events is not None:
             shelf.tell(self._events)
         self._shelves.append(shelf)

@@ -309,12 +309,14 @@ class SharedFlushes:
 
     def _answer_some(self) -> None:
         """Each is a line of the log and a message: some in one turn of the loop."""
-        for _ in range(min(ANSWERED_AT_ONCE, len(self._answered))):
-            done, durable = self._answered.popleft()
-            done(durable)
-        self._answering = bool(self._answered)
-        if self._answering:
-            asyncio.get_running_loop().call_soon(self._answer_some)
+        try:
+            for _ in range(min(ANSWERED_AT_ONCE, len(self._answered))):
+                done, durable = self._answered.popleft()
+                done(durable)
+        finally:  # one that raises does not stop the others
+            self._answering = bool(self._answered)
+            if self._answering:
+                asyncio.get_running_loop().call_soon(self._answer_some)
 
     # --- the file --------------------------------------------------------------------------------
 

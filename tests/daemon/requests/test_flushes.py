@@ -87,38 +87,48 @@ async def test_flushes_that_wait_for_a_disk_are_bounded_for_each_client(
     await service.rig.close()
 
 
+@pytest.mark.parametrize(
+    ("limit", "second", "whose"), [("MAX_UNWRITTEN", 0, "this client"), ("MAX_UNWRITTEN_OF_ALL", 1, "all clients")]
+)
 @on_clock
-async def test_flushes_that_wait_for_a_disk_are_bounded_for_all_clients_together(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_flush_of_any_size_begins_when_none_waits_and_no_other_until_it_is_written(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, second: int, whose: str
 ) -> None:
-    """Each process of this host is a client, and there may be many."""
-    monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN_OF_ALL", 2)
+    """The second one is by the same client, or by another: each process of this host is one."""
+    monkeypatch.setattr(flush_requests, limit, 1)
     service = Service(tmp_path, clock)
-    namespaces = await service.open(2)
+    namespaces = await service.open(3)
     service.disk.hung = True
     service.flush(0, namespaces, 39)
-    with pytest.raises(RequestRefused, match="flushes of 2 namespaces by all clients are not on disk yet"):
-        service.flush(1, namespaces, 38)
+    with pytest.raises(RequestRefused, match=f"flushes of 3 namespaces by {whose} are not on disk yet"):
+        service.flush(second, namespaces, 38)
     service.disk.hung = False
     await service.rig.committed()
-    service.flush(1, namespaces, 38)
+    service.flush(second, namespaces, 38)
     await service.rig.committed()
     assert [type(answer) for answer in service.answers] == [m.Flushed] * 2
     await service.rig.close()
 
 
 @on_clock
-async def test_a_flush_of_any_size_is_let_through_when_none_waits(
+async def test_a_flush_that_fails_is_not_answered_besides_and_counts_no_longer(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The exception becomes an answer."""
     monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN", 1)
     service = Service(tmp_path, clock)
-    namespaces = await service.open(3)
-    service.flush(0, namespaces, 39)
+    await service.open(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.rig.shelves[0], "drop_unserved", lambda done: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            service.flush(0, [], 39)
     await service.rig.committed()
-    service.flush(0, namespaces, 38)
+    clock.now_s += FLUSH_S
+    await service.rig.work()
+    assert service.answers == []
+    service.flush(0, [], 38)
     await service.rig.committed()
-    assert [type(answer) for answer in service.answers] == [m.Flushed] * 2
+    assert [type(answer) for answer in service.answers] == [m.Flushed]
     await service.rig.close()
 
 

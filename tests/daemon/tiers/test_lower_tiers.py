@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from chains import chain_of
@@ -17,6 +19,7 @@ from tiercache.daemon.tiers.dram.below import NoTierBelow
 from tiercache.daemon.tiers.dram.promotion import Promotion
 from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.shared.memory import frame_view
 
 NEAR, ALL = 6, 12
@@ -115,3 +118,26 @@ async def test_a_flushed_block_that_waits_to_be_unlinked_is_not_sent(
         assert store.values == {}
     a.check()
     await a.close()
+
+
+def test_a_flush_whose_end_fails_is_over_and_not_answered_besides() -> None:
+    """Whoever asked has the exception; a flush that is never over would count against its client for good."""
+    ended, store_answers, answers = list[bool](), list[Callable[[bool], None]](), list[bool]()
+
+    class Ended(NoTierBelow):
+        tiers = ("nvme",)
+
+        def begin_flush(self, *asked: Any, **how: Any) -> Any:
+            return SimpleNamespace(end=lambda: ended.append(True), settled=True)
+
+    def begin_flush(namespaces: Any, key: bytes, done: Callable[[bool], None], named: bool) -> Callable[[], object]:
+        store_answers.append(done)
+        return lambda: 1 // 0
+
+    shared: Any = SimpleNamespace(name="shared", begin_flush=begin_flush)
+    flush = LowerTiers(Ended(), shared).begin_flush([], b"", lambda _, durable: answers.append(durable))
+    with pytest.raises(ZeroDivisionError):
+        flush.end()
+    for done in store_answers:
+        done(True)
+    assert (ended, flush.settled, answers) == ([True], True, [])

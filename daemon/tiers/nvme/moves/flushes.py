@@ -129,13 +129,20 @@ class _KeptFlushes:
     Those are not durable: they go to `given_up`, to be told so.
     """
 
-    def __init__(self, given_up: deque[FlushUnderWay], flushes: Iterable[_Kept] = ()) -> None:
+    def __init__(self, given_up: deque[FlushUnderWay]) -> None:
         self.given_up = given_up
-        self._flushes = list(flushes)
-        self._names = sum(len(namespaces or ()) for namespaces, _, _ in self._flushes)
+        self.added = 0
+        """How many flushes, those that were put together included."""
+        self._flushes: list[_Kept] = []
+        self._names = 0
 
     def __iter__(self) -> Iterator[_Kept]:
         return iter(self._flushes)
+
+    def since(self, added: int) -> list[_Kept]:
+        """Those behind the first `added`; all where some of them were put together. Nobody waits for these."""
+        first = max(0, len(self._flushes) - (self.added - added))
+        return [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._flushes[first:]]
 
     def add(self, one: _Kept) -> None:
         """The next one."""
@@ -145,6 +152,7 @@ class _KeptFlushes:
             self._flushes = [(every, b"", FlushUnderWay())]
             self._names = len(every or ())
         self._flushes.append(one)
+        self.added += 1
         self._names += len(one[0] or ())
 
 
@@ -168,9 +176,10 @@ class Flushes:
         self._given_up: deque[FlushUnderWay] = deque()  # not durable, and not told so yet
         self._kept: dict[Path, _KeptFlushes] = {}
         self._last: dict[Path, bytes] = {}  # which directory was open there, by the id in its superblock
-        self._former: dict[bytes, _KeptFlushes] = {}  # for replaced directories, open nowhere now
         self._used: set[Path] = set()  # paths at which a directory was open
         self._of_this_life = _KeptFlushes(self._given_up)  # for directories that were open nowhere yet
+        # For replaced directories, open nowhere now: what was kept for each then, and how many flushes there were.
+        self._former: dict[bytes, tuple[list[_Kept], int]] = {}
         self._late: dict[Shelf, _Late] = {}  # earlier flushes that open directories have yet to be told
 
     def begin(
@@ -192,7 +201,8 @@ class Flushes:
         wanted = None if not named and len(namespaces) == len(self._every()) else namespaces
         flush = _Flush(self, wanted, key, done, shelves, closed)
         flush.keep_for_closed()
-        self._of_this_life.add((wanted, key, FlushUnderWay()))
+        if not self._former:  # else it is there already
+            self._of_this_life.add((wanted, key, FlushUnderWay()))
         return flush
 
     def flush(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, flush: FlushUnderWay) -> None:
@@ -212,8 +222,8 @@ class Flushes:
     def keep_for_former(self, one: _Kept, known: set[bytes]) -> bool:
         """Tell it to directories that were replaced, but for those `known`, which these are then; True if any is."""
         more = self._former.keys() - known
-        for directory_id in more:
-            self._former[directory_id].add(one)
+        if more:
+            self._of_this_life.add(one)
         known |= more
         return bool(more)
 
@@ -243,13 +253,14 @@ class Flushes:
             self._given_up.extend(flush for _, _, flush in kept)
             kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in kept]
         if last is not None and last != here:
-            self._former[last] = _KeptFlushes(self._given_up, kept)
+            self._former[last] = kept, self._of_this_life.added
             if len(self._former) > MAX_FORMER:
                 del self._former[next(iter(self._former))]
         if last != here and was_used and not is_known:  # meanwhile nothing was kept for it
             self._given_up.extend(flush for _, _, flush in kept)
-            kept = [(namespaces, key, FlushUnderWay()) for namespaces, key, _ in self._of_this_life]
-        self._late[shelf] = _Late(deque([*self._former.pop(here, ()), *kept]))
+            kept = self._of_this_life.since(0)
+        former, added = self._former.pop(here, ([], self._of_this_life.added))
+        self._late[shelf] = _Late(deque([*former, *self._of_this_life.since(added), *kept]))
         self._go_on(shelf)
 
     def _go_on(self, shelf: Shelf) -> None:
@@ -361,9 +372,11 @@ class _Flush(FlushUnderWay):
     def end(self) -> None:
         """See `FlushBelow`."""
         self._flushes.ends_later(self)
+        done, self._done = self._done, None  # if this raises, the flush is over at its deadline
         for shelf in self._shelves if self._wanted is None else ():
             self.waiting += 1
             shelf.drop_unserved(self.noted)
+        self._done = done
         self.noted(True)
 
     def answer(self, durable: bool) -> None:
@@ -374,9 +387,9 @@ class _Flush(FlushUnderWay):
 
 def _named(flushed: Iterable[Sequence[Namespace] | None]) -> list[Namespace] | None:
     """The namespaces of several flushes, each once; None if any of them is about all namespaces."""
-    found: dict[int, Namespace] = {}
+    found: dict[Namespace, None] = {}
     for namespaces in flushed:
         if namespaces is None:
             return None
-        found.update((id(namespace), namespace) for namespace in namespaces)
-    return list(found.values())
+        found.update(dict.fromkeys(namespaces))
+    return list(found)

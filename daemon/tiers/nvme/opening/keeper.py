@@ -13,7 +13,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,14 @@ _COUNTERS = (*COUNTERS, "evicted_blocks", "write_failures", "database_written_by
 class Keeper:
     """Event loop only; never blocks.
 
-    `opened(directory)` makes its shelf and takes it into use, `gone(shelf)` takes it out of use.
+    `await opened(directory)` makes its shelf and takes it into use, `gone(shelf)` takes it out of use.
     """
 
     def __init__(
         self,
         plan: Plan,
         runner: Runner,
-        opened: Callable[[OpenDirectory], Shelf],
+        opened: Callable[[OpenDirectory], Awaitable[Shelf]],
         gone: Callable[[Shelf], None],
     ) -> None:
         self.plan = plan
@@ -125,7 +125,7 @@ class Keeper:
         if self.problem:
             log.info("nvme directory %s can be used again", self.path)
         self._home, self.problem = found.directory.home, ""
-        shelf = self.shelf = self._opened(found)
+        shelf = self.shelf = await self._opened(found)
         self.tried.set()
         what = await self._watch(shelf)
         self._is_away(f"nvme directory {self.path} cannot be used: {what}")

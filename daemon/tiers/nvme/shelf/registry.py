@@ -17,6 +17,7 @@ import logging
 from collections.abc import Container
 from functools import partial
 
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
 from tiercache.daemon.tiers.nvme.catalog.catalog import Done, SavedNamespace
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -31,6 +32,8 @@ MAX_TOMBSTONES = 65_536
 MANY_TOMBSTONES = 1024
 """Of one namespace."""
 BURIED_AT_ONCE = 256
+ADOPTED_AT_ONCE = 64
+"""Namespaces taken in in one slice: a millisecond or two, as most are not known in this life yet."""
 
 
 class _Stones:
@@ -44,9 +47,9 @@ class _Stones:
 
 
 class Registry:
-    """Event loop only; never blocks. `name` is for the log."""
+    """Event loop only; never blocks. `name` is for the log. What the catalog knows already is adopted first."""
 
-    def __init__(self, name: str, catalog: CatalogRows, names: SavedNames, space: Space) -> None:
+    def __init__(self, name: str, catalog: CatalogRows, space: Space) -> None:
         self.epochs: dict[int, int] = {}
         """By namespace number: the epoch of rows written now."""
         self.oldest_epochs: dict[int, int] = {}
@@ -61,18 +64,19 @@ class Registry:
         self._by_number: dict[int, Namespace] = {}
         self._stones: dict[int, _Stones] = {}  # by namespace number
         self._to_bury: dict[int, None] = {}  # numbers of namespaces with tombstones
-        self._to_drop: dict[int, int] = {}  # epochs of namespaces that cannot be served, by the catalog's number
-        self._dropping: set[int] = set()
-        self._await_drop: list[Done] = []
-        self._adopt(names)
+        self._unserved: dict[int, int] = {}  # by the catalog's number, until they are dropped: their next epochs
+        self._last_number = 0
 
-    def _adopt(self, names: SavedNames) -> None:
+    def adopt(self, names: SavedNames) -> Steps[None]:
+        """Take in the namespaces that the catalog knows, some in each slice."""
         self._last_number = names.last_number
-        for saved, spec in names.specs:
+        for number, (saved, spec) in enumerate(names.specs, 1):
+            if not number % ADOPTED_AT_ONCE:
+                yield
             namespace = self._reopen(saved, spec)
             if namespace is None:
-                log.warning("%s: a namespace that cannot be served any more is dropped", self._name)
-                self._to_drop[saved.number] = names.epochs[saved.number] + 1
+                self._unserved[saved.number] = epoch = names.epochs[saved.number] + 1
+                self._catalog.raise_epoch(saved.number, epoch)
                 continue
             self._numbers[namespace.fingerprint] = saved.number
             self._by_number[saved.number] = namespace
@@ -82,7 +86,9 @@ class Registry:
                 self._stones[namespace.number] = _Stones(epochs)
                 self.tombstone_count += len(epochs)
                 self._to_bury[namespace.number] = None
-        self.drop_unserved(lambda ok: None)
+        if self._unserved:
+            log.warning("%s: %d namespaces that cannot be served any more are dropped", self._name, len(self._unserved))
+            self.drop_unserved(lambda ok: None)
 
     def _reopen(self, saved: SavedNamespace, spec: NamespaceSpec | None) -> Namespace | None:
         try:
@@ -93,27 +99,19 @@ class Registry:
     def drop_unserved(self, done: Done) -> None:
         """Drop the rows of namespaces that cannot be served; `done(ok)` when that is durable, perhaps at once.
 
-        A flush of everything is about them too, and the next life may have room for them.
+        A flush of everything is about them too, and the next life may have room for them. The last of them is dropped
+        once more: the catalog answers in slices, and only when it has written all that was posted before.
         """
-        self._await_drop.append(done)
-        for number, epoch in self._to_drop.items():
-            self._catalog.raise_epoch(number, epoch, partial(self._dropped, number, epoch))
-            self._dropping.add(number)
-        self._to_drop.clear()
-        self._tell_dropped(True)
-
-    def _dropped(self, number: int, epoch: int, ok: bool) -> None:
-        self._dropping.discard(number)
-        if not ok:
-            self._to_drop[number] = epoch
-        self._tell_dropped(ok)
-
-    def _tell_dropped(self, ok: bool) -> None:
-        if ok and self._dropping:
+        if not self._unserved:
+            done(True)
             return
-        waiting, self._await_drop = self._await_drop, []
-        for done in waiting:
-            done(ok)
+        number, epoch = next(reversed(self._unserved.items()))
+        self._catalog.raise_epoch(number, epoch, partial(self._dropped, done))
+
+    def _dropped(self, done: Done, ok: bool) -> None:
+        if ok:
+            self._unserved.clear()
+        done(ok)
 
     def add(self, namespace: Namespace) -> None:
         """Make a namespace known to the catalog, if it is not yet."""
@@ -146,7 +144,7 @@ class Registry:
             if namespace.number not in keep and number not in with_rows:
                 del self._by_number[number], self._numbers[namespace.fingerprint]
                 self._forget_stones(namespace)
-        self._catalog.forget_namespaces(keep=self._by_number.keys() | self._to_drop.keys() | self._dropping)
+        self._catalog.forget_namespaces(keep=self._by_number.keys() | self._unserved.keys())
 
     # --- flushes ---------------------------------------------------------------------------------
 

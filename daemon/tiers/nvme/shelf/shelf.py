@@ -33,7 +33,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 
-from .parts import BlockQueue, CatalogRows, DirectoryFiles, SavedNames
+from .parts import BlockQueue, CatalogRows, DirectoryFiles
 from .recovery import ROWS_AT_ONCE, Recovery
 from .registry import Registry
 from .slots import EVICT_AT_ONCE, Slots, place_of_slot
@@ -67,7 +67,7 @@ class Shelf:
         catalog: CatalogRows,
         queue: BlockQueue,
         state: CatalogState,
-        names: SavedNames,
+        registry: Registry,
         space: Space,
         soon: Callable[[], None],
         clock_s: Callable[[], float],
@@ -76,7 +76,7 @@ class Shelf:
         self.catalog = catalog
         self.queue = queue
         self.index = Index(self._slot_left)
-        self.registry = Registry(str(directory.path), catalog, names, space)
+        self.registry = registry
         self.slots = Slots(directory, catalog, queue, state, space, self.index, soon, clock_s)
         self.directory_seed = int.from_bytes(directory.superblock.directory_id[:8], "little")
         self.loading = True

@@ -128,31 +128,18 @@ class BlocksLine:
 
     def _op(self, block: BlockRecord) -> AnyOp:
         address = NOWHERE if block.frame < 0 else self._regions.address_of(block.frame)
-        op: _Read | _Write
-        if block.write:
-            op = _Write(
-                done=self._end,
-                slot=block.slot,
-                address=address,
-                length=block.length,
-                key=block.key,
-                fingerprint=self._names[block.name],
-                codec=block.codec,
-                kind=block.kind,
-            )
-        else:
-            op = _Read(
-                done=self._end,
-                slot=block.slot,
-                address=address,
-                length=block.length,
-                key=block.key,
-                fingerprint=self._names[block.name],
-                stored_length=block.stored_length,
-                checksum=block.checksum,
-                codec=block.codec,
-                kind=block.kind,
-            )
+        op = (_Write if block.write else _Read)(
+            done=self._end,
+            slot=block.slot,
+            address=address,
+            length=block.length,
+            key=block.key,
+            fingerprint=self._names[block.name],
+            stored_length=block.stored_length,
+            checksum=block.checksum,
+            codec=block.codec,
+            kind=block.kind,
+        )
         op.number, op.run = block.number, None
         return op
 

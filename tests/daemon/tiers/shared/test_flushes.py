@@ -264,6 +264,19 @@ class Flusher:
         return job
 
 
+@played
+async def test_an_answer_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    one = Flusher(MemoryStore(), tmp_path / "state")
+    one.flush(b"first")
+    one.flushes.begin([b"second"], lambda durable: 1 // 0)  # type: ignore[arg-type, return-value]
+    one.flush(b"third")
+    await one.try_it()
+    with pytest.raises(ZeroDivisionError):
+        await one.try_it()
+    await asyncio.sleep(0)
+    assert one.answers == [True, True]
+
+
 def not_replicated(*numbers: int) -> Callable[[str], None]:
     """As `MemoryStore.after`: these calls of `set_note` reach no replica."""
     counts = itertools.count()

@@ -324,7 +324,7 @@ class FolderConnection:
                     os.unlink(file_name(name), dir_fd=home)
                 with contextlib.suppress(*_NO_FILE):
                     os.unlink(file_name(name), dir_fd=tree.notes)
-                    sync_directory(tree.notes)
+            sync_directory(tree.notes)  # also where nothing was there: an earlier try may have failed at this
 
     def set_note(self, name: bytes, value: bytes, deadline_s: float, only_if_missing: bool = False) -> bytes:
         with self._tree(deadline_s) as tree:

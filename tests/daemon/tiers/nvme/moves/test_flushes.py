@@ -85,6 +85,38 @@ def test_flushes_that_are_put_together_are_answered_in_slices(monkeypatch: pytes
     assert all(after - before <= 2 for before, after in pairwise(told))
 
 
+def test_flushes_are_put_together_once_however_many_directories_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a slice."""
+    monkeypatch.setattr(nvme_flushes, "MAX_KEPT", 3)
+    put_together, named = list[object](), nvme_flushes._named
+    monkeypatch.setattr(nvme_flushes, "_named", lambda flushed: put_together.append(flushed) or named(flushed))
+    every: Any = ["n", "m"]
+    flushes = Flushes(lambda: every, lambda: 0.0)
+    for name in "1234":
+        gone(flushes, opened(flushes, A, name))
+    for name in ("n", "n", "m", "n"):
+        flushes.begin([name], b"k", lambda blocks, durable: None, [], list, named=True).end()
+    assert len(put_together) == 1
+    assert [opened(flushes, A, name).flushed for name in "13"] == [[("n", b""), ("m", b""), ("n", b"k")]] * 2
+
+
+def test_a_directory_that_is_back_is_told_what_was_flushed_since_it_was_replaced() -> None:
+    every: Any = ["n", "m", "before"]
+    flushes = Flushes(lambda: every, lambda: 0.0)
+    one = opened(flushes, A, "1")
+    shelves: Any = [one]
+    flushes.begin(["before"], b"k", lambda blocks, durable: None, shelves, list, named=True).end()
+    flush = flushes.begin(["n", "m"], b"k", lambda blocks, durable: None, shelves, list, named=True)
+    flush.forget(["n"])
+    shelves.clear()
+    gone(flushes, one)
+    gone(flushes, opened(flushes, A, "2"))
+    flush.forget(["m"])
+    flush.end()
+    flushes.begin(["n"], b"", lambda blocks, durable: None, [], list, named=True).end()
+    assert opened(flushes, A, "1").flushed == [("n", b"k"), ("m", b"k"), ("n", b"")]
+
+
 def test_a_disk_that_was_never_seen_is_told_what_was_flushed_while_another_was_in_its_place() -> None:
     every: Any = ["n", "m"]
     flushes = Flushes(lambda: every, lambda: 0.0)

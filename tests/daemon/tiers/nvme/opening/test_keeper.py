@@ -12,7 +12,8 @@ import pytest
 from chains import chain_of, key_of
 from disk_rig import segment_path
 from keeper_rig import CHAINS, filled, found, states, take_away
-from played import played
+from memory_disks import MemoryDisk
+from played import Clock, on_clock, played
 from tier_rig import TierRig
 
 from tiercache.errors import ConfigError
@@ -136,3 +137,18 @@ async def test_a_directory_is_seen_to_while_its_writes_fail(tmp_path: Path) -> N
     assert now["errors"][str(errno.EIO)] == 1
     assert await found(rig) == [8] * len(CHAINS)
     await rig.close()
+
+
+# --- at the end ---------------------------------------------------------------------------------------
+
+
+@on_clock
+async def test_a_directory_stays_locked_while_its_last_transaction_hangs(clock: Clock) -> None:
+    """Another daemon that had it would meet with what the disk may still write."""
+    disks = [MemoryDisk(number, clock) for number in range(2)]
+    rig = await TierRig(Path("/nowhere"), disks=disks).open()
+    for shelf in rig.shelves:
+        shelf.table(rig.namespace(4096))  # its catalog has something to write
+    disks[0].hung = True
+    await rig.close()
+    assert [disk.is_open for disk in disks] == [True, False]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,15 @@ from played import Clock, on_clock, play
 from tier_rig import TierRig
 
 from tiercache.daemon.cache import Cache
+from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram import space as space_module
-from tiercache.daemon.tiers.dram.space import Namespace, NoRoom
-from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
+from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
+from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
 from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
-from tiercache.daemon.tiers.nvme.shelf.parts import SavedNames
+from tiercache.daemon.tiers.nvme.shelf.parts import CatalogRows, SavedNames
 from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 from tiercache.protocol.namespaces import NamespaceSpec
 
@@ -41,6 +48,12 @@ RANKS = 4
 def test_a_saved_spec_that_cannot_be_read_is_no_namespace(saved: bytes) -> None:
     state = CatalogState(False, [SavedNamespace(1, "f", saved, 3)], {}, [], 1)
     assert SavedNames.read(state).specs == [(state.namespaces[0], None)]
+
+
+def _registry(catalog: CatalogRows, names: SavedNames, space: Space) -> Registry:
+    registry = Registry("d", catalog, space)
+    finish(registry.adopt(names))
+    return registry
 
 
 async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:
@@ -110,6 +123,36 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
     play(scenario)
 
 
+@on_clock
+async def test_namespaces_are_taken_in_in_slices_before_their_directory_is_used(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands that this life does not know yet."""
+    monkeypatch.setattr(registry_module, "ADOPTED_AT_ONCE", 1)
+    disk, chain, answers = MemoryDisk(0, clock), chain_of("a", 5), list[bool]()
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    await rig.store_below([rig.namespace(4096, rank) for rank in range(RANKS)], chain)
+    await rig.crash()
+    rig = TierRig(Path("/nowhere"), disks=[disk])
+    opening, known = asyncio.ensure_future(rig.tier.open()), [0]
+    while not rig.shelves:
+        known.append(len(rig.cache.space.namespaces))
+        if known[-2:] == [1, 2]:
+            named = rig.cache.space.all_namespaces()
+            rig.tier.begin_flush(named, b"", lambda _, durable: answers.append(durable), named=True).end()
+        await asyncio.sleep(0)
+    assert all(after - before <= 1 for before, after in pairwise(known))
+    assert known[-1] == RANKS - 1, "the last slice is the rest"
+    assert answers == [], "it waits for the directory"
+    await opening
+    await rig.loaded()
+    await rig.committed()
+    assert answers == [True]
+    assert [await rig.load(rig.namespace(4096, rank), chain) for rank in range(RANKS)] == [0, 0, 5, 5]
+    rig.check()
+    await rig.close()
+
+
 def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> None:
     """The disk was full when its directory was opened; a flush of everything comes after that."""
     disk = MemoryDisk(0, lambda: 0.0)
@@ -117,8 +160,8 @@ def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> Non
     catalog = MemoryCatalog(disk)
     refused: list[Any] = []
     raise_epoch = catalog.raise_epoch
-    catalog.raise_epoch = lambda number, epoch, done: refused.append(done)  # type: ignore[method-assign]
-    registry = Registry("d", catalog, SavedNames.read(catalog.state()), Cache(lambda: 0.0).space)
+    catalog.raise_epoch = lambda *change: refused.append(change[-1])  # type: ignore[method-assign]
+    registry = _registry(catalog, SavedNames.read(catalog.state()), Cache(lambda: 0.0).space)
     refused.pop()(False)
     catalog.raise_epoch = raise_epoch  # type: ignore[method-assign]
     registry.loaded(complete=True)
@@ -128,6 +171,27 @@ def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> Non
     catalog.commit()
     assert answers == [True]
     assert disk.database.namespaces[1].epoch == 4
+
+
+def test_flushes_that_wait_for_what_is_dropped_are_answered_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is a line of the log and a message."""
+    monkeypatch.setattr(catalog_module, "CALLBACKS_AT_ONCE", 2)
+    posted, answers, told = deque[Callable[[], object]](), list[bool](), [0]
+    catalog = Catalog(tmp_path, bytes(16), lambda callback, *args: posted.append(partial(callback, *args)))
+    catalog.open()
+    saved = SavedNamespace(1, "f", b"nothing that can be read", 3)
+    catalog.add_namespace(*saved)
+    registry = _registry(catalog, SavedNames(1, [(saved, None)], {}, {1: 3}), Cache(lambda: 0.0).space)
+    for _ in range(5):
+        registry.drop_unserved(answers.append)
+    assert catalog.close(30.0)
+    while posted:
+        posted.popleft()()
+        told.append(len(answers))
+    assert answers == [True] * 5
+    assert all(after - before <= 2 for before, after in pairwise(told))
 
 
 def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +205,7 @@ def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.
     disk.database.namespaces[1] = saved
     disk.database.tombstones = {(1, bytes([number]) * 16): number for number in range(1, 6)}
     catalog = MemoryCatalog(disk)
-    registry = Registry("d", catalog, SavedNames.read(catalog.state()), space)
+    registry = _registry(catalog, SavedNames.read(catalog.state()), space)
     registry.flush_key(namespace, bytes([1]) * 16, lambda ok: None)
     assert not registry.bury(), "rows may still come"
     registry.loaded(complete=True)

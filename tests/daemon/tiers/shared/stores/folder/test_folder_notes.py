@@ -72,6 +72,23 @@ def test_a_note_and_its_end_survive_a_power_cut(folder: Path, monkeypatch: pytes
     assert synced == [("notes", [a]), *[("notes", [a, b])] * 2, *[("notes", [b])] * 2]
 
 
+def test_a_note_that_is_gone_is_deleted_once_that_survives_a_power_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The try that removed it may have failed before its folder was synced."""
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    line = connect(folder)
+    line.set_note(b"a", b"one", soon())
+    monkeypatch.setattr(os, "fsync", broken)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
+            line.delete([b"a"], soon())
+        assert line.exists([], [b"a"], soon()).notes == [None]
+
+
 @pytest.mark.parametrize("kind", [*STRANGE, "too long"])
 def test_a_strange_note_is_missing(folder: Path, kind: str) -> None:
     line = connect(folder)
