@@ -3,7 +3,7 @@
     Space    where blocks live in DRAM: namespaces, size classes, eviction
     Reads    match, resolve, hold, release, pin
     Writes   reserve, commit, abort, quarantine
-    below    the tier below: NVMe, or none
+    below    the tiers below
     Ahead    prefetches for clients that said when they return
     Cache    hints, flush, deferred work, expiry, lost sessions, checks
 
@@ -27,7 +27,7 @@ from tiercache.daemon.index.ages import Ages
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.observe.observers import Observers
 from tiercache.daemon.observe.reuse import WhatIf
-from tiercache.daemon.tiers.dram.below import FlushBelow, NoTierBelow, TierBelow
+from tiercache.daemon.tiers.dram.below import FlushBelow, TierBelow
 from tiercache.daemon.tiers.dram.check import check_dram
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.quotas import Quotas
@@ -80,7 +80,7 @@ class Cache:
         what_if: WhatIf | None = None,
     ) -> None:
         limits = limits or CacheLimits()
-        self.below = below or NoTierBelow()
+        self.below = below or TierBelow()
         self.clock_s = clock_s
         self.counters = Counters()
         self.observers = Observers(what_if)

@@ -42,8 +42,8 @@ from tiercache.daemon.requests.sessions import Session, SessionGate
 from tiercache.daemon.requests.slow import SlowRequests
 from tiercache.daemon.requests.stats import build_stats, health_of
 from tiercache.daemon.requests.unsent import Unsent
-from tiercache.daemon.tiers.below_dram import BelowDram
 from tiercache.daemon.tiers.dram.unfinished import FLOOR_SHARE
+from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.ground.units import format_bytes
 from tiercache.protocol.messages import Welcome
 
@@ -84,7 +84,7 @@ class Server:
         self.generation = secrets.randbits(63) | 1
         self.clock = LeaseClock()
         self.regions: dict[int, Region] = {}
-        self.below = BelowDram(config, self.regions, self._landed, self._work_soon)
+        self.below = LowerTiers.of(config, self.regions, self._landed, self._work_soon)
         self.nvme, self.shared = self.below.nvme, self.below.shared
         limits = CacheLimits(
             config.policy,
@@ -99,11 +99,13 @@ class Server:
         self.events = _make_events(config) if config.kv_events else None
         below_bytes = config.nvme_capacity_bytes
         what_if = WhatIf(self.clock, config.arena_bytes, below_bytes) if config.what_if else None
-        self.cache = Cache(self.clock, limits, self.below.tier, self.events, what_if)
+        self.cache = Cache(self.clock, limits, self.below, self.events, what_if)
         self.cache.space.populating = True  # until the last of `_add_region`
         self.cache.work_ns, self.cache.writes.pending.publish_ns = WORK_NS, PUBLISH_NS
         self.settings = LiveSettings(running, again, self.cache)
-        self.below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events, WORK_NS)
+        self.below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, self.events)
+        if self.nvme is not None:
+            self.nvme.limit_work(WORK_NS)
         self.recorder: Recorder | None = None
         self.http: HttpProcess | None = None
         self.problem = ""
@@ -147,7 +149,7 @@ class Server:
             if self.http is not None:
                 await self.loop.run_in_executor(None, self.http.stop)
             self._close()
-            await self.below.close()
+            await self.below.close(self.config.grace_s)
         finally:
             if self.recorder is not None:
                 await self.loop.run_in_executor(None, self.recorder.close)

@@ -4,11 +4,9 @@
                                               └─► shared/writes          ► store
     match:  requests ► dram/reads  ► dram/below ► dram/promotion ► a source ► the lease grows
 
-DRAM knows one thing below it, which implements `dram/below.TierBelow`: NVMe, or `lower_tiers.LowerTiers` where there
-is a shared tier. `server` has the tiers made, opened and closed by `below_dram`, and gives them to `Cache`;
-`requests/stats` and `observe` show their queues and reasons.
+DRAM knows one thing below it, a `dram/below.TierBelow`: in a daemon that is `lower_tiers.LowerTiers`. `server` has it
+made, opened and closed, and gives it to `Cache`; `requests/stats` and `observe` show its queues and reasons.
 
-lower_tiers  NVMe and the shared tier together
-below_dram   makes the tiers that the settings ask for, opens and closes them
+lower_tiers  NVMe and the shared tier together, as the settings ask for: made, attached, opened, closed
 forms/       the form of a block outside DRAM: compressed, encrypted
 """

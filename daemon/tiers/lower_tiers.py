@@ -1,4 +1,4 @@
-"""The tiers below DRAM together, where there is a shared one: the nearer tiers first, the store last.
+"""The tiers below DRAM together: NVMe, then the store that hosts share. Made, attached, opened and closed together.
 
     look-up     DRAM ──► NVMe ──► what the store was found to have behind that      (claims: see `shared/`)
     promotion   one job for each tier's part of a chain, side by side
@@ -9,52 +9,133 @@ NVMe has an index on this host, so questions about single blocks go to it alone.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Touch
-from tiercache.daemon.tiers.dram.below import Claim, FlushBelow, GrantsBelow, NoTierBelow, TierBelow
+from tiercache.daemon.tiers.dram.below import Claim, FlushBelow, GrantsBelow, TierBelow
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
 from tiercache.daemon.tiers.dram.promotion import Promotion
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.daemon.tiers.shared.tier import SharedTier
 from tiercache.protocol.messages import BlockView
 
+if TYPE_CHECKING:  # a daemon without disks needs no SQLite, and most daemons serve one host
+    from tiercache.daemon.tiers.nvme.tier import NvmeTier
+    from tiercache.daemon.tiers.shared.tier import SharedTier
 
-class LowerTiers:
-    """Implements `TierBelow` for NVMe, if there is any, and a shared tier. Event loop only; never blocks.
+log = logging.getLogger("tiercache.daemon")
 
-    local: the NVMe tier, already attached with the shared tier below it, or None.
+OPENING_S = 2.0
+"""How long the daemon waits at the start for directories, before it serves without the slower ones."""
+
+
+class LowerTiers(TierBelow):
+    """NVMe and the shared tier; None each where there is none. Event loop only; never blocks.
+
+    `landed()` is called after promoted blocks have arrived; `soon()` asks for deferred work before the next tick.
     """
 
-    def __init__(self, local: TierBelow | None, shared: SharedTier) -> None:
-        self.local: TierBelow = local or NoTierBelow()
-        self.shared = shared
-        self.tiers = (*self.local.tiers, shared.name)
-        self._has_local = local is not None
-        self._promotion: Promotion | None = None
-
-    def attach(
+    def __init__(
         self,
-        space: Space,
-        growing: GrowingLeases,
-        writes: Writes,
-        events: Events | None,
+        nvme: NvmeTier | None,
+        shared: SharedTier | None,
         regions: dict[int, Region],
-        landed: Callable[[], None],
+        landed: Callable[[], None] = lambda: None,
         soon: Callable[[], None] = lambda: None,
     ) -> None:
-        """Attach the shared tier, and without NVMe the promotions; for `landed` and `soon` see those."""
-        self.shared.attach(space, self.local.lookup)
-        if not self._has_local:
-            self._promotion = Promotion(growing, writes, events, regions, [self.shared], landed, soon)
+        self.nvme = nvme
+        self.shared = shared
+        self.local: TierBelow = nvme or TierBelow()
+        self.tiers = (*self.local.tiers, *(() if shared is None else (shared.name,)))
+        self._regions = regions
+        self._landed = landed
+        self._soon = soon
+        self._promotion: Promotion | None = None  # of blocks in the store, where there is no NVMe
+
+    @classmethod
+    def of(
+        cls, config: DaemonConfig, regions: dict[int, Region], landed: Callable[[], None], soon: Callable[[], None]
+    ) -> LowerTiers:
+        """Those that the settings ask for. Raises ConfigError for a setting that can never work."""
+        nvme: NvmeTier | None = None
+        shared: SharedTier | None = None
+        if config.nvme_dirs:
+            from tiercache.daemon.tiers.nvme.tier import NvmeTier
+
+            nvme = NvmeTier(config, regions, landed, soon=soon)
+        if config.shared:
+            from tiercache.daemon.tiers.shared.settings import shared_settings
+            from tiercache.daemon.tiers.shared.tier import SharedTier
+
+            shared = SharedTier(shared_settings(config), regions, soon=soon)
+        return cls(nvme, shared, regions, landed, soon)
+
+    def attach(self, space: Space, growing: GrowingLeases, writes: Writes, events: Events | None = None) -> None:
+        """Attach them to the DRAM tier that was made with them."""
+        if self.nvme is not None:
+            self.nvme.attach(space, growing, writes, events, [] if self.shared is None else [self.shared])
+        if self.shared is not None:
+            self.shared.attach(space, self.local.lookup)
+            if self.nvme is None:
+                parts = growing, writes, events, self._regions
+                self._promotion = Promotion(*parts, [self.shared], self._landed, self._soon)
+
+    def add_region(self, region: Region, fd: int) -> None:
+        """The arena has one more region, in this file: the descriptor stays the caller's."""
+        if self.nvme is not None:
+            self.nvme.add_region(region, fd)
+
+    async def open(self, stopping: asyncio.Event) -> None:
+        """Begin to open them; returns early once `stopping`. Raises ConfigError for a setting that can never work.
+
+        Directories that have not opened after a little while, or cannot be, are retried while the daemon serves without
+        them, and so is a store that is away.
+        """
+        if self.nvme is not None:
+            opening = asyncio.ensure_future(self.nvme.open(OPENING_S))
+            stopped = asyncio.ensure_future(stopping.wait())
+            try:
+                await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if opening.done():
+                    opening.result()
+            finally:
+                opening.cancel()
+                stopped.cancel()
+        if self.shared is not None:
+            self.shared.open()
+
+    async def close(self, grace_s: float) -> None:
+        """Write what waits: to the disks, and meanwhile to the store. No client is served any more."""
+        self.end()
+        await asyncio.gather(self._close_shared(grace_s), self._close_nvme(grace_s))
+
+    def end(self) -> None:
+        """The daemon ends: nothing more is promoted from the store."""
+        if self._promotion is not None:
+            self._promotion.closed = True
+
+    async def _close_shared(self, grace_s: float) -> None:
+        if self.shared is not None:
+            left = await self.shared.close(grace_s)
+            if left:
+                log.info("%d blocks were not sent to the shared store when the daemon stopped", left)
+
+    async def _close_nvme(self, grace_s: float) -> None:
+        if self.nvme is not None:
+            # What DRAM holds now is all there is to write.
+            left = await self.nvme.close(grace_s)
+            if left:
+                log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -63,22 +144,23 @@ class LowerTiers:
     ) -> None:
         """See `TierBelow`."""
         self.local.matched(namespaces, keys, dram_blocks, found_blocks, how)
-        self.shared.matched(namespaces, keys, dram_blocks)
+        if self.shared is not None:
+            self.shared.matched(namespaces, keys, dram_blocks)
 
     @property
     def may_extend(self) -> bool:
         """See `TierBelow`."""
-        return not self.shared.away
+        return self.shared is not None and not self.shared.away
 
     def wait(
         self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
     ) -> bool:
         """See `TierBelow`."""
-        return self.shared.wait(namespaces, keys, lengths, go)
+        return self.shared is not None and self.shared.wait(namespaces, keys, lengths, go)
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
         """See `TierBelow`."""
-        return self.shared.claim(namespaces, keys)
+        return None if self.shared is None else self.shared.claim(namespaces, keys)
 
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
@@ -92,7 +174,8 @@ class LowerTiers:
         self.local.published(namespace, keys, before)
         if self._promotion is not None:
             self._promotion.note_published()
-        self.shared.published(namespace, keys, before)
+        if self.shared is not None:
+            self.shared.published(namespace, keys, before)
 
     def begin_flush(
         self,
@@ -103,8 +186,10 @@ class LowerTiers:
         tier: str = "all",
     ) -> FlushBelow:
         """See `TierBelow`."""
+        if self.shared is None:
+            return self.local.begin_flush(namespaces, key, done, named)
         together = _FlushOfBoth(self.shared, done)
-        if self._has_local and tier != self.shared.name:
+        if self.local.tiers and tier != self.shared.name:
             together.add(self.local.begin_flush(namespaces, key, together.local_done, named))
         if tier in ("all", self.shared.name):
             # Now, while DRAM has the chain: it tells which bucket is concerned.
@@ -120,6 +205,8 @@ class LowerTiers:
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
         """See `TierBelow`."""
+        if self.shared is None:
+            return self.local.kinds
         return *self.local.kinds, self._look, self._begin, self.shared.work, self._land
 
     def _look(self) -> bool:
@@ -133,17 +220,18 @@ class LowerTiers:
 
     def stats_by_tier(self) -> dict[str, dict[str, Any]]:
         """See `TierBelow`."""
-        return {**self.local.stats_by_tier(), self.shared.name: self.shared.stats()}
+        shared = {} if self.shared is None else {self.shared.name: self.shared.stats()}
+        return {**self.local.stats_by_tier(), **shared}
 
-    def end(self) -> None:
-        """The daemon ends: nothing more is promoted."""
-        if self._promotion is not None:
-            self._promotion.closed = True
+    def check(self) -> Steps[list[str]]:
+        """See `TierBelow`."""
+        findings = yield from self.local.check()
+        return findings + ([] if self.shared is None else self.shared.check_integrity())
 
     # --- the tier with an index here ---------------------------------------------------------------
 
     @property
-    def grants(self) -> GrantsBelow | None:
+    def grants(self) -> GrantsBelow | None:  # type: ignore[override]  # a plain attribute there
         """See `TierBelow`."""
         return self.local.grants
 
@@ -175,11 +263,6 @@ class LowerTiers:
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
         """See `TierBelow`."""
         return self.local.hold(namespaces, keys, first)
-
-    def check(self) -> Steps[list[str]]:
-        """See `TierBelow`."""
-        findings = yield from self.local.check()
-        return findings + self.shared.check_integrity()
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]

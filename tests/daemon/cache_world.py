@@ -11,7 +11,7 @@ import pytest
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram import promotion
-from tiercache.daemon.tiers.dram.below import NoTierBelow
+from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -74,7 +74,7 @@ def units(frame: int, frame_bytes: int) -> range:
     return range(frame, frame + frame_bytes, UNIT_BYTES)
 
 
-class Shelf(NoTierBelow):
+class Shelf(TierBelow):
     """A tier below that takes every block when it is published, and a source that delivers it when a test says so."""
 
     tiers = ("shelf",)

@@ -123,16 +123,14 @@ class Simulation:
         self._shared_store = store
         self._shared = None if store is None else PaperShared(store, host, lambda: self.now_s, self._regions)
         tier = self._tier() if sizes.nvme_bytes else None
-        below = tier if self._shared is None else LowerTiers(tier, self._shared)
+        below = LowerTiers(tier, self._shared, self._regions)
         limits = CacheLimits(policies[sizes.policy], sizes.headroom_bytes, quarantine_bytes=sizes.dram_bytes)
         self.cache = Cache(lambda: self.now_s, limits, below)
         for number, size_bytes in enumerate(_pieces(sizes.dram_bytes, sizes.region_bytes), 1):
             self.cache.space.allocator.add_region(number, size_bytes)
+        below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes)
         if tier is not None:
-            self._attach(tier)
-        if isinstance(below, LowerTiers):
-            parts = self.cache.space, self.cache.reads.growing, self.cache.writes
-            below.attach(*parts, None, self._regions, lambda: None)
+            self._open(tier)
         self._nvme = tier
         self._namespaces: dict[int, Namespace] = {}
         for number, spec in specs.items():
@@ -144,13 +142,11 @@ class Simulation:
         config = DaemonConfig(nvme_write_budget_bytes=self._sizes.nvme_write_budget_bytes)
         return NvmeTier(config, self._regions, landed=lambda: None, clock_s=lambda: self.now_s)
 
-    def _attach(self, tier: NvmeTier) -> None:
+    def _open(self, tier: NvmeTier) -> None:
         sizes = self._sizes
         segment_bytes = sizes.segment_bytes or min(sizes.nvme_bytes, _REGION_BYTES)
         directory = PaperDirectory(sizes.nvme_bytes // segment_bytes, segment_bytes)
         self._queue = PaperQueue()
-        further = [] if self._shared is None else [self._shared]
-        tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None, further)
         space, state = self.cache.space, CatalogState(True, [], {}, [], 1)
         paper: tuple[Any, Any, Any] = directory, self._catalog, self._queue
         registry = Registry("paper", paper[1], space)

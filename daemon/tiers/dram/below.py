@@ -100,15 +100,16 @@ class Claim(NamedTuple):
         return sum(map(len, self.stored.values()))
 
 
-class TierBelow(Protocol):
-    """What the DRAM tier asks and tells the tiers below it. Event loop only; never blocks."""
+class TierBelow:
+    """What the DRAM tier asks and tells the tiers below it. Event loop only; never blocks.
 
-    tiers: tuple[str, ...]
+    As it stands there is none: DRAM is the last tier, and evicted blocks are gone.
+    """
+
+    tiers: tuple[str, ...] = ()
     """Their names, the nearest first; empty where there are none."""
-
-    @property
-    def grants(self) -> GrantsBelow | None:
-        """Its places that clients write themselves; None when there are none."""
+    grants: GrantsBelow | None = None
+    """Its places that clients write themselves; None when there are none."""
 
     def expire(self) -> None:
         """End what has expired, a slice of it."""
@@ -118,13 +119,16 @@ class TierBelow(Protocol):
 
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         """How many of the first `limit` keys of a chain are in this tier, as a leading run."""
+        return 0
 
     def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
         """A function that tells whether this tier has a block of a window, to be used at once; None if it has none."""
+        return None
 
     @property
     def unlinking(self) -> bool:
         """True if something dropped is being unlinked: a look-up may walk up to the root meanwhile."""
+        return False
 
     def matched(
         self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
@@ -136,10 +140,12 @@ class TierBelow(Protocol):
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         """Indexes and tables with blocks of this prompt in this tier, for hints: of a chain the longest run."""
+        return []
 
     @property
     def may_extend(self) -> bool:
         """True if there is a shared store that may extend what this host has."""
+        return False
 
     def wait(
         self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
@@ -149,9 +155,11 @@ class TierBelow(Protocol):
         `lengths`: leading blocks on this host, by namespace. Not later than a time-out; never from within this call.
         False where there is nothing to wait for.
         """
+        return False
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
         """What a shared store was found to have of a prompt a short time ago."""
+        return None
 
     def promote(self, lease: ReadLease) -> None:
         """Promote what `lease.runs` wait for; it arrives in DRAM as if a client stored it."""
@@ -161,6 +169,7 @@ class TierBelow(Protocol):
 
         None where that is no use, or not all of it is in this tier.
         """
+        return None
 
     def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         """Blocks have become visible in DRAM, each below the one before it.
@@ -181,17 +190,22 @@ class TierBelow(Protocol):
         Unless the namespaces are `named`, the flush includes those known only to a disk that is not open yet. `tier` is
         one of `tiers`, or `all`.
         """
+        return _NoFlush(done)
 
     @property
     def settled(self) -> bool:
         """True if no block waits to be written there, or is being promoted."""
+        return True
 
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
         """Functions that each run a slice of one kind of deferred work; True while there is more."""
+        return ()
 
     def check(self) -> Steps[list[str]]:
         """Every way in which its parts disagree. O(blocks)."""
+        yield from ()
+        return []
 
     def scan(
         self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
@@ -200,109 +214,22 @@ class TierBelow(Protocol):
 
         Calls `done(findings, blocks)` at the end. False when another scan is under way.
         """
-
-    def stats_by_tier(self) -> dict[str, dict[str, Any]]:
-        """What `stats` shows of each tier, by its name."""
-
-    def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
-        """Where a block is in this tier; changes nothing, not even recency."""
-
-    def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
-        """The keys from the first block of a chain to this one; empty when it is not here."""
-
-    def blocks_of(self, number: int) -> int:
-        """Blocks of a namespace."""
-
-
-class IndexedTier:
-    """What tiers with an index on this host answer about shared stores: what they have is known without waiting."""
-
-    may_extend = False
-
-    def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
-    ) -> bool:
-        """See `TierBelow`."""
-        return False
-
-    def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
-        """See `TierBelow`."""
-        return None
-
-
-class NoTierBelow(IndexedTier):
-    """DRAM is the last tier: evicted blocks are gone."""
-
-    tiers: tuple[str, ...] = ()
-    grants: GrantsBelow | None = None
-    unlinking = False
-
-    def expire(self) -> None:
-        return
-
-    def writer_gone(self, instance: bytes) -> None:
-        return
-
-    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
-        return 0
-
-    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
-        return None
-
-    def matched(
-        self, namespaces: Sequence[Namespace], keys: bytes, dram_blocks: int, found_blocks: int, how: Touch
-    ) -> None:
-        return
-
-    def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
-        return []
-
-    def promote(self, lease: ReadLease) -> None:
-        return
-
-    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
-        return None
-
-    def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
-        return
-
-    def begin_flush(
-        self,
-        namespaces: Sequence[Namespace],
-        key: bytes,
-        done: Callable[[int, bool], None],
-        named: bool = False,
-        tier: str = "all",
-    ) -> FlushBelow:
-        return _NoFlush(done)
-
-    @property
-    def settled(self) -> bool:
-        return True
-
-    @property
-    def kinds(self) -> Sequence[Callable[[], bool]]:
-        return ()
-
-    def check(self) -> Steps[list[str]]:
-        yield from ()
-        return []
-
-    def scan(
-        self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
-    ) -> bool:
         done([], 0)
         return True
 
     def stats_by_tier(self) -> dict[str, dict[str, Any]]:
+        """What `stats` shows of each tier, by its name."""
         return {}
 
     def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
+        """Where a block is in this tier; changes nothing, not even recency."""
         return []
 
     def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
+        """The keys from the first block of a chain to this one; empty when it is not here."""
         yield from ()
         return []
 
     def blocks_of(self, number: int) -> int:
+        """Blocks of a namespace."""
         return 0

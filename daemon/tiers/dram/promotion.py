@@ -24,7 +24,7 @@ from tiercache.protocol.messages import INSTANCE_BYTES, OFFSET_MASK, REGION_SHIF
 from .growing_leases import GrowingLeases
 from .growing_run import GrowingRun
 from .leases import Owner, ReadLease
-from .source import Fetch, FetchOutcome, FetchTally, LowerTier, Source
+from .source import Fetch, FetchOutcome, FetchTally, Source, SourceTier
 from .writes import Writes
 
 MAX_IN_FLIGHT_BYTES = 256 << 20
@@ -118,7 +118,7 @@ class Promotion:
         writes: Writes,
         events: Events | None,
         regions: dict[int, Region],
-        tiers: Sequence[LowerTier],
+        tiers: Sequence[SourceTier],
         landed: Callable[[], None] = lambda: None,
         soon: Callable[[], None] = lambda: None,
         clock_s: Callable[[], float] = time.monotonic,

@@ -1,6 +1,6 @@
 """Where blocks are promoted from: the protocol between `promotion` and the tiers below DRAM.
 
-LowerTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► done(fetches) ─► Source.let_go, or Source.failed
+SourceTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► done(fetches) ─► Source.let_go, or Source.failed
                              find          into frames                                     drop, if it is bad
 """
 
@@ -136,7 +136,7 @@ class TierParts(NamedTuple):
     rest: Sequence[int]
 
 
-class LowerTier(Protocol):
+class SourceTier(Protocol):
     """A tier that blocks are promoted from."""
 
     def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:

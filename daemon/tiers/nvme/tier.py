@@ -28,11 +28,11 @@ from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Touch
-from tiercache.daemon.tiers.dram.below import FlushBelow, IndexedTier
+from tiercache.daemon.tiers.dram.below import FlushBelow, TierBelow
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.promotion import Promotion
-from tiercache.daemon.tiers.dram.source import LowerTier
+from tiercache.daemon.tiers.dram.source import SourceTier
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
@@ -82,7 +82,7 @@ def dirty(index: Index, namespaces: Sequence[Namespace], shelves: Sequence[Shelf
             level = below
 
 
-class NvmeTier(IndexedTier):
+class NvmeTier(TierBelow):
     """The tier below DRAM, on directories of local disks. Made, attached to a cache, then opened."""
 
     name = "nvme"
@@ -121,7 +121,7 @@ class NvmeTier(IndexedTier):
         growing: GrowingLeases,
         writes: Writes,
         events: Events | None,
-        below: Sequence[LowerTier] = (),
+        below: Sequence[SourceTier] = (),
     ) -> None:
         """Attach it as the tier below DRAM; `below` are further tiers, which have what this one lacks."""
         self._space, self._events = space, events

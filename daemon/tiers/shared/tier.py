@@ -155,7 +155,7 @@ class SharedTier:
     # --- promotion -------------------------------------------------------------------------------
 
     def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
-        """See `LowerTier`: the lease's target is what was claimed, so the store has all that the tiers above lack."""
+        """See `SourceTier`: the lease's target is what was claimed, so the store has all that the tiers above lack."""
         yield from ()
         if self.away or namespace.spec.dram_only:
             return TierParts([], wanted)

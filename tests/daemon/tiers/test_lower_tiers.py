@@ -15,7 +15,7 @@ from played import played
 
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.index.index import Index
-from tiercache.daemon.tiers.dram.below import NoTierBelow
+from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.promotion import Promotion
 from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -26,7 +26,7 @@ NEAR, ALL = 6, 12
 CHAIN = chain_of("x", ALL)
 
 
-class NearTier(NoTierBelow):
+class NearTier(TierBelow):
     """Stands for NVMe: it has the first blocks, and delivers them when the test says so."""
 
     offline = retired = False
@@ -124,7 +124,7 @@ def test_a_flush_whose_end_fails_is_over_and_not_answered_besides() -> None:
     """Whoever asked has the exception; a flush that is never over would count against its client for good."""
     ended, store_answers, answers = list[bool](), list[Callable[[bool], None]](), list[bool]()
 
-    class Ended(NoTierBelow):
+    class Ended(TierBelow):
         tiers = ("nvme",)
 
         def begin_flush(self, *asked: Any, **how: Any) -> Any:
@@ -135,7 +135,8 @@ def test_a_flush_whose_end_fails_is_over_and_not_answered_besides() -> None:
         return lambda: 1 // 0
 
     shared: Any = SimpleNamespace(name="shared", begin_flush=begin_flush)
-    flush = LowerTiers(Ended(), shared).begin_flush([], b"", lambda _, durable: answers.append(durable))
+    near: Any = Ended()
+    flush = LowerTiers(near, shared, {}).begin_flush([], b"", lambda _, durable: answers.append(durable))
     with pytest.raises(ZeroDivisionError):
         flush.end()
     for done in store_answers:

@@ -58,7 +58,7 @@ class Unreadable:
 
 
 class ShelfSources:
-    """All open directories: implements `LowerTier`. `promoted`, `unreadable`: over all of them. Event loop only."""
+    """All open directories: implements `SourceTier`. `promoted`, `unreadable`: over all of them. Event loop only."""
 
     def __init__(self, placement: ShelfPlacement) -> None:
         self.promoted = FetchTally()
@@ -78,7 +78,7 @@ class ShelfSources:
         self._sources.pop(shelf, None)
 
     def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
-        """See `LowerTier`: a chain lives in one directory, each block of a window in any."""
+        """See `SourceTier`: a chain lives in one directory, each block of a window in any."""
         if not namespace.table.windowed:
             first, end = wanted[0], wanted[-1] + 1
             shelf, length = self._placement.find(namespace, keys, end)

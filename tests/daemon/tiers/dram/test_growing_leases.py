@@ -10,12 +10,12 @@ from cache_rig import FRAME_BYTES, CacheRig, finish
 from chains import chain_of
 
 from tiercache.daemon.tiers.dram import growing_leases, growing_run
-from tiercache.daemon.tiers.dram.below import NoTierBelow
+from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
 
 
-class Rising(NoTierBelow):
+class Rising(TierBelow):
     """A tier below that has everything, and promotes nothing by itself."""
 
     tiers = ("fake",)

@@ -64,10 +64,9 @@ class HostRig:
         self.settings = SharedSettings(store, Naming(deployment, names), ValueForm(cipher), state, **settings)
         self.regions: dict[int, Region] = {}
         self.shared = SharedTier(self.settings, self.regions, lambda: None, clock_s, lines)
-        self.below = LowerTiers(None, self.shared)
+        self.below = LowerTiers(None, self.shared, self.regions)
         self.cache = CacheAtOnce(clock_s, CacheLimits("lru", quarantine_bytes=1 << 30), self.below)
-        parts = self.cache.space, self.cache.reads.growing, self.cache.writes
-        self.below.attach(*parts, None, self.regions, lambda: None)
+        self.below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes)
         for region_id in range(regions):
             fd = create_region(region_bytes, "test")
             self.regions[region_id] = Region(region_id, fd, region_bytes)
