@@ -111,6 +111,8 @@ class Registry:
     def _dropped(self, done: Done, ok: bool) -> None:
         if ok:
             self._unserved.clear()
+            if not self.loading:  # else they are forgotten once all rows are in
+                self._catalog.forget_namespaces(keep=self._by_number.keys())
         done(ok)
 
     def add(self, namespace: Namespace) -> None:

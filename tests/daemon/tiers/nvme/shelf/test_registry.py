@@ -109,6 +109,7 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
         await rig.close()
         monkeypatch.setattr(space_module, "MAX_NAMESPACES", 1)
         rig = await TierRig(tmp_path).open()
+        await rig.until(lambda: not rig.shelves[0].registry._unserved)
         await rig.committed()
         assert rig.tier.stats()["blocks"] == 5
         await rig.close()
