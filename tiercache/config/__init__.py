@@ -7,6 +7,6 @@
     daemon_config     command line > environment > file > default, as one frozen object
     settings_schema   the same table as JSON Schema
 
-A new setting is one field of `settings.Settings`; flags, the file and `tiercache config` follow from it. The schema of the
-Helm chart is written anew: python -m tiercache.config.settings_schema daemon/deploy/helm/tiercache/values.schema.json
+A new setting is one field of `settings.Settings`; flags, the file and `tiercache config` follow from it. The schema of
+the Helm chart is made by python -m tiercache.config.settings_schema daemon/deploy/helm/tiercache/values.schema.json
 """
