@@ -49,7 +49,7 @@ _PINS_AT_ONCE = 256
 class AdminRequests:
     """One method for each kind of request. Event loop only."""
 
-    def __init__(self, context: RequestContext) -> None:
+    def __init__(self, context: RequestContext, store_waits: StoreWaits) -> None:
         self._context = context
         self._cache = context.cache  # for what concerns all of it: hints, checks, inspection
         self._reads = context.cache.reads
@@ -58,7 +58,7 @@ class AdminRequests:
         self._space = context.cache.space
         self._observers = context.cache.observers
         self._generation = context.generation
-        self._store_waits = StoreWaits(context)
+        self._store_waits = store_waits
         self._checking = False
         self._tasks: set[asyncio.Future[None]] = set()  # the loop itself keeps only weak references
 

@@ -55,7 +55,7 @@ class _Parked(NamedTuple):
 class ReadRequests:
     """One method for each kind of request. Event loop only."""
 
-    def __init__(self, context: RequestContext, slow: SlowRequests) -> None:
+    def __init__(self, context: RequestContext, slow: SlowRequests, store_waits: StoreWaits) -> None:
         self._slow = slow
         self._context = context
         self._reads = context.cache.reads
@@ -65,7 +65,7 @@ class ReadRequests:
         self._observers = context.cache.observers
         self._traffic = context.cache.observers.traffic
         self._generation = context.generation
-        self._store_waits = StoreWaits(context)
+        self._store_waits = store_waits
         self._parked: dict[int, deque[_Parked]] = {}  # by lease
         self._parked_of: Counter[Session] = Counter()
         self._overdue: list[tuple[float, int]] = []  # a heap: deadline and lease of each

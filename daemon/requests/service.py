@@ -33,6 +33,7 @@ from .reads import ReadRequests
 from .router import Answer
 from .sessions import Session
 from .slow import SlowRequests
+from .store_waits import StoreWaits
 from .writes import MAX_SPEC_BYTES, WriteRequests
 
 log = logging.getLogger("tiercache.daemon")
@@ -120,7 +121,8 @@ class Service:
         """Called when a slice should be run before the next tick."""
         self._sliced: Counter[Session] = Counter()  # requests under way in slices, by session
         context.resume = self._resume
-        self.reads = ReadRequests(context, slow)
+        store_waits = StoreWaits(context)
+        self.reads = ReadRequests(context, slow, store_waits)
         self._writes = WriteRequests(context)
         self._methods: dict[type, Method] = {
             m.Ping: self._ping,
@@ -129,7 +131,7 @@ class Service:
             **self.reads.methods(),
             **self._writes.methods(),
             **FlushRequests(context).methods(),
-            **AdminRequests(context).methods(),
+            **AdminRequests(context, store_waits).methods(),
         }
 
     def handle(self, identity: bytes, header: bytes | memoryview, parts: list[zmq.Frame]) -> Answer | None:

@@ -2,10 +2,11 @@
 
     setting_kinds     how a value is read, checked and written
         ↓
-    settings          the table: each setting's key, kind and help
+    settings          each setting: its field and default, key, kind and help
         ↓
     daemon_config     command line > environment > file > default, as one frozen object
     settings_schema   the same table as JSON Schema
 
-A new setting is one row in `settings`; flags, the file, the Helm schema and `tiercache config` follow from it.
+A new setting is one field of `settings.Settings`; flags, the file and `tiercache config` follow from it. The schema of
+the Helm chart is made by python -m tiercache.config.settings_schema daemon/deploy/helm/tiercache/values.schema.json
 """

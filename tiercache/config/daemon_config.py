@@ -14,30 +14,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.config.setting_kinds import (
     MAX_REGIONS,
     MAX_SOCKET_PATH_BYTES,
-    NvmeDirectory,
-    StoreUrl,
     events_problem,
     http_problem,
     is_utf8,
-    parse_directory,
     toml_bytes,
     without_secrets,
 )
-from tiercache.config.settings import SETTINGS
+from tiercache.config.settings import ENV_PREFIX, SETTINGS, Settings, default_run_dir
 from tiercache.errors import ConfigError
 from tiercache.ground.units import HUGE_PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     import argparse
 
-ENV_PREFIX = "TIERCACHE_"
 QUARANTINE_FLOOR_BYTES = 64 << 20
 
 DEFAULT = "default"
@@ -45,66 +41,13 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonConfig:
-    """Every setting of the daemon, checked; `SETTINGS` says what each is for.
+class DaemonConfig(Settings):
+    """Every setting of the daemon, checked.
 
     Values are the effective ones: `region_bytes` is fitted to the arena, and a
     `quarantine_per_client_bytes` of 0 becomes a quarter of it, at least 64 MiB. Raises ConfigError for values that
     cannot work.
     """
-
-    run_dir: Path = field(default_factory=lambda: default_run_dir())
-    arena_bytes: int = 4 << 30
-    region_bytes: int = 256 << 20
-    lock_memory: str = "auto"
-    policy: str = "hazard"
-    headroom_bytes: int = 0
-    group: str = ""
-    quota: tuple[tuple[str, int], ...] = ()
-    listen: str = ""
-    curve_keys: Path | None = None
-    max_sessions: int = 256
-    max_leases_per_session: int = 1024
-    lease_ttl_max_s: float = 60.0
-    quarantine_per_client_bytes: int = 0
-    pin_share: float = 0.5
-    nvme_dirs: tuple[NvmeDirectory, ...] = ()
-    nvme_bytes: int = 64 << 30
-    nvme_shrink: bool = False
-    nvme_require_mount: bool = False
-    nvme_segment_bytes: int = 1 << 30
-    nvme_workers: str = "auto"
-    nvme_codec: str = "raw"
-    nvme_io: str = "auto"
-    nvme_key: Path | None = None
-    nvme_write_budget_bytes: int = 0
-    nvme_quota: tuple[tuple[str, int], ...] = ()
-    shared: StoreUrl = field(default_factory=StoreUrl)
-    shared_key: Path | None = None
-    shared_plain: bool = False
-    shared_deployment: str = "default"
-    shared_write: str = "all"
-    shared_write_budget_bytes_per_s: int = 0
-    shared_lookup_timeout_s: float = 0.02
-    shared_ttl_s: float = 86_400.0
-    shared_codec: str = "raw"
-    shared_state: Path | None = None
-    grace_s: float = 20.0
-    what_if: bool = True
-    record: Path | None = None
-    record_max_bytes: int = 1 << 30
-    kv_events: str = ""
-    kv_events_replay: str = ""
-    kv_events_topic: str = ""
-    kv_events_buffer: int = 10_000
-    kv_events_allow_remote: bool = False
-    kv_events_connect: bool = False
-    http: str = ""
-    http_allow_remote: bool = False
-    http_hosts: str = ""
-    log_level: str = "info"
-    log_format: str = "auto"
-    slow_request_s: float = 0.25
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
@@ -167,21 +110,6 @@ class DaemonConfig:
         """Sizes of the arena's regions in bytes: all `region_bytes`, the last perhaps less."""
         whole, rest = divmod(self.arena_bytes, self.region_bytes)
         return [self.region_bytes] * whole + ([rest] if rest else [])
-
-
-def default_run_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """The default place where daemon and clients meet: both compute the same path.
-
-    $TIERCACHE_RUN_DIR, else $XDG_RUNTIME_DIR/tiercache, else /run/tiercache for root, else
-    /tmp/tiercache-<uid>.
-    """
-    if env.get(ENV_PREFIX + "RUN_DIR"):
-        return parse_directory(env[ENV_PREFIX + "RUN_DIR"])
-    if env.get("XDG_RUNTIME_DIR"):
-        return Path(env["XDG_RUNTIME_DIR"], "tiercache").absolute()
-    if os.geteuid() == 0 and os.access("/run", os.W_OK):
-        return Path("/run/tiercache")
-    return Path(f"/tmp/tiercache-{os.geteuid()}")
 
 
 class Resolved(NamedTuple):

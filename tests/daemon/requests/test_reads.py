@@ -12,6 +12,7 @@ from tenant_cache import make_cache, open_for, store
 from tiercache.daemon.requests.reads import ReadRequests
 from tiercache.daemon.requests.router import Answer
 from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.requests.store_waits import StoreWaits
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.protocol.messages import KEY_BYTES, Resolve
 
@@ -26,7 +27,7 @@ class Waiting:
         context, self.session = context_of("")
         context.cache, self.answers = self.cache, list[Answer]()
         context.send = lambda identity, answer: self.answers.append(answer)
-        self.requests = ReadRequests(context, SlowRequests(0.0, self.cache.counters))
+        self.requests = ReadRequests(context, SlowRequests(0.0, self.cache.counters), StoreWaits(context))
 
     def lease(self) -> ReadLease:
         lease = self.cache.match(self.session.owner, [self.namespace], self.keys, 60.0).lease

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import msgpack
+import msgspec
 import pytest
+from cache_at_once import CacheAtOnce
+from context_rig import context_of
+from tenant_cache import open_for
 
+from tiercache.daemon.ground.clock import LeaseClock
+from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.requests import service
 from tiercache.daemon.requests.service import MAX_SLICED, Service
 from tiercache.daemon.requests.sessions import Session
+from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.errors import RequestRefused
 from tiercache.protocol import messages as m
 from tiercache.protocol.messages import Hello
@@ -42,3 +51,28 @@ def test_a_spec_of_megabytes_is_refused_before_it_is_built(monkeypatch: pytest.M
     header = start + msgpack.packb("register_namespace") + bytes(service.MAX_REGISTER_BYTES)
     with pytest.raises(RequestRefused, match="the spec is longer than 8192 bytes"):
         service.Service._decode(cast(service.Service, None), header)
+
+
+def test_all_requests_that_wait_for_the_shared_store_count_as_parked() -> None:
+    """A match and a prefetch: one limit for a session, and one figure."""
+    waiting = list[Callable[[], None]]()
+
+    class Slow(TierBelow):
+        may_extend = True
+
+        def wait(self, *asked: Any) -> bool:
+            waiting.append(asked[-1])
+            return True
+
+    context, session = context_of("")
+    context.cache = CacheAtOnce(lambda: 0.0, below=Slow())
+    nothing: Any = None
+    served = Service(context, LeaseClock(), nothing, nothing, SlowRequests(0.0, Counters()))
+    number = open_for(context.cache, "").number
+    for kind in (m.Match, m.Prefetch):
+        request = kind(1, session.token, 1, 1 << 62, [number], bytes(16))
+        assert served.handle(b"", msgspec.msgpack.encode(request), []) is None
+    assert (len(waiting), served.reads.parked) == (2, 2)
+    for go in waiting:
+        go()
+    assert served.reads.parked == 0

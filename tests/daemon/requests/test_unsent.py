@@ -10,6 +10,7 @@ from tenant_cache import make_cache, open_for, store
 from tiercache.daemon.requests.reads import ReadRequests
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.slow import SlowRequests
+from tiercache.daemon.requests.store_waits import StoreWaits
 from tiercache.daemon.requests.unsent import (
     ALL_BYTES,
     PARTY_BYTES,
@@ -69,7 +70,7 @@ def test_no_block_is_read_for_a_peer_with_too_much_unread() -> None:
     context.cache = cache
     lease = cache.match(session.owner, [namespace], keys, 60.0).lease
     assert lease is not None
-    requests = ReadRequests(context, SlowRequests(0.0, cache.counters))
+    requests = ReadRequests(context, SlowRequests(0.0, cache.counters), StoreWaits(context))
     fill(context.unsent, session)
     with pytest.raises(RequestRefused, match="answers to this session wait to be read"):
         requests.read(session, Read(1, bytes(16), 1, 0, lease.lease_id, namespace.number, 0, 0, 1))
