@@ -2,8 +2,9 @@
 
     main ──► app ──► commands: the list; which module has which command
                         ↓ imports the module of the command that is asked for
-    ping, stats, flush, pin, ...            a file for each command: its declaration (options, help) and its work
-    bench/, demo/, doctor/, top/            a folder where the work takes several files; `command` declares it
+    affinity, check, completion, config, flush, inspect, keygen, ls, pin, ping, plan, replay, serve, stats
+                                            a file for each command: its declaration (options, help) and its work
+    bench/, demo/, doctor/, lint/, top/     a folder where the work takes several files; `command` declares it
                         ↓
     declare, connection, report, readings,  for all commands: declare one, reach the daemon, print, take figures
     hardware, exit_status, unnamed_file

@@ -8,7 +8,6 @@ helper/    a process for stores whose calls may hang in the kernel, or crash
 
 names      names of values as names of files and objects
 queries    the settings behind the question mark of a URL
-copying    copies between buffers
 """
 
 from __future__ import annotations
