@@ -9,6 +9,7 @@
     declare, connection, report, readings,  for all commands: declare one, reach the daemon, print, take figures
     hardware, exit_status, unnamed_file
 
-A new command is a file with a function under `@declare.command`, and a line in `commands`. `daemon`, `serve` and `http`
-read their own command lines. Whatever takes long to import is imported in the function: each help must come at once.
+A new command is a file with a function under `@declare.command`, and a line in `commands`. Only the programs that run
+for long, `daemon`, `serve` and `http`, have parsers of their own. Whatever takes long to import is imported in the
+function: each help must come at once.
 """

@@ -7,5 +7,8 @@
     daemon_config     command line > environment > file > default, as one frozen object
     settings_schema   the same table as JSON Schema
 
-A new setting is one row in `settings`; flags, the file, the Helm schema and `tiercache config` follow from it.
+A new setting is a row in `settings` and a field with its default in `DaemonConfig`; flags, the file, the environment
+and `tiercache config` follow from these. Write the chart's schema again:
+
+    python -m tiercache.config.settings_schema daemon/deploy/helm/tiercache/values.schema.json
 """

@@ -12,6 +12,7 @@ daemon, so an HTTP request costs the daemon's loop no more than a client's reque
     hosts, limits    which requests are taken
 
 A new metric of the daemon: a counter is a field of daemon/ground/counters.py and a text in measured/counters.py; any
-other figure comes from daemon/requests/stats.py and is a `Family` in measured/. Both have a row in
-daemon/MONITORING.md. `tiercache serve` and vLLM define theirs in serve/metrics.py and connectors/vllm/log.py.
+other figure comes from daemon/requests/stats.py and is a `Family` in measured/. `python -m tiercache.http.metrics`
+prints the table of daemon/MONITORING.md, with a row for each. `tiercache serve` and vLLM define theirs in
+serve/metrics.py and connectors/vllm/log.py.
 """
