@@ -3,7 +3,7 @@
     Space    where blocks live in DRAM: namespaces, size classes, eviction
     Reads    match, resolve, hold, release, pin
     Writes   reserve, commit, abort, quarantine
-    below    the tiers below
+    below    the tiers below: NVMe, a shared store, both, or none
     Ahead    prefetches for clients that said when they return
     Cache    hints, flush, deferred work, expiry, lost sessions, checks
 

@@ -2,6 +2,7 @@
 
     arc, s3fifo, wtinylfu     queues of blocks (`queues`), with `ghosts` of evicted ones or a `sketch` of frequencies
     workload_aware            reuse times by kind of request (`reusetimes`), learnt from the predictor's sample
+    requests                  what counts as a use of blocks
 
 They have the interface of the daemon's own (`daemon/index/policy.py`) and are made in the same way, so the simulator
 runs them on the daemon's index, behind the same window of fresh stores. The daemon itself never loads them.

@@ -7,6 +7,14 @@ scheduler ── orders ──────────────────�
   ├ costs    whether a load pays
   └ names    what blocks are called
 
+How a hit reaches a GPU; daemon/BLOCK.md names each function:
+
+    scheduler.add ─► lookups, a thread ─► Connector.match: a ticket, whose lease the daemon holds
+    scheduler.matched_tokens ─► costs: worth a load?      vLLM allocates blocks
+    scheduler.allocated ─► orders.loads ─► scheduler.step ─► vLLM's metadata, to the worker processes
+    handle_preemptions ─► worker.begin ─► Connector.load_async, a thread ─► mover ─► copies ─► the GPU
+    worker.ended_loads ─► vLLM's output ─► scheduler.loads_ended
+
 groups     KV cache groups, and vLLM's KV tensors as pools of blocks
 settings   what can be configured
 siblings   below MultiConnector

@@ -161,7 +161,7 @@ def make_pools(
 ) -> list[tuple[NamespaceSpec, Pool]]:
     """Namespace and pool of each part of the KV cache groups of this rank. Raises LayoutError, ModelRefused.
 
-    `built` is the result of `built.describe_built` for the rank.
+    `built` is the result of `weights.describe_built` for the rank.
     """
     unit, pools = check_groups(vllm_config, kv_cache_config), []
     groups = [_group_pool(vllm_config, kv_cache_config, group, kv_caches) for group in kv_cache_config.kv_cache_groups]

@@ -13,5 +13,5 @@
 Who frees a frame? Only `Allocator.give_back`, and only once nothing holds the frame any more (`Allocator.hold`: an
 answer on its way to a client, a write to a disk). The index calls it when an entry is evicted or dropped and nothing
 pins it; `dram/writes` and `dram/pending_blocks` for frames that were reserved and not published, after a quarantine if
-a client may still write to them. An NVMe slot is free after its row is deleted (`nvme/shelf/left_slots`).
+a client may still write to them. An NVMe slot is free after its row is deleted (`nvme/shelf/slots`: LeftSlots).
 """

@@ -4,9 +4,10 @@
     hazard     least worth first ◄── predictor: a sample of blocks ──► worths: what keeping each is worth
     turnover   the clock of policies         rings     candidates in order
 
-A new policy is a file with the methods of `index.policy.Policy`, a maker in `POLICIES`, and a choice in
-tiercache/config/settings.py. If the policy needs numpy, import the policy inside its maker, and add its module to
-`ON_DEMAND` in tests/test_layering.py. bench/policies has others, for comparison.
+A new policy is a file with the methods of `index.policy.Policy`, a maker in `POLICIES`, a choice in
+tiercache/config/settings.py (write the chart's schema again: tiercache/config/settings_schema.py), and a row in
+../POLICIES.md. If the policy needs numpy, import the policy inside its maker, and add its module to `ON_DEMAND` in
+tests/test_layering.py. bench/policies has others, for comparison.
 """
 
 from __future__ import annotations

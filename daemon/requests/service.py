@@ -1,8 +1,8 @@
 """Requests, one by one: decode, check, dispatch, encode the answer.
 
 Every message is answered: a malformed message, an unknown session, a value out of range and a bug of ours each get a
-typed error, are counted, and disturb no other client. The requests themselves are handled in `reads`, `writes` and
-`admin`.
+typed error, are counted, and disturb no other client. The requests themselves are handled in `reads`, `writes`, `admin`
+and `flushes`.
 """
 
 from __future__ import annotations

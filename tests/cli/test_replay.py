@@ -74,7 +74,6 @@ def test_more_cache_has_more_hits_and_the_optimum_has_most(points: Points) -> No
         (["--dram", "5%", "--tflops", "0"], "--tflops 0: must be more than 0"),
         (["--dram", "5%", "--mfu", "2"], "--mfu 2: must be above 0, at most 1"),
         (["--dram", "5%", "--gpu", "50000"], "--gpu-pool 50000"),
-        (["--dram", "5%", "--prefill-flops", "1e14"], "(Possible options: --tflops): say --tflops, and --mfu"),
         (["--dram", "5%", "--block-bytes", "1GiB"], "at most 256.0 MiB"),
         (["--dram", "5%", "--block-size", "0"], "--block-size 0: must be 1 to"),
     ],

@@ -146,7 +146,7 @@ def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, told: To
     monkeypatch.setattr(history, "IDLE_S", 0.0)
     monkeypatch.setattr(history, "SLOW_EVERY_S", 1e9)
     gone = DaemonUnavailable("no daemon there")
-    asked = Asked(chain([{"a tree": "of another release"}, gone], repeat(told.tree, 5), repeat(gone)))
+    asked = Asked(chain([{"a tree": "without its figures"}, gone], repeat(told.tree, 5), repeat(gone)))
     kept = started(asked)
     asked.wait_for(8)
     assert asked.asked[:7].count(history.HOT_PREFIXES) == 1, "prefixes are asked for now and then"

@@ -2,12 +2,14 @@
 
     main ──► app ──► commands: the list; which module has which command
                         ↓ imports the module of the command that is asked for
-    ping, stats, flush, pin, ...            a file for each command: its declaration (options, help) and its work
-    bench/, demo/, doctor/, top/            a folder where the work takes several files; `command` declares it
+    affinity, check, completion, config, flush, inspect, keygen, ls, pin, ping, plan, replay, serve, stats
+                                            a file for each command: its declaration (options, help) and its work
+    bench/, demo/, doctor/, lint/, top/     a folder where the work takes several files; `command` declares it
                         ↓
     declare, connection, report, readings,  for all commands: declare one, reach the daemon, print, take figures
     hardware, exit_status, unnamed_file
 
-A new command is a file with a function under `@declare.command`, and a line in `commands`. `daemon`, `serve` and `http`
-read their own command lines. Whatever takes long to import is imported in the function: each help must come at once.
+A new command is a file with a function under `@declare.command`, and a line in `commands`. Only the programs that run
+for long, `daemon`, `serve` and `http`, have parsers of their own. Whatever takes long to import is imported in the
+function: each help must come at once.
 """

@@ -94,20 +94,9 @@ def run(arguments: Sequence[str]) -> int:
     return status if isinstance(status, int) else EXIT_OK
 
 
-_RENAMED = {
-    "--block-tokens": "--block-size",
-    "--prefill-flops": "--tflops, and --mfu for the share of it that a prefill reaches",
-    "--dram-gbps": "--bus 50GB, and --dram-bandwidth",
-    "--nvme-gbps": "--nvme-bandwidth 6GB",
-}
-"""Options of `replay` that are called as those of `plan` now."""
-
-
 def _one_line(error: BaseException) -> str:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    line = " ".join(text.split()).rstrip(".")
-    now = _RENAMED.get(getattr(error, "option_name", ""))
-    return f"{line}: say {now}" if now else line
+    return " ".join(text.split()).rstrip(".")
 
 
 @command("version", "  tiercache version", "0 always")

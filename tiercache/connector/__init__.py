@@ -1,6 +1,6 @@
 """The engine's side of the cache: match, load, store. Start with `connector`, which shows the contract.
 
-    match (in scheduler_side: all that moves no block)
+    match (in `connector`, as all that moves no block)
       └─────► loads    lease ► copies ► the daemon confirms ► good
     store ──► stores   reserve ► copies ► commit, under a `write_lease`
                  └ mover    one window of blocks: through the mapped arena, or as payload frames

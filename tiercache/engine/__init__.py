@@ -6,9 +6,12 @@
 Needs the `engine` extra (torch, transformers). Its names are loaded when they are first used, so that settings and
 help can be read without torch.
 
-    llm, text_engine, async_engine ──► engine: one step ──► scheduler ──► model, attention ──► sampling
+    llm (prompts), async_engine ──► engine: one step ──► scheduler ──► model, attention ──► sampling
+    torch_attention, cuda_attention        attention on a CPU and on a GPU; decode_graphs: decode as CUDA graphs
+    probe                                  whether a model computes the same over the pool, tried when it is loaded
     sequence, blocks, kv_pool              what a request has in the KV pool
-    connect, cache, loads, offload, cost   the cache below the pool
+    connect, cache, loads, offload, cost   the cache below the pool; tier_format: blocks in fewer bits there
+    settings                               an engine's settings
 """
 
 from __future__ import annotations

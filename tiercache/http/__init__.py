@@ -5,11 +5,14 @@ daemon, so an HTTP request costs the daemon's loop no more than a client's reque
 
     server ──► app: routes ──► metrics ◄── measured/: the daemon's metrics; readings: as read from stats
                            ├─► history    what the dashboard shows
-                           ├─► affinity, models how much of a prompt is stored
-                           └─► trees, probe     the daemon's stats, shared by all requests; a test block
+                           ├─► affinity   how much of a prompt is stored; models: their names
+                           └─► probe      a test block
+    app: Trees   the daemon's stats, asked once for all requests that wait
+    query ──► affinity ──► ordering: which order of a prompt's parts ──► peeking: what is stored ──► block_names
     hosts, limits    which requests are taken
 
 A new metric of the daemon: a counter is a field of daemon/ground/counters.py and a text in measured/counters.py; any
-other figure comes from daemon/requests/stats.py and is a `Family` in measured/. Both have a row in
-daemon/MONITORING.md. `tiercache serve` and vLLM define theirs in serve/metrics.py and connectors/vllm/log.py.
+other figure comes from daemon/requests/stats.py and is a `Family` in measured/. `python -m tiercache.http.metrics`
+prints the table of daemon/MONITORING.md, with a row for each. `tiercache serve` and vLLM define theirs in
+serve/metrics.py and connectors/vllm/log.py.
 """

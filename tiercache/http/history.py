@@ -300,7 +300,7 @@ class History:
             except TierCacheError as error:
                 self._recorder.miss(str(error))
             except Exception:
-                # An unexpected tree: a daemon of another release, or a bug. The thread continues.
+                # A bug: the thread continues.
                 logger.exception("what the daemon says could not be taken in")
                 self._recorder.miss("what it says is not understood; the log says why")
             pause_s = WATCHED_S if started_s - self._looked_s < LOOKED_AT_S else IDLE_S

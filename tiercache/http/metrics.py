@@ -55,10 +55,7 @@ def metrics_text(tree: Tree) -> bytes:
 def _samples(family: Family, tree: Tree) -> Samples:
     if family.name == "up":
         return [((), int(bool(tree)))]
-    try:
-        return list(family.samples(tree)) if tree else []
-    except KeyError:
-        return []  # a daemon of another release, without that figure
+    return family.samples(tree) if tree else []
 
 
 def _numbers(family: Family, samples: Samples) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """How each metric is read from a tree of `Client.stats(histograms=True)`.
 
-A reading yields `(values of the labels, value)`, and nothing if the daemon has no such figure.
+A reading yields `(values of the labels, value)`, and nothing of what the daemon does not have: a tier, quotas, and so
+on. All other figures are there: daemon and HTTP process are of one release.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ def hints(*names: str) -> Callable[[Tree], Samples]:
     """These figures of the hints, by name without the unit."""
 
     def samples(tree: Tree) -> Samples:
-        hints = tree.get("hints", {})
-        return (((name.removesuffix("_blocks"),), hints[name]) for name in names if name in hints)
+        return (((name.removesuffix("_blocks"),), tree["hints"][name]) for name in names)
 
     return samples
 
@@ -93,7 +93,7 @@ def histogram(name: str, *labels: str) -> Callable[[Tree], Samples]:
     """The daemon's histograms with that name."""
 
     def samples(tree: Tree) -> Samples:
-        for one in tree.get("histograms", {}).get(name, ()):
+        for one in tree["histograms"].get(name, ()):
             yield tuple(one["labels"][label] for label in labels), one
 
     return samples
@@ -170,7 +170,7 @@ def moved(tree: Tree) -> Samples:
     yield ("dram", "in"), tree["counters"]["stored_bytes"]
     yield ("dram", "out"), tree["traffic"]["read_bytes"]
     if nvme := _nvme(tree):
-        yield ("nvme", "in"), nvme["written_bytes"] + nvme.get("direct_stored_bytes", 0)
+        yield ("nvme", "in"), nvme["written_bytes"] + nvme["direct_stored_bytes"]
         yield ("nvme", "out"), nvme["promoted_bytes"] + nvme["direct_bytes"]
     if shared := _shared(tree):
         yield (SHARED, "in"), shared["written_bytes"]
@@ -240,7 +240,7 @@ def namespaces(values: Callable[[Any], Samples]) -> Callable[[Tree], Samples]:
 
 def quotas(name: str) -> Callable[[Tree], Samples]:
     """A number of each quota, by its owner and tier."""
-    return lambda tree: (((one["name"], one["tier"]), one[name]) for one in tree["quotas"][:MAX_QUOTAS])
+    return lambda tree: (((one["name"], one["tier"]), one[name]) for one in tree.get("quotas", ())[:MAX_QUOTAS])
 
 
 def blocks_by_tier(one: Any) -> Samples:
@@ -263,4 +263,4 @@ def asked_blocks(one: Any) -> Samples:
 def hits_by_tier(one: Any) -> Samples:
     """Blocks found, by tier."""
     yield ("dram",), one["hit_blocks"]
-    yield from _below(one["hit_below_blocks"], one.get("hit_shared_blocks", 0))
+    yield from _below(one["hit_below_blocks"], one["hit_shared_blocks"])

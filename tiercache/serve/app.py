@@ -86,10 +86,6 @@ class ModelService:
     hosts: frozenset[str] = allowed_hosts("127.0.0.1", "")
 
 
-Service = ModelService
-"""The name that programs which embed the server know it by. Gone with 0.3."""
-
-
 class _Accepted(NamedTuple):
     """A request that the engine has; its texts have been freed."""
 

@@ -1,7 +1,7 @@
 """Leases, and who has them.
 
 A read lease keeps a prefix in place while its frames are copied from; a lease to store keeps places that are being
-copied into. Both are only data: `reads` and `quarantine` change them.
+copied into. Both are only data: `read_leases` and `store_leases` change them.
 """
 
 from __future__ import annotations

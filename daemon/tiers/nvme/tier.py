@@ -1,11 +1,11 @@
 """The NVMe tier: implements the seam to DRAM, and starts and stops its parts.
 
-    Shelf        one directory: index, slots, catalog, I/O queue
-    WriteBehind  DRAM → NVMe
-    Promotion    NVMe → DRAM
+    Shelf           one directory: index, slots, catalog, I/O queue
+    WriteBehind     DRAM → NVMe
+    ShelfSources    NVMe → DRAM: what `dram/promotion` reads from
 
-    Keeper       opens a directory and keeps it usable
-    ShelfPlacement    which shelf a chain lives on
+    Keeper          opens a directory and keeps it usable
+    ShelfPlacement  which shelf a chain lives on
 
 All on the event loop; disks, SQLite and the opening of directories are on threads of their own.
 """

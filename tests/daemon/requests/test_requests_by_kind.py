@@ -110,8 +110,8 @@ def test_only_the_window_of_a_windowed_namespace_is_handed_out(client: Client) -
     client.store(window, keys, blocks)
     dram, lease, frames = client.match([full, window], keys, resolve=4)
     assert (dram, list(map(len, frames))) == (4, [4, 0])
-    assert client.ask("resolve", lease, window, 1, 3) == ["frames", 1, b"", b"", False]
-    tag, first, packed, _, _ = client.ask("resolve", lease, window, 2, 2)
+    assert client.ask("resolve", lease, window, 1, 3) == ["frames", 1, b"", False]
+    tag, first, packed, _ = client.ask("resolve", lease, window, 2, 2)
     assert (tag, first, len(packed)) == ("frames", 2, 16)
     assert client.refusal("read", lease, window, 1, 0, 1) == "bad_value"
     assert client.ask("read", lease, window, 3, 0, 8192) == ["payload", 8192, blocks[3]]
@@ -147,8 +147,8 @@ def test_a_lease_is_held_by_sessions_of_one_instance_only(client: Client, run_di
         assert worker.ask("hold", lease) == ["done"]
         assert worker.ask("hold", lease) == ["done"]
         assert client.release(lease)
-        tag, first, frames, extents, more = worker.ask("resolve", lease, number, 0, 9)
-        assert (tag, first, len(frames), extents, more) == ("frames", 0, 16, b"", False)
+        tag, first, frames, more = worker.ask("resolve", lease, number, 0, 9)
+        assert (tag, first, len(frames), more) == ("frames", 0, 16, False)
         assert client.refusal("resolve", lease, number, 0, 2) == "unknown_lease"
         assert worker.release(lease)
         assert worker.refusal("hold", lease) == "unknown_lease"

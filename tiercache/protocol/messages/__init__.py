@@ -19,7 +19,8 @@ region id in the top 16 bits, byte offset inside the region in the low 48.
     admin      what operators ask          names     how engines name their blocks          packing   packed fields
     kinds      all of them
 
-A request says in its base class what answers it: `class Ping(Request[Done])`.
+A request says in its base class what answers it: `class Ping(Request[Done])`. What else a new request needs is in
+daemon/requests/__init__.py.
 """
 
 from __future__ import annotations

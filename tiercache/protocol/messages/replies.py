@@ -64,14 +64,12 @@ class Peeked(Reply, tag="peeked"):
 class Frames(Reply, tag="frames"):
     """Frames from block `first` on; fewer than asked when the run is shorter.
 
-    `extents` is where a tier below will name its places; empty while there is none. `more`: further requested blocks
-    are being promoted; ask again. Such a request is answered when at least one block is there, or after a fifth of a
-    second.
+    `more`: further requested blocks are being promoted; ask again. Such a request is answered when at least one block
+    is there, or after a fifth of a second.
     """
 
     first: int
     frames: bytes
-    extents: bytes = b""
     more: bool = False
 
 

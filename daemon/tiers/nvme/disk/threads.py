@@ -121,7 +121,7 @@ class Mover:
                 op.outcome = DiskOutcome.OK
 
     def _move(self, run: DiskRun, transfer: DiskTransfer) -> None:
-        """DiskTransfer all of it. Raises OSError."""
+        """Transfer all of its bytes. Raises OSError."""
         call = self._disk.pwritev if transfer.writes else self._disk.preadv
         over = False
         while not over:

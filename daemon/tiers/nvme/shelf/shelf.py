@@ -101,10 +101,8 @@ class Shelf:
         cipher = self.directory.cipher
         if cipher is None or state.key_id == cipher.key_id:
             return state.key_since
-        # Rows of a release that did not record their key are tried with this one.
-        since = state.next_sequence if state.key_id else 0
-        self.catalog.set_key(cipher.key_id, since)
-        return since
+        self.catalog.set_key(cipher.key_id, state.next_sequence)
+        return state.next_sequence
 
     @property
     def allocator(self) -> Allocator:

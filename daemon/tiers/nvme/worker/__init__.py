@@ -1,8 +1,8 @@
 """One NVMe directory in a process of its own: files, I/O, checksums, codecs, encryption and catalog.
 
-    daemon: Shelf ─► RemoteQueue ─────── blocks ───────► lines ───► DiskQueue ─► disk
-                  ─► RemoteCatalog ───── rows ─────────► lines ───► Catalog ─► SQLite
-                  ─► RemoteDirectory ─── files ────────► child ───► Directory
+    daemon: Shelf ─► remote_queue ────── blocks ───────► lines ───► DiskQueue ─► disk
+                  ─► remote_catalog ──── rows ─────────► lines ───► Catalog ─► SQLite
+                  ─► remote_directory ── files ────────► child ───► Directory
                         └ directory_worker: starts the process, and another one when it has ended
 
 What the process runs are the very parts that the daemon runs itself without it. The loop keeps what decides: index,

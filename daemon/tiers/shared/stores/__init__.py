@@ -8,7 +8,14 @@ helper/    a process for stores whose calls may hang in the kernel, or crash
 
 names      names of values as names of files and objects
 queries    the settings behind the question mark of a URL
-copying    copies between buffers
+
+A new kind of store is a folder with its settings (the parts of the URL), a connection (`store.Connection`) and a store
+(`store.SharedStore`); its schemes and a branch in `open_store`, and its URL in `_EXAMPLES`. It needs besides:
+
+- `helper/` to run it, if its calls may hang in the kernel: see `folder/`;
+- for a package, an extra in pyproject.toml, which an error names by `ground.extras.install_extra`: see `objects/`;
+- a row in `KINDS` of tests/daemon/tiers/shared/stores/test_store.py, which tests what `store` promises;
+- OPERATING.md, SHARED_FORMAT.md, and `_REMEDIES` in tiercache/cli/doctor/store.py.
 """
 
 from __future__ import annotations

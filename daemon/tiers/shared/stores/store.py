@@ -1,6 +1,6 @@
 """What the shared tier asks of a store: the interface that each kind of store implements.
 
-    Store.connect() ─► Connection: exists, get, put, delete     one thread uses it; every call has a deadline
+    SharedStore.connect() ─► Connection: exists, get, put, delete     one thread uses it; every call has a deadline
 
 A store is trusted with nothing but room: it may lose values, return others, or be written by strangers. The tier checks
 each value that it reads (`value.py`). So a store's one duty beyond speed is to end each call at its deadline.

@@ -53,7 +53,7 @@ def url_of(valkey: ValkeyServer) -> str:
 
 def metrics(host: Host) -> dict[tuple[str, ...], float]:
     """Each sample by its name and the values of its labels."""
-    families = text_string_to_metric_families(metrics_text(host.stats()).decode())
+    families = text_string_to_metric_families(metrics_text(host.connector.client.stats(histograms=True)).decode())
     return {
         (sample.name.removeprefix(PREFIX), *sample.labels.values()): sample.value
         for family in families

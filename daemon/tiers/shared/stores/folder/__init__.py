@@ -8,10 +8,9 @@
 
 settings    the URL
 tree        the folders, opened without following links, and errors in words
-files       one file: read, write, rename
-connection  the store's calls
-janitor     removes what is old or too much; `lease` has only one host do that at a time
-store       puts these together, for the helper process in which they run
+connection  the store's calls, one file (Files: read, write, rename), and FolderStore, which puts these together for
+            the helper process in which they run
+janitor     removes what is old or too much; JanitorLease has only one host do that at a time
 
 A file's modification time is when it was written, less what its lifetime is shorter than `ttl`. So the files with the
 oldest times are those to remove first.

@@ -274,7 +274,7 @@ _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class FolderConnection:
-    """One thread's use of a folder: `store.Connection`, whose deadlines hold only between files."""
+    """One thread's use of a folder: `Connection`, whose deadlines hold only between files."""
 
     def __init__(self, settings: FolderSettings) -> None:
         self._path = settings.path
@@ -477,7 +477,7 @@ def _check_time(deadline_s: float) -> None:
 
 
 class FolderStore:
-    """`store.Store` on a folder. Its calls may hang with the file system: `shared_folder` runs it in a helper."""
+    """`SharedStore` on a folder. Its calls may hang with the file system: `shared_folder` runs it in a helper."""
 
     pack_blocks = 1
     trouble = ""

@@ -6,9 +6,8 @@
 
 messages    what is said on the lines
 lines       the daemon's end of a line: deadlines, and its staging buffer
-connection  the store's calls, as messages
+connection  the store's calls, as messages, and `HelperStore`, which puts these together
 supervisor  keeps the process running (daemon/helper_processes), and tells its problems as a store's
-store       `HelperStore`, which puts these together
 child       the process
 
 Nothing in the daemon waits for the process beyond a call's deadline. A call that is late costs its line: the worker may

@@ -21,7 +21,7 @@ T = TypeVar("T", Get, Put)
 
 
 class HelperConnection:
-    """`store.Connection` by way of a helper process. A call that is late costs its line; the next one gets another."""
+    """`Connection` by way of a helper process. A call that is late costs its line; the next one gets another."""
 
     def __init__(self, supervisor: StoreSupervisor) -> None:
         self._supervisor = supervisor
@@ -260,7 +260,7 @@ def _failure(answer: messages.Failed) -> StoreError:
 
 
 class HelperStore:
-    """`store.Store` by way of a helper process.
+    """`SharedStore` by way of a helper process.
 
     Args:
         maker: `module:function` that makes the store from its URL, called in the process. The store may have a method
@@ -282,7 +282,7 @@ class HelperStore:
 
     @property
     def trouble(self) -> str:
-        """See `store.SharedStore`."""
+        """See `SharedStore`."""
         return self.supervisor.processes.trouble
 
     def stats(self) -> dict[str, object]:

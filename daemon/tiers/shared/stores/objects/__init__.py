@@ -5,7 +5,6 @@
 
 settings    the URL
 requests    a thread with an event loop that makes the requests, side by side and with deadlines
-connection  the store's calls
-troubles    what obstore raises, in words
+connection  the store's calls, and what obstore raises, in words
 store       puts these together
 """

@@ -55,7 +55,7 @@ class Shared:
 
 
 class ObjectConnection:
-    """`store.Connection` to a bucket.
+    """`Connection` to a bucket.
 
     Notes are read beside what else a batch asks for, not before it: they are then as new or newer, and the batch takes
     half the time.

@@ -21,7 +21,7 @@ REQUEST_S = 30
 
 
 class ObjectsStore:
-    """`store.Store` in a bucket of S3, Google Cloud Storage or Azure. Raises ConfigError for a wrong URL."""
+    """`SharedStore` in a bucket of S3, Google Cloud Storage or Azure. Raises ConfigError for a wrong URL."""
 
     def __init__(self, url: str) -> None:
         self.settings = parse_object_url(url)

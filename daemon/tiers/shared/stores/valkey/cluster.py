@@ -121,7 +121,7 @@ class _Reader:
 
 
 class Cluster(ValkeyConnection):
-    """A connection to a cluster. See `store.Connection`."""
+    """A connection to a cluster. See `Connection`."""
 
     def __init__(self, settings: ValkeySettings) -> None:
         super().__init__(settings)

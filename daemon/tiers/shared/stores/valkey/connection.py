@@ -55,7 +55,7 @@ NOTE_TRIES = 4
 
 
 class ValkeyConnection(ABC):
-    """What connections to one server and to a cluster have in common. See `store.Connection`.
+    """What connections to one server and to a cluster have in common. See `Connection`.
 
     After `close` every call raises StoreError.
     """
@@ -74,7 +74,7 @@ class ValkeyConnection(ABC):
     # --- the calls ---
 
     def exists(self, names: Sequence[bytes], notes: Sequence[bytes], deadline_s: float) -> Exists:
-        """See `store.Connection`; so with all of these."""
+        """See `Connection`; so with all of these."""
         there = [False] * len(names)
         found: list[bytes | None] = [None] * len(notes)
         with self._call(deadline_s):

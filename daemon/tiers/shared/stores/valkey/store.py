@@ -10,7 +10,7 @@ from .url import ValkeySettings, read_url
 
 
 class ValkeyStore:
-    """A configured store. See `store.Store`."""
+    """A configured store. See `SharedStore`."""
 
     pack_blocks = 1
     trouble = ""

@@ -14,6 +14,7 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock, play
 from tier_rig import TierRig
 
+from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.nvme.catalog import writer
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.shelf import recovery
@@ -177,6 +178,10 @@ def test_what_another_key_has_written_is_dropped_and_counts_as_no_fault_of_the_d
             await one_life(tmp_path, key, chain, wanted, dropped)
         with closing(sqlite3.connect(tmp_path / "nvme0" / "index.db", isolation_level=None)) as db:
             db.execute("DELETE FROM meta WHERE key LIKE 'key_%'")  # it is not known which key they are of
+        await one_life(tmp_path, first, chain, 0, 8)
+        with closing(sqlite3.connect(tmp_path / "nvme0" / "index.db", isolation_level=None)) as db:
+            db.execute("UPDATE meta SET value = ? WHERE key = 'key_id'", (load_cipher(second).key_id,))
+            # A wrong note: the blocks are of the first key.
         rig = await TierRig(tmp_path, nvme_key=second).open()
         assert await rig.load(rig.namespace(block_bytes=60 << 10), chain) == 0
         stats = rig.tier.stats()
