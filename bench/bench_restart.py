@@ -103,7 +103,7 @@ def make_directory(path: Path, rows: int) -> None:
         directory.create_segment(segment)
         catalog.set_segment(segment, BLOCK_BYTES)
     for place, row in rows_of(rows // CHAIN_BLOCKS, CHAIN_BLOCKS):
-        catalog.insert(place, row)
+        catalog.insert([place], [row])
         while catalog.full:
             time.sleep(0.001)
     if not catalog.close(DEADLINE_S):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowFields
+from tiercache.daemon.tiers.nvme.catalog.rows import RowFields
 from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, TaskOp, WriteOp, by_done
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
@@ -104,22 +104,12 @@ class PaperCatalog:
             done(True)
         return bool(deleted)
 
-    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
-        """Add the row of a block that was written."""
-        if done is not None:
-            done(True)
-
-    def delete(self, place: int, done: Done | None = None) -> None:
-        """Delete the row of a block that has left."""
-        if done is not None:
-            self._deleted.append(done)
-
-    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+    def insert(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
         """Add the rows of a run that was written."""
         if done is not None:
             done(True)
 
-    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
+    def delete(self, places: Sequence[int], done: Done | None = None) -> None:
         """Delete the rows of blocks that have left."""
         if done is not None:
             self._deleted.append(done)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from chains import chain_of, key_of
 from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, content
+from host_backend import Fault, HostBackend
 
 import tiercache
-from tiercache.connector.direct.backend import Fault, HostBackend
 
 
 class DirectCluster(Cluster):

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_backend import Fault, HostBackend
 from waiting import wait_until
 
 from tiercache.connector.blocks import Blocks
-from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.gds import DirectLoader, DirectResult, DirectStorer
 from tiercache.connector.direct.transfers import direct_problem
 from tiercache.copies.pool import Limit, Pool

@@ -13,11 +13,11 @@ import pytest
 from chains import chain_of, key_of
 from cluster import Cluster
 from direct_case import DirectCluster
+from host_backend import Fault, HostBackend
 from waiting import wait_until
 
 import tiercache
 from tiercache.connector.direct import loads as direct
-from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.loads import DirectPath
 from tiercache.connector.direct.probe import GdsProbe, Mode
 from tiercache.errors import ConfigError, RequestRefused

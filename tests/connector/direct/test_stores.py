@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from chains import chain_of
 from direct_case import DirectCluster
+from host_backend import Fault, HostBackend
 from waiting import wait_until
 
 import tiercache
-from tiercache.connector.direct.backend import Fault, HostBackend
 from tiercache.connector.direct.transfers import MOVE_THREADS
 from tiercache.protocol.messages import CommitExtents
 

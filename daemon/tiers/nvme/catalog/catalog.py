@@ -30,14 +30,13 @@ from .changes import (
     Answer,
     Burial,
     Done,
-    RowChange,
     RowsChange,
     Statement,
     Sync,
     TableChange,
 )
 from .database import NAME, CatalogState, SavedNamespace, Tombstone, row_checksum
-from .rows import MAX_SLOTS, Loading, Row, RowFields, pack_row, place_of
+from .rows import MAX_SLOTS, Loading, RowFields, place_of
 from .writer import Writer
 
 __all__ = ["Catalog", "CatalogState", "Done", "SavedNamespace", "Tombstone"]
@@ -47,7 +46,7 @@ MAX_PENDING = 20_000
 CALLBACKS_AT_ONCE = 256
 """`done` calls in one turn of the event loop; those of batches count for as many as they have rows."""
 MAX_ROWS = 512
-"""Rows of one `insert_many` or `delete_many`."""
+"""Rows of one `insert` or `delete`."""
 _MAX_U32 = 0xFFFFFFFF
 _FORGET = ("DELETE FROM tombstones WHERE namespace = ?", "DELETE FROM namespaces WHERE number = ?")
 
@@ -84,30 +83,22 @@ class Catalog:
         self._namespaces.update(namespace.number for namespace in state.namespaces)
         return state
 
-    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
-        """The slot now holds this block. Its old row must have been deleted before its data was written."""
-        assert place >= 0
-        self._writer.put(RowChange(place, pack_row(place, row), row.sequence, done))
+    def insert(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+        """The slots now hold these blocks; written or refused together: one `done(ok)` for all of them.
 
-    def delete(self, place: int, done: Done | None = None) -> None:
-        """The slot holds nothing; it may be overwritten after `done(True)`. A missing row is no error."""
-        assert place >= 0
-        self._writer.put(RowChange(place, None, 0, done))
-
-    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
-        """As `insert` of each in turn, written or refused together: one `done(ok)` for all of them.
-
-        At least one and at most `MAX_ROWS`; the sequences lie above those of all rows before. Both lists are the
-        catalog's from here on, since its thread packs the rows. All numbers must fit their fields (`Row`).
+        The old row of a slot must have been deleted before its data was written. At least one row and at most
+        `MAX_ROWS`; the sequences lie above those of all rows before. Both lists are the catalog's from here on, since
+        its thread packs the rows. All numbers must fit their fields (`Row`).
         """
         assert 0 < len(places) == len(rows) <= MAX_ROWS
         assert min(places) >= 0
         self._writer.put(RowsChange(places, rows, done))
 
-    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
-        """As `delete` of each in turn, written or refused together: one `done(ok)` for all of them.
+    def delete(self, places: Sequence[int], done: Done | None = None) -> None:
+        """The slots hold nothing; written or refused together: one `done(ok)` for all of them.
 
-        At least one and at most `MAX_ROWS`. The list is the catalog's from here on.
+        They may be overwritten after `done(True)`. Missing rows are no error. At least one place and at most
+        `MAX_ROWS`. The list is the catalog's from here on.
         """
         assert 0 < len(places) <= MAX_ROWS
         assert min(places) >= 0

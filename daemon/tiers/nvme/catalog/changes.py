@@ -17,13 +17,6 @@ Answer = tuple[Done, bool, int]
 Statement = tuple[str, Sequence[Any]]
 
 
-class RowChange(NamedTuple):
-    place: int
-    record: bytes | None  # None deletes
-    sequence: int
-    done: Done | None
-
-
 class RowsChange(NamedTuple):
     """Rows that are written or refused together: packed by the thread that applies them. `rows` None deletes."""
 
@@ -54,7 +47,7 @@ class Sync(NamedTuple):
     result: Future[bool]
 
 
-Change = RowChange | RowsChange | TableChange | Burial | Sync
+Change = RowsChange | TableChange | Burial | Sync
 
 
 def rows_of(change: Change | None) -> int:
@@ -67,10 +60,7 @@ def apply(db: sqlite3.Connection, batch: Sequence[Change]) -> None:
     rows: dict[int, bytes | None] = {}
     sequence = 0
     for change in batch:
-        if isinstance(change, RowChange):
-            rows[change.place] = change.record
-            sequence = max(sequence, change.sequence)
-        elif isinstance(change, RowsChange):
+        if isinstance(change, RowsChange):
             if change.rows is None:
                 rows.update(dict.fromkeys(change.places))
             else:

@@ -24,7 +24,6 @@ from .changes import (
     Answer,
     Burial,
     Change,
-    RowChange,
     RowsChange,
     Sync,
     TableChange,
@@ -302,7 +301,7 @@ class Writer:
             if isinstance(change, TableChange):
                 self._kept.pop(change.name, None)
                 self._kept[change.name] = change
-            self._refused_rows |= isinstance(change, (RowChange, RowsChange))
+            self._refused_rows |= isinstance(change, RowsChange)
         self._in_hand = 0
         self._answer(batch, False)
 

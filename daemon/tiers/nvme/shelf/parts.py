@@ -15,7 +15,7 @@ import msgspec
 from tiercache.daemon.tiers.forms.cipher import Cipher
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
 from tiercache.daemon.tiers.nvme.catalog.database import CatalogState, SavedNamespace
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields
+from tiercache.daemon.tiers.nvme.catalog.rows import RowBatch, RowFields
 from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
@@ -79,17 +79,11 @@ class LoadingRows(Protocol):
 class CatalogRows(Protocol):
     """The durable index of a directory; see `Catalog`."""
 
-    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
-        """The slot now holds this block."""
+    def insert(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+        """The slots now hold these blocks."""
 
-    def delete(self, place: int, done: Done | None = None) -> None:
-        """The slot holds nothing."""
-
-    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
-        """As `insert` of each in turn, answered together."""
-
-    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
-        """As `delete` of each in turn, answered together."""
+    def delete(self, places: Sequence[int], done: Done | None = None) -> None:
+        """The slots hold nothing."""
 
     def add_namespace(
         self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None

@@ -268,7 +268,7 @@ class Shelf:
             if not ok:
                 self._unrecorded.extend((namespace, slot, row) for slot, row in zip(slots, rows, strict=True))
 
-        self.catalog.insert_many([place_of_slot(slot) for slot in slots], rows, inserted)
+        self.catalog.insert([place_of_slot(slot) for slot in slots], rows, inserted)
 
     def enter_many(
         self,

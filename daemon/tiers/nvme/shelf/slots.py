@@ -142,10 +142,7 @@ class LeftSlots:
     def _post_deletions(self, slots: list[int]) -> None:
         """Have their rows deleted, in this order; at most `DELETED_TOGETHER`."""
         done = partial(self._rows_deleted, slots)
-        if len(slots) == 1:
-            self._catalog.delete(place_of_slot(slots[0]), done)
-        else:
-            self._catalog.delete_many([place_of_slot(slot) for slot in slots], done)
+        self._catalog.delete([place_of_slot(slot) for slot in slots], done)
 
     def _rows_deleted(self, slots: list[int], ok: bool) -> None:
         if not ok:
@@ -528,7 +525,7 @@ class Slots:
         if slot_bytes and self.is_slot(place, slot_bytes):
             self.leave(slot_of(place))
         else:
-            self._catalog.delete(place)
+            self._catalog.delete([place])
 
     def settle(self) -> bool:
         """All owners are known: hand one more segment over to the allocator; False when that was the last."""

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
-from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Loading, Row, RowBatch, pack_placed
+from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Loading, RowBatch, pack_placed
 from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
@@ -211,8 +211,6 @@ class RowsLine:
         match order:
             case messages.RowChanges(first, changes):
                 for number, (method, arguments) in enumerate(changes, first):
-                    if method == "insert":
-                        arguments[1] = Row._make(arguments[1])
                     getattr(catalog, method)(*arguments, done=partial(self._answered, number))
             case messages.LoadRows(batch_rows):
                 loading = catalog.load(self._send_rows, batch_rows)

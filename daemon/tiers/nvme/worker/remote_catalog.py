@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tiercache.daemon.tiers.nvme.catalog.catalog import CALLBACKS_AT_ONCE, MAX_PENDING
 from tiercache.daemon.tiers.nvme.catalog.changes import Done
-from tiercache.daemon.tiers.nvme.catalog.rows import Row, RowBatch, RowFields, unpack_placed
+from tiercache.daemon.tiers.nvme.catalog.rows import RowBatch, RowFields, unpack_placed
 
 from . import messages
 from .packets import PART_BYTES, Joiner, give_up_line, parts_of
@@ -29,7 +29,7 @@ log = logging.getLogger("tiercache.daemon")
 
 ROWS_AT_ONCE = 512
 """In one message, unless a single change has more."""
-_ROWS = frozenset(("insert", "delete", "insert_many", "delete_many"))
+_ROWS = frozenset(("insert", "delete", "insert", "delete"))
 _BURIALS = frozenset(("remove_tombstone", "forget_namespaces"))
 
 
@@ -112,21 +112,13 @@ class RemoteCatalog:
 
     # --- changes ---------------------------------------------------------------------------------
 
-    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
+    def insert(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
         """See `Catalog`."""
-        self._post("insert", [place, row], done)
+        self._post("insert", [places, rows], done, len(places))
 
-    def delete(self, place: int, done: Done | None = None) -> None:
+    def delete(self, places: Sequence[int], done: Done | None = None) -> None:
         """See `Catalog`."""
-        self._post("delete", [place], done)
-
-    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
-        """See `Catalog`."""
-        self._post("insert_many", [places, rows], done, len(places))
-
-    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
-        """See `Catalog`."""
-        self._post("delete_many", [places], done, len(places))
+        self._post("delete", [places], done, len(places))
 
     def add_namespace(
         self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None

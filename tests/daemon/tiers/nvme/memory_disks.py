@@ -318,20 +318,14 @@ class MemoryCatalog:
             self._since_s = self._disk.clock_s()
         self._posted.append(change)
 
-    def insert(self, place: int, row: Row, done: Done | None = None) -> None:
-        self.insert_many([place], [row], done)
-
-    def insert_many(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
+    def insert(self, places: Sequence[int], rows: Sequence[RowFields], done: Done | None = None) -> None:
         def apply(its: Database) -> None:
             its.rows.update(zip(places, rows, strict=True))
             its.sequence = max(its.sequence, *(row[9] for row in rows))
 
         self._post(_Change(apply, done, "row", len(rows)))
 
-    def delete(self, place: int, done: Done | None = None) -> None:
-        self.delete_many([place], done)
-
-    def delete_many(self, places: Sequence[int], done: Done | None = None) -> None:
+    def delete(self, places: Sequence[int], done: Done | None = None) -> None:
         def apply(its: Database) -> None:
             for place in places:
                 its.rows.pop(place, None)

@@ -89,7 +89,7 @@ class Bench:
         """A closed database with these rows in it."""
         catalog, _ = self.open()
         for place, its in rows.items():
-            catalog.insert(place, its)
+            catalog.insert([place], [its])
         assert catalog.close(WAIT_S)
 
     def rows(self, catalog: Catalog) -> dict[int, Row]:

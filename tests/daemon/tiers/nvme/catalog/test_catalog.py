@@ -35,7 +35,7 @@ def test_small_tables_come_back(bench: Bench) -> None:
     catalog.add_tombstone(2, b"k" * 16, 10)
     catalog.add_tombstone(1, b"k" * 16, 9)
     catalog.remove_tombstone(1, b"k" * 16)
-    catalog.insert(5, row(41))
+    catalog.insert([5], [row(41)])
     assert catalog.close(WAIT_S)
     wanted = CatalogState(
         fresh=False,
@@ -58,12 +58,12 @@ def test_rows_come_back_in_order_of_place(bench: Bench) -> None:
 def test_the_last_change_of_a_place_counts(bench: Bench) -> None:
     catalog, _ = bench.open()
     for place in range(300):  # more than one statement holds
-        catalog.insert(place, row(1000 + place))
-        catalog.delete(place)
+        catalog.insert([place], [row(1000 + place)])
+        catalog.delete([place])
         if place % 2:
-            catalog.insert(place, row(2000 + place))
-    catalog.insert(1, row(9))
-    catalog.delete(3)
+            catalog.insert([place], [row(2000 + place)])
+    catalog.insert([1], [row(9)])
+    catalog.delete([3])
     assert catalog.close(WAIT_S)
     assert bench.reopened() == {1: row(9)} | {place: row(2000 + place) for place in range(5, 300, 2)}
 
@@ -72,10 +72,10 @@ def test_dropping_a_segment_takes_its_rows_and_no_others(bench: Bench) -> None:
     catalog, _ = bench.open()
     places = [place_of(segment, slot) for segment in (1, 2, 3) for slot in (0, 1, 2**24 - 1)]
     for place in places:
-        catalog.insert(place, row(place))
+        catalog.insert([place], [row(place)])
     catalog.set_segment(2, 4096)
     catalog.drop_segment(2)
-    catalog.insert(place_of(2, 5), row(5))
+    catalog.insert([place_of(2, 5)], [row(5)])
     assert catalog.close(WAIT_S)
     assert list(bench.reopened()) == [*places[:3], place_of(2, 5), *places[6:]]
 
@@ -86,9 +86,9 @@ def test_answers_come_on_the_loop_in_order(bench: Bench) -> None:
     for number in range(3000):
         change = number % 3
         if change == 0:
-            catalog.insert(number, row(number), answers(number))
+            catalog.insert([number], [row(number)], answers(number))
         elif change == 1:
-            catalog.delete(number - 1, answers(number))
+            catalog.delete([number - 1], answers(number))
         else:
             catalog.set_segment(number % 5, 4096, answers(number))
     assert catalog.sync(WAIT_S)
@@ -105,10 +105,10 @@ def test_a_batch_of_rows_counts_for_its_rows_and_is_answered_once(
     monkeypatch.setattr(writer, "BATCH_OPS", 8)
     catalog, _ = bench.open()
     answers, places = Answers(), list(range(20, 0, -1))
-    catalog.insert(50, row(1), answers("one"))
-    catalog.insert_many(places, [row(100 + place) for place in reversed(places)], answers("all"))
-    catalog.delete_many([20, 3, 50], answers("three"))
-    catalog.insert_many([3], [row(200)], answers("again"))
+    catalog.insert([50], [row(1)], answers("one"))
+    catalog.insert(places, [row(100 + place) for place in reversed(places)], answers("all"))
+    catalog.delete([20, 3, 50], answers("three"))
+    catalog.insert([3], [row(200)], answers("again"))
     bench.loop.until(lambda: len(answers.got) == 4)
     assert answers.got == [("one", True), ("all", True), ("three", True), ("again", True)]
     assert catalog.pending == 0
@@ -128,7 +128,7 @@ def test_a_log_that_grew_is_given_back_when_idle(bench: Bench, monkeypatch: pyte
     reader.execute("BEGIN")
     reader.execute("SELECT count(*) FROM blocks").fetchone()  # from here on nothing can leave the log
     for number in range(20_000):
-        catalog.insert(number, row(number))
+        catalog.insert([number], [row(number)])
     assert catalog.sync(WAIT_S)
     assert catalog.bytes_on_disk() > journal.stat().st_size > 1 << 20
     reader.close()
@@ -159,6 +159,6 @@ def test_loading_waits_for_the_loop(bench: Bench) -> None:
 def test_what_is_inserted_meanwhile_is_not_shown(bench: Bench) -> None:
     bench.filled({place_of(1, slot): row(slot) for slot in range(100)})
     catalog, _ = bench.open()
-    catalog.insert(place_of(2, 0), row(500))
+    catalog.insert([place_of(2, 0)], [row(500)])
     assert catalog.sync(WAIT_S)
     assert list(bench.rows(catalog)) == [place_of(1, slot) for slot in range(100)]

@@ -21,7 +21,7 @@ from tiercache.daemon.tiers.nvme.catalog.rows import Row
 catalog = Catalog(Path(sys.argv[1]), b"directory number", lambda callback, *args: callback(*args))
 catalog.open()
 catalog.add_namespace(1, "aa", b"x")
-catalog.insert(9, Row(b"k" * 16, b"p" * 16, 1, 1, 1, 1, 0, 0, 0, 1))
+catalog.insert([9], [Row(b"k" * 16, b"p" * 16, 1, 1, 1, 1, 0, 0, 0, 1)])
 catalog.sync(20)
 
 def acknowledged(post):
@@ -30,8 +30,8 @@ def acknowledged(post):
     assert done.wait(20)
 
 for name, post in {
-    "insert": lambda done: catalog.insert(8, Row(b"k" * 16, b"p" * 16, 1, 1, 1, 1, 0, 0, 0, 1), done),
-    "delete": lambda done: catalog.delete(8, done),
+    "insert": lambda done: catalog.insert([8], [Row(b"k" * 16, b"p" * 16, 1, 1, 1, 1, 0, 0, 0, 1)], done),
+    "delete": lambda done: catalog.delete([8], done),
     "epoch": lambda done: catalog.raise_epoch(1, 1, done),
     "tombstone": lambda done: catalog.add_tombstone(1, b"k" * 16, 1, done),
     "sync": lambda done: done(catalog.sync(20)),

@@ -70,14 +70,14 @@ def test_what_cannot_be_believed_is_set_aside(bench: Bench, statement: str) -> N
     catalog.add_namespace(1, "aa", b"spec", epoch=3)
     catalog.set_segment(1, 4096)
     catalog.add_tombstone(1, b"k" * 16, 2)
-    catalog.insert(1, row(1))
+    catalog.insert([1], [row(1)])
     assert catalog.close(WAIT_S)
     bench.change(statement)
     before = bench.path.read_bytes()
     catalog, state = bench.open()
     assert state == CatalogState(True, [], {}, [], 1)
     assert [path.read_bytes() for path in bench.set_aside()] == [before]
-    catalog.insert(2, row(2))
+    catalog.insert([2], [row(2)])
     assert catalog.close(WAIT_S)
     assert bench.reopened() == {2: row(2)}
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_believed_is_set_aside(bench: Bench, statement: str) -> N
 def test_killed_while_setting_aside(bench: Bench) -> None:
     """Killed after the log is renamed and before the database is: the rest looks whole and lacks its last changes."""
     catalog, _ = bench.open()
-    catalog.insert(1, row(1))
+    catalog.insert([1], [row(1)])
     assert catalog.sync(WAIT_S)
     left = bench.path.read_bytes()
     assert catalog.close(WAIT_S)
@@ -102,7 +102,7 @@ def survives(bench: Bench, written: dict[int, Row]) -> tuple[CatalogState, dict[
     found = bench.rows(catalog)
     assert found.items() <= written.items()
     answers = Answers()
-    catalog.insert(place_of(1000, 0), row(99), answers(0))
+    catalog.insert([place_of(1000, 0)], [row(99)], answers(0))
     bench.loop.until(lambda: answers.got)
     catalog.close(WAIT_S)
     assert bench.reopened().items() <= {**written, place_of(1000, 0): row(99)}.items()
@@ -179,7 +179,7 @@ def test_a_damaged_log(bench: Bench) -> None:
     rows = {number: row(number) for number in range(400)}
     catalog, _ = bench.open()
     for number, its in rows.items():
-        catalog.insert(number, its)
+        catalog.insert([number], [its])
         if number % 40 == 0:
             assert catalog.sync(WAIT_S)
     assert catalog.sync(WAIT_S)

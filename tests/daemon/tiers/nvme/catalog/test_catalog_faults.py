@@ -35,7 +35,7 @@ def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
     catalog, _ = bench.open()
     answers = Answers()
     lock = Lock(bench.path)
-    catalog.insert(1, row(1), answers("insert"))
+    catalog.insert([1], [row(1)], answers("insert"))
     catalog.add_namespace(1, "aa", b"x", done=answers("namespace"))
     catalog.raise_epoch(1, 4, answers("epoch"))
     catalog.raise_epoch(1, 2, answers("lower epoch"))
@@ -43,7 +43,7 @@ def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
     catalog.drop_segment(1, answers("drop"))
     catalog.set_segment(1, 8192, answers("again"))
     catalog.add_tombstone(1, b"k" * 16, 9, answers("tombstone"))
-    catalog.delete(2, answers("delete"))
+    catalog.delete([2], answers("delete"))
     bench.loop.until(lambda: len(answers.got) == 9)
     assert {ok for _, ok in answers.got} == {False}
     assert catalog.error == "database is locked"
@@ -53,7 +53,7 @@ def test_rows_are_refused_and_the_rest_is_kept(bench: Bench) -> None:
     lock.release()
     bench.loop.until(lambda: catalog.error == "")
     assert catalog.pending == 0
-    catalog.insert(3, row(3), answers("later"))
+    catalog.insert([3], [row(3)], answers("later"))
     bench.loop.until(lambda: answers.got[-1] == ("later", True))
     assert len(answers.got) == 10  # each was answered once
     assert catalog.close(WAIT_S)
@@ -74,20 +74,20 @@ def test_a_tombstone_stays_when_a_row_could_not_be_deleted(bench: Bench) -> None
     catalog.remove_tombstone(1, b"b" * 16, answers("remove b"))
     bench.loop.until(lambda: answers.got == [("remove b", True)])
     lock = Lock(bench.path)
-    catalog.delete(1, answers("delete"))
+    catalog.delete([1], answers("delete"))
     catalog.remove_tombstone(1, b"a" * 16, answers("remove"))
     bench.loop.until(lambda: len(answers.got) == 3)
     lock.release()
     bench.loop.until(lambda: not catalog.error)
     catalog.remove_tombstone(1, b"a" * 16, answers("again"))
-    catalog.delete(2, answers("other"))
+    catalog.delete([2], answers("other"))
     bench.loop.until(lambda: len(answers.got) == 5)
     assert answers.got[1:] == [("delete", False), ("remove", False), ("again", False), ("other", True)]
     assert catalog.close(WAIT_S)
     catalog, state = bench.open()
     assert state.tombstones == [Tombstone(1, b"a" * 16, 2)]
     assert bench.rows(catalog) == {1: row(1)}
-    catalog.delete(1)
+    catalog.delete([1])
     catalog.remove_tombstone(1, b"a" * 16)
     assert catalog.close(WAIT_S)
     assert read_state(bench.directory).tombstones == []
@@ -118,7 +118,7 @@ def test_full_while_the_disk_does_not_answer(
     stuck.clear()
     for number in range(100):
         assert not catalog.full
-        catalog.insert(number, row(number), answers(number))
+        catalog.insert([number], [row(number)], answers(number))
     bench.loop.until(lambda: catalog.full)  # one may be on its way from the queue to the thread
     assert not catalog.sync(0.01)
     stuck.set()

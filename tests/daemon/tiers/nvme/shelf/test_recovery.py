@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,9 @@ async def test_rows_that_are_refused_go_from_the_ends_of_chains(
     deleted, delete = list[bytes](), disk.catalog.delete
     keys = {place: row[0] for place, row in disk.database.rows.items()}
 
-    def note(place: int, done: object = None) -> None:
-        deleted.append(keys[place])
-        delete(place, done)  # type: ignore[arg-type]
+    def note(places: Sequence[int], done: object = None) -> None:
+        deleted.extend(keys[place] for place in places)
+        delete(places, done)  # type: ignore[arg-type]
 
     monkeypatch.setattr(disk.catalog, "delete", note)
     random.Random(1).shuffle(rig.shelves[0].recovery.rows.left)  # type: ignore[union-attr]

@@ -58,10 +58,10 @@ def row(number: int) -> Row:
 
 
 CHANGES: list[tuple[str, list[Any]]] = [
-    ("insert", [1, row(1)]),
-    ("insert_many", [[2, 3, 4, 5], [list(row(number)) for number in range(2, 6)]]),
-    ("delete", [2]),
-    ("delete_many", [[3, 4]]),
+    ("insert", [[1], [list(row(1))]]),
+    ("insert", [[2, 3, 4, 5], [list(row(number)) for number in range(2, 6)]]),
+    ("delete", [[2]]),
+    ("delete", [[3, 4]]),
     ("add_namespace", [3, "3", b"spec", 1]),
     ("raise_epoch", [1, 5]),
     ("set_segment", [1, 8192]),
@@ -100,10 +100,10 @@ def refuse(world: SteppedWorker) -> None:
 def test_after_a_refused_row_rows_are_written_and_notes_of_flushes_stay(world: SteppedWorker) -> None:
     """The row of a flushed block may be the one that could not be deleted."""
     first, later, burial = list[bool](), list[bool](), list[bool]()
-    world.catalog.delete(1, first.append)
+    world.catalog.delete([1], first.append)
     refuse(world)
     wait_until(lambda: (turn(world), not world.catalog.error)[1], "it writes again", 5.0)
-    world.catalog.insert(2, row(2), later.append)
+    world.catalog.insert([2], [row(2)], later.append)
     world.catalog.remove_tombstone(1, b"k" * 16, burial.append)
     wait_until(lambda: (turn(world), later and burial)[1], "the answers", 5.0)
     assert (first, later, burial) == ([False], [True], [False])
@@ -127,8 +127,8 @@ def test_what_was_refused_for_now_is_written_later(world: SteppedWorker, ends: b
 
 def test_an_owner_that_fails_to_take_an_answer_does_not_keep_others_from_theirs(world: SteppedWorker) -> None:
     answers: list[bool] = []
-    world.catalog.delete(1, lambda ok: 1 // 0)
-    world.catalog.delete(2, answers.append)
+    world.catalog.delete([1], lambda ok: 1 // 0)
+    world.catalog.delete([2], answers.append)
     wait_until(lambda: (turn(world), answers)[1])
     assert answers == [True]
     assert (world.catalog.pending, world.catalog.age_s()) == (0, 0.0)
@@ -150,7 +150,7 @@ def test_closing_waits_until_a_process_has_written_all(world: SteppedWorker, end
 
 
 def test_closing_says_what_was_not_written_where_no_process_follows(world: SteppedWorker) -> None:
-    world.catalog.delete(1)
+    world.catalog.delete([1])
     world.end_child(-9)
     world.loop.turn()
     closing = Closing(world)

@@ -30,7 +30,7 @@ from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 FRAMES = 12
 MOST_SEGMENTS = 3
 PLACES = 4
-ROWS = ("insert", "insert_many", "delete", "delete_many")
+ROWS = ("insert", "delete")
 BURIALS = ("remove_tombstone",)
 OK, CANCELLED, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.ABANDONED
 
@@ -66,13 +66,9 @@ class Change:
     def results(self) -> dict[Any, Any]:
         """What it makes of the database; see `contents`."""
         match self.method, self.arguments:
-            case ("insert", (place, row)):
-                return {place: row}
-            case ("insert_many", (places, rows)):
+            case ("insert", (places, rows)):
                 return dict(zip(places, rows, strict=True))
-            case ("delete", (place,)):
-                return {place: None}
-            case ("delete_many", (places,)):
+            case ("delete", (places,)):
                 return dict.fromkeys(places)
             case ("raise_epoch", (number, epoch)):
                 return {f"epoch {number}": epoch}
@@ -224,13 +220,11 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, PLACES - 1), many=st.booleans(), there=st.booleans())
     def change_rows(self, place: int, many: bool, there: bool) -> None:
-        places = [place, (place + 1) % PLACES]
+        places = [place, (place + 1) % PLACES] if many else [place]
         if there:
-            self.post("insert_many", places, [self.row(), self.row()]) if many else self.post(
-                "insert", place, self.row()
-            )
+            self.post("insert", places, [self.row() for _ in places])
         else:
-            self.post("delete_many", places) if many else self.post("delete", place)
+            self.post("delete", places)
 
     @rule(how=st.sampled_from(["raise_epoch", "add_tombstone", "remove_tombstone"]), number=st.integers(1, 2))
     def flush(self, how: str, number: int) -> None:
