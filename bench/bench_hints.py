@@ -150,7 +150,7 @@ def measure(trace: Known, percent: float, policy: str, mode: str) -> tuple[Playe
     engine = (Predicting if mode == "predicted" else Simulation)(sizes, {}, trace.requests[0].time_s)
     if mode == "both, not ahead":
         engine.cache.ahead.say = lambda *arguments: None  # type: ignore[method-assign]
-    played = play(Hinted(trace, mode), sizes, exact=True, engine=engine)  # type: ignore[arg-type]
+    played = play(Hinted(trace, mode), sizes, engine=engine)  # type: ignore[arg-type]
     assert engine.check_integrity() == []
     return played, engine.cache.ahead.blocks
 

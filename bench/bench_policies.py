@@ -117,7 +117,6 @@ def one_cell(
     percent: float,
     policy: str,
     best: Best,
-    exact: bool,
     tight: bool,
     budget: float = 0.0,
     divisor: float = 1.0,
@@ -132,7 +131,7 @@ def one_cell(
         headroom_bytes=headroom_bytes,
         nvme_write_budget_bytes=best.budget_bytes_per_day(budget),
     )
-    played = replay(Faster(open_trace(path), divisor), sizes, exact=exact)
+    played = replay(Faster(open_trace(path), divisor), sizes)
     asked = max(1, best.asked_blocks)
     return Cell(
         name_of(path),
@@ -155,7 +154,6 @@ def compare(
     percents: tuple[float, ...],
     budgets: list[float],
     jobs: int,
-    exact: bool,
     tight: bool,
 ) -> list[Cell]:
     """All cells, printed trace by trace as they come."""
@@ -165,7 +163,7 @@ def compare(
         for path, future in zip(paths, bests, strict=True):
             best = future.result()
             jobs_of = [
-                pool.submit(one_cell, path, percent, policy, best, exact, tight, budget)
+                pool.submit(one_cell, path, percent, policy, best, tight, budget)
                 for percent in percents
                 for policy in policies
                 for budget in [0.0, *budgets]
@@ -268,7 +266,6 @@ def main() -> None:
     parser.add_argument("--budget", type=float, action="append", help="writes to NVMe for each block asked for, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--tight", action="store_true", help="without room beside DRAM for the request at hand")
-    parser.add_argument("--exact", action="store_true", help="on the whole of the daemon's cache, much slower")
     parser.add_argument("--promises", action="store_true", help="check what the policies promise, too")
     parser.add_argument("--speed", action="store_true", help="measure what policies cost instead")
     options = parser.parse_args()
@@ -283,7 +280,7 @@ def main() -> None:
     else:
         budgets = options.budget or []
         percents = tuple(options.percent or PERCENTS)
-        cells = compare(paths, policies, percents, budgets, options.jobs, options.exact, options.tight)
+        cells = compare(paths, policies, percents, budgets, options.jobs, options.tight)
         add_means(report, cells, policies)
         add_budgets(report, cells, policies, budgets)
         report.cells = [

@@ -16,9 +16,8 @@ from policy_promises import DEFAULT
 from policy_runs import BLOCK_BYTES, NVME_TIMES, SAMPLE, Listed, name_of, open_trace, replay
 
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import TraceRequest
-from tiercache.replay.simulation import Sizes
+from tiercache.replay.simulation import Simulation, Sizes
 
 SPEED_PERCENT = 5.0
 PASSES = 3
@@ -123,9 +122,10 @@ def report_calls(report: Report, listed: Listed, sizes: Sizes, policy: str, key:
     clock, all calls for that at their medians, since most blocks go in runs and cost a `follows` only.
     """
     samples: dict[str, array[int]] = defaultdict(lambda: array("q"))
-    engine = FastCache(Sizes(sizes.dram_bytes, policy=policy), policies=ALL)
-    engine.declare(1, listed.specs[1])
-    engine._dram.policy = engine._dram.table.policy = Timed(engine._dram.policy, samples)
+    engine = Simulation(Sizes(sizes.dram_bytes, policy=policy), {1: listed.specs[1]}, policies=ALL)
+    space = engine.cache.space
+    (namespace,) = space.namespaces.values()
+    namespace.table.policy = Timed(namespace.table.policy, samples)
     for request in listed:
         engine.play(request)
     clock = array("q")
@@ -159,9 +159,8 @@ def measure_memory(report: Report, policy: str) -> None:
         return TraceRequest(number / 1000, number.to_bytes(KEY_BYTES, "little"), 512)
 
     tracemalloc.start()
-    engine = FastCache(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), policies=ALL)
     trace = open_trace(SAMPLE)
-    engine.declare(1, trace.specs[1])
+    engine = Simulation(Sizes(MEMORY_BLOCKS * BLOCK_BYTES, policy=policy), {1: trace.specs[1]}, policies=ALL)
     before = tracemalloc.get_traced_memory()[0]
     for number in range(MEMORY_BLOCKS):
         engine.play(chain(number))

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from policies import ALL
 
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
-from tiercache.replay.simulation import Sizes
+from tiercache.replay.simulation import Simulation, Sizes
 
 DEFAULT = "hazard"
 POINT = 0.01
@@ -122,8 +121,8 @@ SMALL: tuple[Callable[[], Prompts], ...] = (
 
 def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: bool) -> tuple[float, float]:
     """Shares of the blocks asked for that were in DRAM, and in both tiers. Prompts are a second apart, divided."""
-    engine = FastCache(Sizes(ROOM * BLOCK_BYTES, 5 * ROOM * BLOCK_BYTES * nvme, policy=policy), policies=ALL)
-    engine.declare(1, plain_spec(16, BLOCK_BYTES))
+    sizes = Sizes(ROOM * BLOCK_BYTES, 5 * ROOM * BLOCK_BYTES * nvme, policy=policy)
+    engine = Simulation(sizes, {1: plain_spec(16, BLOCK_BYTES)}, policies=ALL)
     asked = dram = both = 0
     for number, ids in enumerate(make()):
         found = engine.play(TraceRequest(number / divisor, chain_keys(ids), 0))
@@ -135,8 +134,8 @@ def small_rates(make: Callable[[], Prompts], policy: str, divisor: float, nvme: 
 
 def lost_too_soon(policy: str, divisor: float) -> int:
     """Blocks that were not found, beside a hot set, though less than a tenth of the room had been stored after them."""
-    engine = FastCache(Sizes(ROOM * BLOCK_BYTES, policy=policy), policies=ALL)
-    engine.declare(1, plain_spec(16, BLOCK_BYTES))
+    sizes = Sizes(ROOM * BLOCK_BYTES, policy=policy)
+    engine = Simulation(sizes, {1: plain_spec(16, BLOCK_BYTES)}, policies=ALL)
     latest = ROOM // 10 // PROMPT
     lost = 0
     for number in range(300):

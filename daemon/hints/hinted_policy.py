@@ -168,10 +168,6 @@ class HintedPolicy:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int, stored: bool = False) -> None:
-        self.inner.inserted(entry, stored)
-        self._came(entry)
-
     def _came(self, entry: int) -> None:
         self._marks.pop(entry, None)  # of a block that had this row before
         mark = self._teller.find(self.index.table[entry], self.index.key[entry])

@@ -21,7 +21,6 @@ class SwitchedPolicy:
         "evicted",
         "follows",
         "hinted",
-        "inserted",
         "inserted_many",
         "inserted_run",
         "remove",
@@ -41,7 +40,6 @@ class SwitchedPolicy:
         self._use(self.hinted)
 
     def _use(self, policy: Policy) -> None:
-        self.inserted = policy.inserted
         self.inserted_run = policy.inserted_run
         self.inserted_many = policy.inserted_many
         self.touched = policy.touched

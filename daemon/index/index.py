@@ -27,25 +27,6 @@ class Index(Lookups):
 
     # --- published -------------------------------------------------------------------------------
 
-    def insert(self, table: Table, key: bytes, parent: int, frame: int, pins: int = 0, stored: bool = False) -> int:
-        """Publish a block below `parent`, a live entry, with that number of pins. The key must not be here.
-
-        `stored`: a client stores it now, as opposed to a block that the daemon moves between tiers.
-        """
-        shard = table.shards[key[0] & (SHARDS - 1)]
-        assert key not in shard, "a key is published once"
-        entry = self._new_entry(table, key, parent, frame)
-        shard[key] = entry
-        table.blocks += 1
-        self._adopt(table, parent, entry)
-        table.policy.inserted(entry, stored)
-        if pins:
-            self.pins[entry] = pins
-            self.note_moved((entry,))
-        else:
-            table.policy.add(entry)
-        return entry
-
     def insert_run(
         self,
         table: Table,
@@ -57,8 +38,8 @@ class Index(Lookups):
     ) -> list[int]:
         """Publish a run of blocks, each below the one before it, the first below `parent`; the last one gets `pins`.
 
-        As repeated `insert`, but the policy is told once, and only the last block is announced as a candidate. Returns
-        their entries.
+        `parent`: a live entry. None of the keys may be here. `stored`: a client stores them now, as opposed to blocks
+        that the daemon moves between tiers. Only the last block may become a candidate. Returns their entries.
         """
         free, number = self._free, table.number
         while len(free) < len(keys):

@@ -79,14 +79,14 @@ class Learner(Protocol):
 class Policy(Protocol):
     """The decisions of an eviction policy. All methods are called on the event loop: O(1), no blocking."""
 
-    def inserted(self, entry: int, stored: bool = False) -> None:
-        """A new block, already below its parent; it is not a candidate yet. `stored`: a client stores it now."""
-
     def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
-        """As `inserted` for each in turn; each but the first is the only child of the one before it."""
+        """New blocks, already below their parents; none is a candidate yet. `stored`: a client stores them now.
+
+        Each but the first is the only child of the one before it.
+        """
 
     def inserted_many(self, first: int, count: int) -> None:
-        """As `inserted`, for the entries `first ..< first + count` in turn: blocks of an earlier life."""
+        """New blocks, `first ..< first + count` in turn, of an earlier life."""
 
     def touched(self, entry: int, how: Touch) -> None:
         """A match ended at this block (its ancestors are not touched one by one)."""

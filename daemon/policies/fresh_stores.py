@@ -69,9 +69,6 @@ class FreshStores:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int, stored: bool = False) -> None:
-        self.inserted_run([entry], stored)
-
     def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         self._let_out_old()
         stored_at, parent = self._stored_at, self._index.parent[entries[0]]

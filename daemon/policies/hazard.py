@@ -72,9 +72,6 @@ class LeastWorth:
 
     # --- what happens to blocks ------------------------------------------------------------------
 
-    def inserted(self, entry: int, stored: bool = False) -> None:
-        self.inserted_run([entry])
-
     def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         columns, index, expected = self._columns, self._index, self._predictor.expected.get
         stamp, classes, used_at = columns.stamp, self._class, self._used_at

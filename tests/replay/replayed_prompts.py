@@ -1,20 +1,17 @@
-"""Prompts that the quick engine of a replay and the daemon's own cache both play."""
+"""Prompts for replays."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiercache.daemon.policies import Maker
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
-from tiercache.replay.simulation import Simulation, Sizes
+from tiercache.replay.simulation import Sizes
 
 BLOCK_BYTES = 64 << 20
-"""Blocks so large that the daemon has one write under way at a time: it writes smaller ones in batches."""
 TOKENS = 16
 SPEC = plain_spec(TOKENS, BLOCK_BYTES)
 
@@ -47,37 +44,3 @@ def conversations(seed: int, requests: int = 200, pause_s: float = 0.2) -> Itera
 def sizes(dram: int, nvme: int, policy: str = "lru", **more: Any) -> Sizes:
     """Sizes in blocks."""
     return replace(Sizes(dram * BLOCK_BYTES, nvme * BLOCK_BYTES, policy=policy), **more)
-
-
-def plays_as_the_daemon(
-    its: Sizes, policies: Mapping[str, Maker], prompts: Iterator[TraceRequest]
-) -> tuple[FastCache, Simulation]:
-    """The quick engine and the daemon's cache, after they gave the same answers and kept the same blocks."""
-    fast, exact = FastCache(its, policies=policies), Simulation(its, {1: SPEC}, policies=policies)
-    fast.declare(1, SPEC)
-    for request in prompts:
-        assert fast.play(request) == exact.play(request), f"request at {request.time_s}"
-        assert fast.resident(1) == exact.resident(1), f"request at {request.time_s}"
-    assert exact.check_integrity() == fast.check_integrity() == []
-    return fast, exact
-
-
-def decides_as_the_daemon(policy: str, dram: int, nvme: int, policies: Mapping[str, Maker]) -> None:
-    fast, exact = plays_as_the_daemon(sizes(dram, nvme, policy), policies, conversations(1))
-    assert fast.tallies() == exact.tallies()
-    assert exact.tallies().dram_evicted > 0
-
-
-def spends_a_write_budget_as_the_daemon(policy: str, policies: Mapping[str, Maker]) -> None:
-    """With a budget that is too small the answers and the writes are the same."""
-    day_bytes = 40 * 12 * BLOCK_BYTES  # 40 blocks in two hours
-    written = []
-    for budget_bytes in (day_bytes, 0):
-        its = sizes(20, 60, policy, nvme_write_budget_bytes=budget_bytes)
-        fast, exact = FastCache(its, policies=policies), Simulation(its, {1: SPEC}, policies=policies)
-        fast.declare(1, SPEC)
-        for request in conversations(3, pause_s=60):
-            assert fast.play(request) == exact.play(request), f"request at {request.time_s}"
-        assert fast.tallies().nvme_written == exact.tallies().nvme_written
-        written.append(exact.tallies().nvme_written)
-    assert 0 < written[0] < written[1]

@@ -45,7 +45,7 @@ def hosts_over(blocks: int, count: int, dram: int = 20, nvme: int = 0, specs: An
 
 def test_hosts_by_prefix_and_in_turn_find_the_same_in_a_huge_store() -> None:
     def hits(blocks: int, hosts: int, spread: str) -> Played:
-        return play(Prompts(4), shared(blocks, LONGEST, hosts=hosts, spread=spread), exact=True)
+        return play(Prompts(4), shared(blocks, LONGEST, hosts=hosts, spread=spread))
 
     one, in_turn, by_prefix = hits(HUGE, 1, "prefix"), hits(HUGE, 3, "round-robin"), hits(HUGE, 3, "prefix")
     assert one.rate(*one.tiers) == in_turn.rate(*in_turn.tiers) == by_prefix.rate(*by_prefix.tiers)
@@ -60,7 +60,7 @@ def test_hosts_by_prefix_and_in_turn_find_the_same_in_a_huge_store() -> None:
 
 
 def test_a_prompt_of_one_host_is_a_hit_on_the_other_and_then_in_its_dram() -> None:
-    engine = engine_for(shared(100, hosts=2), exact=True, start_s=0.0)
+    engine = engine_for(shared(100, hosts=2), start_s=0.0)
     engine.declare(1, SPEC)
     assert isinstance(engine, Hosts)
     outcomes = [engine.play(ask(100.0 * number, [1, 2, 3, 4])) for number in range(4)]

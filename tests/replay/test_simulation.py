@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import pytest
-from replayed_prompts import SPEC, ask, keys_of, sizes
+from replayed_prompts import SPEC, ask, conversations, keys_of, sizes
 
-from tiercache.replay.requests import RequestKind, Told
+from tiercache.replay.played import LEAST_FRAMES, engine_for, play
+from tiercache.replay.requests import RequestKind, Told, TraceRequest
 from tiercache.replay.simulation import Outcome, Simulation
 
 
@@ -109,3 +112,18 @@ def test_a_returning_client_finds_its_blocks_in_dram(policy: str) -> None:
     assert play.here(1, 1, 1) == (3, 3), "kept until it is asked for"
     assert cache.counters.match_requests == asked + 4, "no request has asked for what was brought up"
     assert play.ask(1, 1, 1) == Outcome(3, 0)
+
+
+@pytest.mark.parametrize(("nvme", "is_scaled"), [(0, True), (LEAST_FRAMES, True), (60, False)])
+def test_large_blocks_are_played_as_smaller_ones(nvme: int, is_scaled: bool) -> None:
+    class Prompts:
+        specs = MappingProxyType({1: SPEC})
+
+        def __iter__(self) -> Iterator[TraceRequest]:
+            return conversations(1)
+
+    plain, scaled = (play(Prompts(), sizes(30, nvme), scaled=scaled) for scaled in (False, True))
+    assert (plain.tiers, plain.tallies.nvme_written_bytes) == (scaled.tiers, scaled.tallies.nvme_written_bytes)
+    assert plain.tiers["dram"].blocks > 0
+    cache = engine_for(sizes(30, nvme), 0.0, frame_bytes=SPEC.frame_bytes)
+    assert isinstance(cache, Simulation) != is_scaled

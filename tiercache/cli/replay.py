@@ -239,12 +239,6 @@ def replay(
             "asked for, and about 200 for each distinct one.",
         ),
     ] = True,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Run all of the daemon's code, leases and write queues included; six times slower."
-        ),
-    ] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip invalid lines, and count them.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates over sizes: .png or .svg.")
@@ -281,7 +275,6 @@ def replay(
         gpu_pool=gpu_pool,
         policies=policies,
         write_budget_bytes=as_bytes("--write-budget", write_budget),
-        exact=exact,
         optimum=optimum,
         shared=shared,
         hosts=hosts,

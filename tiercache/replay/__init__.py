@@ -3,7 +3,6 @@
 formats      a trace's lines as Requests (requests), streamed
 simulation   Requests on the daemon's own cache, with a disk that keeps no bytes (disk)
 hosts        several hosts, which may share a store (shared)
-fast_cache   the same decisions for one chain namespace, from the daemon's index and policies alone
 played       a whole trace through one cache, and its hits
 optimum      the upper bound for all policies
 estimate     hits as FLOPs and seconds

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
+
+import msgspec
 
 from tiercache.daemon.policies import POLICIES, Maker
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
-from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.hosts import HostCache, Hosts
 from tiercache.replay.requests import RequestKind, TraceRequest
 from tiercache.replay.shared import PaperStore
@@ -19,6 +20,20 @@ from tiercache.replay.simulation import Outcome, Simulation, Sizes, Tallies
 
 TELL_EVERY = 64
 """Requests between two reports of progress."""
+PLAYED_BYTES = 4 << 20
+"""Larger blocks are played as blocks of this size: the hits are the same, and the daemon's work goes by the run."""
+LEAST_FRAMES = 1024
+"""Not on a smaller NVMe tier, where it matters how much the daemon keeps free ahead."""
+_IN_BYTES = (
+    "dram_bytes",
+    "nvme_bytes",
+    "region_bytes",
+    "segment_bytes",
+    "nvme_write_budget_bytes",
+    "headroom_bytes",
+    "shared_bytes",
+)
+"""Fields of `Sizes`."""
 
 
 class Requests(Protocol):
@@ -113,26 +128,49 @@ class GpuPool:
         return run
 
 
-def engine_for(sizes: Sizes, exact: bool, start_s: float, policies: Mapping[str, Maker] = POLICIES) -> PlayedCache:
-    """The daemon's cache itself, or the fast one for traces of prompts of one namespace; one for each host.
+def engine_for(
+    sizes: Sizes, start_s: float, policies: Mapping[str, Maker] = POLICIES, frame_bytes: int = 0
+) -> PlayedCache:
+    """A cache for each host, and the store that they share.
 
-    What is shared is only in the former.
+    frame_bytes: the size of all frames of the trace, 0 if it is not known or there are several. Larger ones are played
+    as frames of `PLAYED_BYTES`.
     """
+    is_small = 0 < sizes.nvme_bytes < LEAST_FRAMES * frame_bytes
+    scale = 1.0 if is_small else max(1.0, frame_bytes / PLAYED_BYTES)
+    if scale > 1.0:
+        parts = {name: getattr(sizes, name) * PLAYED_BYTES // frame_bytes for name in _IN_BYTES}
+        sizes = replace(sizes, **parts)
     store = PaperStore(sizes.shared_bytes) if sizes.shared_bytes else None
+    caches: list[HostCache] = [Simulation(sizes, {}, start_s, policies, store, host) for host in range(sizes.hosts)]
+    engine = caches[0] if sizes.hosts == 1 else Hosts(caches, sizes.spread)
+    return engine if scale == 1.0 else _Scaled(engine, scale)
 
-    def cache(host: int) -> HostCache:
-        if exact or store is not None:
-            return Simulation(sizes, {}, start_s, policies, store, host)
-        return FastCache(sizes, start_s, policies)
 
-    return cache(0) if sizes.hosts == 1 else Hosts([cache(host) for host in range(sizes.hosts)], sizes.spread)
+class _Scaled:
+    """A cache whose frames, and all that is counted in bytes, are smaller by a factor."""
+
+    def __init__(self, engine: PlayedCache, scale: float) -> None:
+        self._engine = engine
+        self._scale = scale
+
+    def declare(self, number: int, spec: NamespaceSpec) -> None:
+        self._engine.declare(number, msgspec.structs.replace(spec, block_bytes=PLAYED_BYTES))
+
+    def play(self, request: TraceRequest) -> Outcome:
+        return self._engine.play(request)
+
+    def tallies(self) -> Tallies:
+        tallies = self._engine.tallies()
+        written = round(tallies.nvme_written_bytes * self._scale), round(tallies.shared_written_bytes * self._scale)
+        return replace(tallies, nvme_written_bytes=written[0], shared_written_bytes=written[1])
 
 
 def play(
     requests: Requests,
     sizes: Sizes,
     gpu_blocks: int = 0,
-    exact: bool = False,
+    scaled: bool = False,
     tell: Callable[[Played], None] = lambda played: None,
     engine: PlayedCache | None = None,
     each: Callable[[TraceRequest, int, Outcome], None] | None = None,
@@ -140,7 +178,8 @@ def play(
 ) -> Played:
     """Play all requests. Calls `tell` now and then, and `each` for every prompt, with the hits in GPU and tiers.
 
-    `gpu_blocks`: of each host. `start_s`: when the cache starts, on the trace's clock; at the first request if unknown.
+    `gpu_blocks`: of each host. `scaled`: the trace has one namespace, whose blocks may be played as smaller ones.
+    `start_s`: when the cache starts, on the trace's clock; at the first request if unknown.
     """
     pools = [GpuPool(gpu_blocks) for _ in range(sizes.hosts)] if gpu_blocks else []
     played, known = Played(), 0
@@ -148,7 +187,9 @@ def play(
     began_s = time.process_time()
     for request in requests:
         if engine is None:
-            engine = engine_for(sizes, exact, request.time_s if start_s is None else start_s)
+            frame_bytes = next(iter(requests.specs.values())).frame_bytes if scaled else 0
+            began = request.time_s if start_s is None else start_s
+            engine = engine_for(sizes, began, frame_bytes=frame_bytes)
         if len(requests.specs) != known:
             for number, spec in list(requests.specs.items())[known:]:
                 engine.declare(number, spec)

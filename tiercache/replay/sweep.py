@@ -31,7 +31,6 @@ class Wanted:
     gpu_pool: str = "0"
     policies: tuple[str, ...] = ()
     write_budget_bytes: int = 0
-    exact: bool = False
     optimum: bool = True
     shared: str = "0"
     hosts: int = 1
@@ -194,7 +193,6 @@ def _frame_bytes(flag: str, trace: Trace) -> int:
 
 def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes, gpu_blocks: int, tell: Tell) -> Point:
     estimate = Estimate(costs, shared=bool(sizes.shared_bytes))
-    fast = _has_prompts_alone(trace) and not wanted.exact
 
     def told(played: Played) -> None:
         tell(f"{label}, {sizes.policy}", _share(trace))
@@ -208,7 +206,7 @@ def _point(trace: Trace, wanted: Wanted, costs: Costs, label: str, sizes: Sizes,
         trace,
         sizes,
         gpu_blocks,
-        exact=not fast,
+        scaled=_has_prompts_alone(trace),
         tell=told,
         start_s=trace.reader.header.clock_s if isinstance(trace.reader, RecordedReader) else None,
         each=added,

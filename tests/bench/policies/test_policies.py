@@ -14,7 +14,6 @@ import pytest
 from policies import ALL, COMPARED
 from policies.wtinylfu import WINDOW_LEAST
 from policy_rules import Play, first_to_go_of_an_earlier_life, keeps_the_index_whole, leaves_the_same_blocks
-from replayed_prompts import decides_as_the_daemon, spends_a_write_budget_as_the_daemon
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "tests" / "replay" / "sample.jsonl.gz"
@@ -26,13 +25,6 @@ def test_what_all_policies_owe(policy: str) -> None:
     leaves_the_same_blocks(policy, COMPARED)
     first = first_to_go_of_an_earlier_life(COMPARED[policy])
     assert policy == "wtinylfu" or first == 9, "the last block of the oldest chain"
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("policy", COMPARED)
-def test_the_fast_replay_decides_as_the_daemon_would(policy: str) -> None:
-    decides_as_the_daemon(policy, 30, 60, COMPARED)
-    spends_a_write_budget_as_the_daemon(policy, COMPARED)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Both:
         runs.insert_run(table, keys, table.get(parent) if parent else table.root, frames)
         above = other.get(parent) if parent else other.root
         for key, frame in zip(keys, frames, strict=True):
-            above = single.insert(other, key, above, frame)
+            (above,) = single.insert_run(other, [key], above, [frame])
 
     def evict(self, count: int) -> None:
         """Evict a run from the one index, and as many blocks, one by one, from the other."""

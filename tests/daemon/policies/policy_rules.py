@@ -11,9 +11,8 @@ from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, USED
 from tiercache.daemon.policies import POLICIES, Maker, Policies
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import TraceRequest, chain_keys, plain_spec
-from tiercache.replay.simulation import Sizes
+from tiercache.replay.simulation import Simulation, Sizes
 
 BLOCK_BYTES = 64 << 20
 
@@ -22,8 +21,9 @@ class Play:
     """Prompts on a cache of DRAM alone, a second apart."""
 
     def __init__(self, policy: str, blocks: int, policies: Mapping[str, Maker] = POLICIES) -> None:
-        self.cache = FastCache(Sizes(blocks * BLOCK_BYTES, policy=policy), policies=policies)
-        self.cache.declare(1, plain_spec(16, BLOCK_BYTES))
+        self.cache = Simulation(
+            Sizes(blocks * BLOCK_BYTES, policy=policy), {1: plain_spec(16, BLOCK_BYTES)}, policies=policies
+        )
         self.now_s = 0.0
 
     def ask(self, *ids: int) -> int:
@@ -39,12 +39,13 @@ class Play:
     @property
     def policy(self) -> Any:
         """The policy itself, without the window in front of it."""
-        window: Any = self.cache._dram.policy  # rule: the replay has no other door to its policy
+        (namespace,) = self.cache.cache.space.namespaces.values()
+        window: Any = namespace.table.policy
         return window.inner
 
     @property
     def index(self) -> Index:
-        return self.cache._dram.index  # rule: the same
+        return self.cache.cache.space.index
 
 
 class Random:
@@ -85,7 +86,7 @@ class Random:
             if table.get(key) != NO_ENTRY:
                 break  # it waits to be unlinked, or a windowed table has it already
             above = table.root if table.windowed else parent
-            entry = index.insert(table, key, above, at, pins=1)
+            (entry,) = index.insert_run(table, [key], above, [at], pins=1)
             index.unpin(parent)
             parent = entry
         index.unpin(parent)

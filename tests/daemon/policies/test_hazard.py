@@ -17,9 +17,8 @@ from tiercache.daemon.policies.worths import (
     indices,
 )
 from tiercache.protocol.messages import KEY_BYTES
-from tiercache.replay.fast_cache import FastCache
 from tiercache.replay.requests import TraceRequest, plain_spec
-from tiercache.replay.simulation import Sizes
+from tiercache.replay.simulation import Simulation, Sizes
 
 BLOCK_BYTES = 4096
 TOKENS = 16
@@ -100,8 +99,7 @@ def test_a_loop_larger_than_the_cache_has_hits() -> None:
     """LRU has no hit at all: it evicts the block that comes next."""
     hits = {}
     for policy in ("lru", "hazard"):
-        engine = FastCache(sizes(120, 0, policy=policy, headroom_bytes=20 * BLOCK_BYTES))
-        engine.declare(1, SPEC)
+        engine = Simulation(sizes(120, 0, policy=policy, headroom_bytes=20 * BLOCK_BYTES), {1: SPEC})
         hits[policy] = sum(engine.play(request).dram for request in loop(50, 10, 20))
         assert engine.check_integrity() == []
     assert hits["lru"] == 0
