@@ -14,9 +14,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.daemon.ground.counters import Counters
-from tiercache.http.measured.counters import COUNTERS
-from tiercache.http.measured.family import PREFIX
-from tiercache.http.measured.shared import SHARED
+from tiercache.http.families import COUNTERS, PREFIX, SHARED
 from tiercache.http.metrics import FAMILIES, metrics_text, table
 from tiercache.http.readings import MAX_NAMESPACES, MAX_REASONS
 
@@ -71,9 +69,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 def test_every_counter_has_its_metric() -> None:
     own = {field.name for field in fields(Counters)} | {"connections_refused"}
-    assert set(COUNTERS) == own, (
-        "name each of daemon/ground/counters.py in tiercache/http/measured/counters.py, and no other"
-    )
+    assert set(COUNTERS) == own, "name each of daemon/ground/counters.py in tiercache/http/families.py, and no other"
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
 
 

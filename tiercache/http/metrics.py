@@ -10,25 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tiercache.ground.histograms import cumulative
-from tiercache.http.measured import clients, counters, shared, state, tiers, traffic
-from tiercache.http.measured.family import Family
+from tiercache.http.families import FAMILIES, Family
 from tiercache.http.readings import Samples, Tree
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-
-
-FAMILIES: tuple[Family, ...] = (
-    *state.STATE,
-    *traffic.TRAFFIC,
-    *tiers.TIERS,
-    *tiers.DISKS,
-    *shared.SHARED,
-    *clients.NAMESPACES,
-    *clients.HINTS,
-    *state.PROCESS,
-    *counters.COUNTED,
-)
 
 
 def table() -> str:

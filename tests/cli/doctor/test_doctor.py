@@ -22,7 +22,7 @@ from tiercache.cli.doctor import host as host_checks
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
 from tiercache.cli.exit_status import EXIT_UNWELL
 from tiercache.copies.arena import Beside
-from tiercache.http.measured.counters import COUNTERS
+from tiercache.http.families import COUNTERS
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, "auto", 2000, (), 64 * GIB)

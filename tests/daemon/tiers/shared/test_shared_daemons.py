@@ -19,8 +19,7 @@ from waiting import wait_until
 
 from tiercache.cli.main import main
 from tiercache.client.client import Client
-from tiercache.http.measured.family import PREFIX
-from tiercache.http.measured.shared import SHARED
+from tiercache.http.families import PREFIX, SHARED
 from tiercache.http.metrics import metrics_text
 
 PASSWORD = "open-sesame"
