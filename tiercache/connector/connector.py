@@ -87,20 +87,125 @@ RAMP_FLOOR_BYTES = 64 << 20
 T = TypeVar("T")
 
 
-# --- for an engine's scheduler -----------------------------------------------------------------------
-#
-# Nothing here moves a block. Each call is one round trip; a failure is a miss, counted and logged once.
+def check_keys(keys: bytes) -> None:
+    """Raise TypeError for keys that are not bytes, ValueError for keys that are cut off."""
+    if not isinstance(keys, (bytes, bytearray, memoryview)):
+        raise TypeError(f"keys are bytes, one key after another, not {type(keys).__name__}")
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"keys are {KEY_BYTES} bytes each, and these are {len(keys)} bytes")
 
 
-class SchedulerSide:
-    """The part of a `Connector` that moves no blocks. Thread-safe."""
+def connect(
+    address: str | Path | None = None,
+    *,
+    namespace: NamespaceSpec,
+    pool: Pool | None = None,
+    name: str = "",
+    instance: bytes | None = None,
+    required: bool = False,
+    warn: bool = True,
+    map_arena: bool = True,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    load_timeout_s: float = LOAD_TIMEOUT_S,
+    connect_timeout_s: float = 5.0,
+    gds: str | Backend = "off",
+    gds_store: bool = False,
+    tenant: str = "",
+) -> Connector:
+    """A connector to the daemon at `address`.
 
-    def __init__(self, client: Client, namespace: NamespaceSpec, pool: Pool | None, direct: DirectPath) -> None:
+    Args:
+        address: the daemon's run directory; by default the default one.
+        namespace: the form of this engine's blocks.
+        pool: where its blocks are; None for a process that only matches (a scheduler).
+        name: this client's name in the daemon's statistics.
+        instance: 16 random bytes that all processes of one engine share; see `Connector.adopt`.
+        required: raise DaemonUnavailable when no daemon answers. By default the connector begins unavailable and finds
+            the daemon when it comes: an engine must start without its cache.
+        warn: log that there is no daemon yet; False for callers that log it themselves.
+        map_arena: False moves bytes through the control socket instead of shared memory.
+        request_timeout_s: deadline of one request to the daemon.
+        load_timeout_s: default deadline of a load.
+        connect_timeout_s: deadline of connecting, if `required`.
+        gds: `auto` reads blocks from NVMe straight into the GPU if a probe, in the background, finds that this works
+            and is faster; `off` leaves all reading to the daemon. Off by default: the GPU part has not been run on a
+            GPU yet. A `tiercache.connector.direct.backend.Backend` is used as it is.
+        gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, bypassing DRAM, if the probe finds
+            that this works and is faster. Blocks that NVMe does not take go to DRAM as usual. For caches whose DRAM is
+            small beside their disks: such blocks are read from the disk each time.
+        tenant: owner of these blocks, for the daemon's quotas. Only the same tenant finds them.
+
+    Raises:
+        ConfigError: a namespace that cannot be served.
+        LayoutError: a pool that does not fit the namespace, or a GPU that cannot be used.
+    """
+    if tenant:
+        namespace = namespace.of_tenant(tenant)
+    if problem := namespace.problem():
+        raise ConfigError(f"this namespace cannot be served: {problem}")
+    if pool is not None:
+        _check_fit(namespace, pool)
+    client = Client(
+        address or default_address(),
+        name=name,
+        instance=instance,
+        map_arena=map_arena and pool is not None,
+        cuda=pool is not None and pool.device != "cpu",
+        request_timeout_s=request_timeout_s,
+    )
+    try:
+        connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store)
+    except BaseException:
+        client.close()
+        raise
+    try:
+        client.expect(namespace)
+        client.start(connect_timeout_s, required=required, warn=warn)
+    except BaseException:
+        connector.close()
+        raise
+    return connector
+
+
+class Connector:
+    """One engine process's access to the cache. Thread-safe. Made by `connect`; close it when done.
+
+    One that is dropped without `close` is closed in the background when Python collects it, after its transfers.
+
+    Attributes:
+        namespace: the form of this engine's blocks.
+        pool: where they are, or None.
+        direct: whether blocks on NVMe are read and written without the daemon, and what the probe found.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: NamespaceSpec,
+        pool: Pool | None,
+        *,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+        gds: str | Backend = "off",
+        gds_store: bool = False,
+        sibling_of: Connector | None = None,
+    ) -> None:
+        """Arguments as for `connect`; with `sibling_of` it uses the client of that connector, and leaves it open."""
+        # First, as it may fail: the direct path starts a thread.
+        self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
         self.namespace = namespace
         self.pool = pool
-        self.direct = direct
+        self.direct = DirectPath(client, namespace, pool, gds, gds_store)
         self._client = client
         self._outcomes = Outcomes()
+        self.load_timeout_s = load_timeout_s
+        self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
+        self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
+        self._questions = JobQueue("tiercache-lookup", MAX_QUESTIONS)
+        self._siblings: list[Connector] = []
+        self._sibling_of = sibling_of  # kept, since it closes the client
+        client.report.include(self)
+        queues = self._questions, self._loads, self._stores
+        weakref.finalize(self, _stop, queues, self.direct).atexit = False
 
     @property
     def available(self) -> bool:
@@ -129,7 +234,7 @@ class SchedulerSide:
         self._outcomes.unavailable(counter, self._client.forked)
         return False
 
-    # --- matching --------------------------------------------------------------------------------
+    # --- for an engine's scheduler: one round trip each, and no block is moved ------------------------
 
     @whole
     def match(self, keys: bytes, *, namespaces: Sequence[NamespaceSpec] | None = None) -> Match:
@@ -264,123 +369,6 @@ class SchedulerSide:
         except TierCacheError as error:
             self._outcomes.failed("stats", error)
         return {"available": self.available, "client": self.counters, "daemon": daemon}
-
-
-def check_keys(keys: bytes) -> None:
-    """Raise TypeError for keys that are not bytes, ValueError for keys that are cut off."""
-    if not isinstance(keys, (bytes, bytearray, memoryview)):
-        raise TypeError(f"keys are bytes, one key after another, not {type(keys).__name__}")
-    if len(keys) % KEY_BYTES:
-        raise ValueError(f"keys are {KEY_BYTES} bytes each, and these are {len(keys)} bytes")
-
-
-def connect(
-    address: str | Path | None = None,
-    *,
-    namespace: NamespaceSpec,
-    pool: Pool | None = None,
-    name: str = "",
-    instance: bytes | None = None,
-    required: bool = False,
-    warn: bool = True,
-    map_arena: bool = True,
-    request_timeout_s: float = REQUEST_TIMEOUT_S,
-    load_timeout_s: float = LOAD_TIMEOUT_S,
-    connect_timeout_s: float = 5.0,
-    gds: str | Backend = "off",
-    gds_store: bool = False,
-    tenant: str = "",
-) -> Connector:
-    """A connector to the daemon at `address`.
-
-    Args:
-        address: the daemon's run directory; by default the default one.
-        namespace: the form of this engine's blocks.
-        pool: where its blocks are; None for a process that only matches (a scheduler).
-        name: this client's name in the daemon's statistics.
-        instance: 16 random bytes that all processes of one engine share; see `Connector.adopt`.
-        required: raise DaemonUnavailable when no daemon answers. By default the connector begins unavailable and finds
-            the daemon when it comes: an engine must start without its cache.
-        warn: log that there is no daemon yet; False for callers that log it themselves.
-        map_arena: False moves bytes through the control socket instead of shared memory.
-        request_timeout_s: deadline of one request to the daemon.
-        load_timeout_s: default deadline of a load.
-        connect_timeout_s: deadline of connecting, if `required`.
-        gds: `auto` reads blocks from NVMe straight into the GPU if a probe, in the background, finds that this works
-            and is faster; `off` leaves all reading to the daemon. Off by default: the GPU part has not been run on a
-            GPU yet. A `tiercache.connector.direct.backend.Backend` is used as it is.
-        gds_store: with `gds`, also write new blocks from the GPU straight to NVMe, bypassing DRAM, if the probe finds
-            that this works and is faster. Blocks that NVMe does not take go to DRAM as usual. For caches whose DRAM is
-            small beside their disks: such blocks are read from the disk each time.
-        tenant: owner of these blocks, for the daemon's quotas. Only the same tenant finds them.
-
-    Raises:
-        ConfigError: a namespace that cannot be served.
-        LayoutError: a pool that does not fit the namespace, or a GPU that cannot be used.
-    """
-    if tenant:
-        namespace = namespace.of_tenant(tenant)
-    if problem := namespace.problem():
-        raise ConfigError(f"this namespace cannot be served: {problem}")
-    if pool is not None:
-        _check_fit(namespace, pool)
-    client = Client(
-        address or default_address(),
-        name=name,
-        instance=instance,
-        map_arena=map_arena and pool is not None,
-        cuda=pool is not None and pool.device != "cpu",
-        request_timeout_s=request_timeout_s,
-    )
-    try:
-        connector = Connector(client, namespace, pool, load_timeout_s=load_timeout_s, gds=gds, gds_store=gds_store)
-    except BaseException:
-        client.close()
-        raise
-    try:
-        client.expect(namespace)
-        client.start(connect_timeout_s, required=required, warn=warn)
-    except BaseException:
-        connector.close()
-        raise
-    return connector
-
-
-class Connector(SchedulerSide):
-    """One engine process's access to the cache. Thread-safe. Made by `connect`; close it when done.
-
-    One that is dropped without `close` is closed in the background when Python collects it, after its transfers.
-
-    Attributes:
-        namespace: the form of this engine's blocks.
-        pool: where they are, or None.
-        direct: whether blocks on NVMe are read and written without the daemon, and what the probe found.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        namespace: NamespaceSpec,
-        pool: Pool | None,
-        *,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
-        gds: str | Backend = "off",
-        gds_store: bool = False,
-        sibling_of: Connector | None = None,
-    ) -> None:
-        """Arguments as for `connect`; with `sibling_of` it uses the client of that connector, and leaves it open."""
-        # First, as it may fail: the direct path starts a thread.
-        self._mover = None if pool is None else Mover(make_copier(pool), pool.block_bytes)
-        super().__init__(client, namespace, pool, DirectPath(client, namespace, pool, gds, gds_store))
-        self.load_timeout_s = load_timeout_s
-        self._loads = JobQueue("tiercache-load", MAX_QUEUED_LOADS)
-        self._stores = JobQueue("tiercache-store", MAX_QUEUED_STORES)
-        self._questions = JobQueue("tiercache-lookup", MAX_QUESTIONS)
-        self._siblings: list[Connector] = []
-        self._sibling_of = sibling_of  # kept, since it closes the client
-        client.report.include(self)
-        queues = self._questions, self._loads, self._stores
-        weakref.finalize(self, _stop, queues, self.direct).atexit = False
 
     def reported(self) -> dict[str, int]:
         """The counters for the daemon's statistics: the client went up and down once for all siblings."""
