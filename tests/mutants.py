@@ -2,8 +2,8 @@
 
 A break turns a condition round, replaces a comparison or an operator, leaves out a call or an assignment to an
 attribute, or loses a returned value. First all tests of the first ring run once, to learn which of them reach which
-line. Then each break is tried by the tests that reach its line, the nearest first, and after them by those of the ring
-`stress` in the folder that mirrors the broken file's. A break that none notices survives.
+line, or which file of tests starts a process that does. Then each break is tried by these, the nearest first, and after
+them by those of the ring `stress` in the folder that mirrors the broken file's. A break that none notices survives.
 
     make mutants                                   the breaks in NAMED, and a sample of 150 over FOLDERS
     make mutants MUTANTS='--sample 20 --seed 7'    another, smaller sample
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -48,6 +49,15 @@ MOST_TESTS = 300
 LEARN_S, STAGE_S = 1800, 400
 """Limits of the first run, and of a run that tries a break. A hang is noticed sooner: each test has a limit."""
 TEST_S = 100
+CURRENT_TEST = "PYTEST_CURRENT_TEST"
+"""The variable in which pytest names the test that runs; processes that it starts inherit it."""
+MEASURED_CHILDREN = """import os
+
+
+def pytest_configure() -> None:
+    os.environ["COVERAGE_PROCESS_START"] = {!r}
+"""
+"""A plugin: the processes that tests start are measured, those that run the tests are measured already."""
 LOGS = ("log", "logger", "logging", "warnings")
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -309,10 +319,13 @@ class Workshop:
     def learn(self, tests: str, jobs: int) -> Reached:
         """Run the first ring once. Exits if a test fails, since nothing could be learned from that."""
         report, data = self.folder / "report.xml", self.folder / ".coverage"
-        config = self.folder / "coverage.ini"
+        config, of_children = self.folder / "coverage.ini", self.folder / "children.ini"
         config.write_text(f"[run]\nsource = {','.join(TOPS)}\ndata_file = {data}\n")
+        of_children.write_text(f"{config.read_text()}parallel = true\nsigterm = true\ncontext = ${{{CURRENT_TEST}-}}\n")
+        (self.folder / "measured_children.py").write_text(MEASURED_CHILDREN.format(str(of_children)))
         code = self.pytest(
             *(tests, "-m", FIRST_RING, "-n", str(jobs), "--dist", "worksteal", f"--junitxml={report}"),
+            *("-p", "measured_children"),
             *("--cov", "--cov-context=test", "--cov-report=", f"--cov-config={config}"),
             limit_s=LEARN_S,
         )
@@ -325,16 +338,17 @@ class Workshop:
                 red.append(name)
         if code != 0:
             sys.exit(f"the first ring fails without any break (exit code {code}): {' '.join(red)}")
-        covered = CoverageData(str(data))
-        covered.read()
-        found: dict[tuple[str, int], list[str]] = {}
-        for file in covered.measured_files():
-            path = str(Path(file).relative_to(self.folder))
-            for line, contexts in covered.contexts_by_lineno(file).items():
-                names = {name for context in contexts if (name := context.rpartition("|")[0])}
-                if names:
-                    found[path, line] = sorted(names)
-        return Reached(found, seconds)
+        found: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+        for part in [data, *self.folder.glob(f"{data.name}.*")]:
+            covered = CoverageData(str(part))
+            covered.read()
+            for file in covered.measured_files():
+                path = str(Path(file).relative_to(self.folder))
+                for line, contexts in covered.contexts_by_lineno(file).items():
+                    # "test|run" of tests; of their processes, which others of the file may use, "test (setup)".
+                    names = {one.rpartition("|")[0] if "|" in one else one.partition("::")[0] for one in contexts}
+                    found[path, line] |= names - {""}
+        return Reached({place: sorted(names) for place, names in found.items() if names}, seconds)
 
     def fails(self, *arguments: str) -> bool:
         """Whether tests fail. Raises RuntimeError if pytest does not know them."""
