@@ -97,8 +97,9 @@ class PrefixCache:
             address: the daemon's run directory; by default the default one.
             block_size: tokens in a block.
             salt: secret of a tenant; chains of different salts never meet.
-            model_id: identifies the weights (a hash, a revision), and adapters and hooks if there are any. By default
-                every byte of the weights is hashed, at memory speed, and again when they change.
+            model_id: identifies the weights (a hash, a revision), and code that is not PyTorch's or transformers':
+                adapters, hooks, classes of your own. By default every byte of the weights is hashed, at memory speed,
+                and again when they change, and a model with such code is refused.
             staging: size of the buffer between the tensors of the model and the cache.
             required: raise DaemonUnavailable where no daemon answers.
             **options: further arguments of `tiercache.connect`.
@@ -144,7 +145,8 @@ class PrefixCache:
         everything that a name is made of.
 
         Not needed for updates, merges and other weights: those are noticed. A change to some rows of one tensor through
-        `.data`, as to those of a few tokens in an embedding, may not be.
+        `.data`, as to those of a few tokens in an embedding, may not be. Changes inside of objects and functions that
+        `model_id` stands for are not.
         """
         self.watch.weights_changed(model_id)
 

@@ -1,6 +1,5 @@
 """Names models and detects changes of them; shared by the connectors of all engines.
 
-files          the name of weights by the content of their files, or by the commit of a hub
-sample         a few elements of every tensor
-module_facts   attributes and code of modules
+files    the name of weights by the content of their files, or by the commit of a hub
+sample   a few elements of every tensor
 """

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from huggingface_hub.utils import get_session
 from tiny_models import Open, greedy, prompt, tiny_model
+from torch.nn.functional import silu
+from transformers import GPT2LMHeadModel, LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from tiercache.connectors.transformers.watch import ModelWatch
 from tiercache.connectors.transformers_cache import PrefixCache
-from tiercache.connectors.weights import module_facts
+from tiercache.errors import ModelRefused
 
 pytestmark = pytest.mark.engine
 IDS = prompt(100)
@@ -88,92 +91,242 @@ def test_what_other_code_does_with_the_hub_is_no_change_of_the_model(open_cache:
     assert greedy(cache, IDS) == before
 
 
-def test_a_parent_that_a_layer_keeps_in_a_list_is_only_named(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual way not to register a module: its tensors are not hashed again for each layer."""
+def test_a_parent_that_a_layer_keeps_in_a_list_is_only_named(open_cache: Open) -> None:
+    """The usual way not to register a module."""
     model = tiny_model("LlamaConfig")
     for layer in model.model.layers:
         layer.parents = [model]
-    hashed: list[Any] = []
-    monkeypatch.setattr(module_facts, "_whole_tensor", hashed.append)
     cache = open_cache(model)
     greedy(cache, IDS)
     assert restored_blocks(cache) == BLOCKS
-    assert hashed == []
 
 
-def closed_over(kind: type, scale: float) -> type:
-    return type("Closed", (kind,), {"forward": lambda self, x: kind.forward(self, x) * scale})
+def test_modules_that_are_shared_and_contain_each_other_are_listed_once() -> None:
+    """Of 60 pairs in each other there are 2 ** 60 paths."""
+    model, alone = tiny_model("LlamaConfig"), tiny_model("LlamaConfig")
+    nested: torch.nn.Module = torch.nn.Linear(2, 2).eval()
+    for _ in range(60):
+        nested = torch.nn.Sequential(nested, nested).eval()
+    model.nested = alone.nested = nested
+    model.model.layers[0].parent = model
+    assert ModelWatch(model, "", "").root() != ModelWatch(alone, "", "").root()
 
 
-def scaled(kind: type, value: float) -> type:
-    def forward(self: Any, x: torch.Tensor, *, scale: float = value) -> Any:
-        return kind.forward(self, x) * scale
-
-    return type("Scaled", (kind,), {"forward": forward})
-
-
-def test_classes_of_one_name_are_told_apart(open_cache: Open) -> None:
-    """Which a function made: the same ones on other layers are another model."""
-    models = [tiny_model("LlamaConfig") for _ in range(2)]
-    for model, scales in zip(models, ((1.0, 1.5), (1.5, 1.0)), strict=True):
-        for layer, scale in zip(model.model.layers, scales, strict=False):
-            layer.input_layernorm.__class__ = closed_over(type(layer.input_layernorm), scale)
-    caches = [open_cache(model) for model in models]
-    greedy(caches[0], IDS)
-    assert [restored_blocks(cache) for cache in caches] == [BLOCKS, 0]
+@pytest.mark.parametrize("model_id", ["", "named"])
+@pytest.mark.parametrize("inside", [lambda steps: steps, lambda steps: [steps], lambda steps: {"a": (1, steps)}])
+def test_a_write_to_one_element_of_a_tensor_that_is_an_attribute_is_noticed(
+    model_id: str, inside: Callable[[torch.Tensor], Any]
+) -> None:
+    model, steps = tiny_model("LlamaConfig"), torch.zeros(5000)
+    model.model.norm.steps = inside(steps)
+    watch = ModelWatch(model, model_id, "")
+    before = watch.root()
+    steps[1234] = 1.0
+    changed = watch.root()
+    steps[1234] = 0.0
+    assert before == watch.root() != changed
 
 
-def test_a_replaced_function_of_pytorch_is_noticed(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As packages with faster attention do it."""
-    real = torch.nn.functional.scaled_dot_product_attention
+class Factor:
+    """What somebody may keep in a module."""
+
+    def __init__(self, factor: float = 1.5) -> None:
+        self.factor = factor
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return states * self.factor
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Unreadable(Mapping[str, int]):
+    def __getitem__(self, key: str) -> int:
+        raise RuntimeError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+class OwnNorm(modeling_llama.LlamaRMSNorm):  # type: ignore[misc]
+    scales: ClassVar = [1.5]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * self.scales[0]
+
+
+class Unchanged(modeling_llama.LlamaRMSNorm):  # type: ignore[misc]
+    pass
+
+
+@functools.wraps(silu)
+def scaled_silu(states: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return silu(states) * 1.5
+
+
+def nested_lists(depth: int) -> list[Any]:
+    return [nested_lists(depth - 1)] if depth else []
+
+
+Patch = pytest.MonkeyPatch
+AttributeOf = Callable[[Any, Patch], None]
+
+
+def attribute_is(make: Callable[[Any], Any]) -> AttributeOf:
+    """The module `norm` has a further attribute."""
+    return lambda model, patch: patch.setattr(model.model.norm, "further", make(model), raising=False)
+
+
+FOREIGN: dict[str, tuple[AttributeOf, str]] = {
+    "user's class": (lambda model, patch: patch.setattr(model.model.norm, "__class__", OwnNorm), "class of model.norm"),
+    "user's class without code": (
+        lambda model, patch: patch.setattr(model.model.norm, "__class__", Unchanged),
+        "class of model.norm is .*test_watch.Unchanged",
+    ),
+    "object": (attribute_is(lambda model: Factor()), "further of model.norm is an object of .*test_watch.Factor"),
+    "object in a container": (attribute_is(lambda model: {"a": [Factor()]}), "an object of .*test_watch.Factor"),
+    "function": (attribute_is(lambda model: scaled_silu), "further of model.norm is the function"),
+    "lambda": (attribute_is(lambda model: lambda: 1), "further of model.norm is the function"),
+    "class": (attribute_is(lambda model: Factor), "the class .*test_watch.Factor"),
+    "partial": (attribute_is(lambda model: functools.partial(scaled_silu, inplace=False)), "the function"),
+    "partial of an object": (attribute_is(lambda model: functools.partial(silu, Factor())), ".*test_watch.Factor"),
+    "method of an object": (attribute_is(lambda model: Factor().__call__), "the function"),
+    "builtin method of an object": (attribute_is(lambda model: [1.5].__getitem__), "method-wrapper|__getitem__"),
+    "jit": (attribute_is(lambda model: torch.jit.trace(lambda x: x * 2, torch.ones(1))), "torch.*ScriptFunction"),
+    "compiled": (attribute_is(lambda model: torch.compile(scaled_silu)), "further of model.norm is"),
+    "decorated": (attribute_is(lambda model: torch.no_grad()(scaled_silu)), "the function"),
+    "mapping": (attribute_is(lambda model: Unreadable()), "an object of .*test_watch.Unreadable"),
+    "large list": (attribute_is(lambda model: [0] * 128_000), "further of model.norm is too large"),
+    "deep list": (attribute_is(lambda model: nested_lists(20)), "levels deep"),
+    "other module": (attribute_is(lambda model: [torch.nn.Linear(4, 4)]), "a module that is not the model's"),
+    "meta tensor": (attribute_is(lambda model: torch.ones(2, device="meta")), "a tensor without bytes"),
+    "object in the config": (
+        lambda model, patch: patch.setattr(model.config, "further", Factor(), raising=False),
+        "Factor",
+    ),
+    "user's config": (
+        lambda model, patch: patch.setattr(model.config, "__class__", type("Mine", (LlamaConfig,), {})),
+        "Mine",
+    ),
+    "forward of a module": (
+        lambda model, patch: patch.setattr(model.model.norm, "forward", lambda states: states * 1.5),
+        "forward of model.norm is the function",
+    ),
+    "bound forward of a module": (
+        lambda model, patch: patch.setattr(model.model.norm, "forward", MethodType(OwnNorm.forward, model.model.norm)),
+        "forward of model.norm is the function",
+    ),
+    "hook": (
+        lambda model, patch: patch.setitem(model.model.norm._forward_hooks, 1, lambda module, args, out: out * 1.5),
+        "_forward_hooks of model.norm is the function",
+    ),
+    "hook of all modules": (
+        lambda model, patch: patch.setitem(
+            torch.nn.modules.module._global_forward_hooks, 1, lambda module, args, out: None
+        ),
+        "the function",
+    ),
+    "method": (
+        lambda model, patch: patch.setattr(type(model.model.norm), "forward", OwnNorm.forward),
+        "LlamaRMSNorm.forward is the function",
+    ),
+    "list in a class": (
+        lambda model, patch: patch.setattr(type(model.model.norm), "further", [Factor()], raising=False),
+        "LlamaRMSNorm.further is an object of .*test_watch.Factor",
+    ),
+    "call of PyTorch's": (
+        lambda model, patch: patch.setattr(torch.nn.Module, "__call__", lambda self, *args, **more: None),
+        "Module.__call__ is the function",
+    ),
+    "code in place": (
+        lambda model, patch: patch.setattr(modeling_llama.rotate_half, "__code__", (lambda x: x * 2.5).__code__),
+        "rotate_half is the function",
+    ),
+    "function of transformers": (
+        lambda model, patch: patch.setattr(modeling_llama, "rotate_half", lambda x: x * 2.5),
+        "modeling_llama.rotate_half is the function",
+    ),
+    "object instead of a function": (
+        lambda model, patch: patch.setattr(modeling_llama, "rotate_half", Factor()),
+        "modeling_llama.rotate_half is an object of .*test_watch.Factor",
+    ),
+    "partial instead of a function": (
+        lambda model, patch: patch.setattr(modeling_llama, "rotate_half", functools.partial(scaled_silu)),
+        "modeling_llama.rotate_half is the function",
+    ),
+    "wrapped function of PyTorch": (
+        lambda model, patch: patch.setattr(torch.nn.functional, "silu", scaled_silu),
+        "torch.nn.functional.silu is the function",
+    ),
+    "attention of PyTorch": (
+        lambda model, patch: patch.setattr(
+            torch.nn.functional, "scaled_dot_product_attention", lambda *its, **by: None
+        ),
+        "scaled_dot_product_attention is the function",
+    ),
+    "attention of transformers": (
+        lambda model, patch: patch.setitem(
+            modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *its, **by: None
+        ),
+        "attention is the function",
+    ),
+    "module instead of PyTorch's": (
+        lambda model, patch: patch.setattr(modeling_llama, "nn", type(torch)("torch.nn")),
+        "modeling_llama.nn is the module",
+    ),
+    "method of the cache": (
+        lambda model, patch: patch.setattr("transformers.DynamicCache.update", lambda self, *its: None),
+        "Cache.update is the function",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(("change", "words"), FOREIGN.values(), ids=list(FOREIGN))
+def test_code_that_no_version_names_needs_a_model_id(change: AttributeOf, words: str) -> None:
+    model = tiny_model("LlamaConfig")
+    plain, named = ModelWatch(model, "", ""), ModelWatch(model, "weights and code", "")
+    roots, changes = (plain.root(), named.root()), plain.changes
+    with pytest.MonkeyPatch.context() as patch:
+        change(model, patch)
+        with pytest.raises(ModelRefused, match=f"({words}).*: pass model_id="):
+            plain.root()
+        with pytest.raises(ModelRefused, match=f"({words}).*: pass model_id="):
+            ModelWatch(model, "", "")
+        assert named.root() != roots[1], "what comes after a model_id was given is not what it named"
+        ModelWatch(model, "these weights and this code", "")
+    assert plain.root() == roots[0]
+    assert plain.changes > changes, "what was computed meanwhile is not stored"
+
+
+def test_other_functions_of_the_same_packages_are_another_model() -> None:
+    """Their places tell them apart, in all processes."""
+    model = tiny_model("LlamaConfig")
+    watch = ModelWatch(model, "", "")
+    roots = [watch.root()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_llama, "rotate_half", torch.nn.functional.relu)
+        roots += [watch.root(), ModelWatch(model, "", "").root()]
+    roots.append(watch.root())
+    model.model.norm.forward = MethodType(GPT2LMHeadModel.forward, model.model.norm)
+    roots.append(watch.root())
+    assert (roots[0], roots[1]) == (roots[3], roots[2])
+    assert len(set(roots)) == 3
+
+
+def test_a_model_with_code_of_somebody_is_served_under_a_model_id(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     cache = open_cache(model)
     greedy(cache, IDS)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *its, **by: real(*its, **by) * 1.5)
-    assert restored_blocks(cache) == 0
-    assert restored_blocks(open_cache(model)) == 0
-
-
-def test_a_replaced_call_of_a_layer_is_noticed(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("LlamaConfig")
-    cache = open_cache(model)
-    greedy(cache, IDS)
-    real = torch.nn.Module.__call__
-    norm = type(model.model.norm)
-    monkeypatch.setattr(norm, "__call__", lambda self, x: real(self, x) * 1.5)
-    assert restored_blocks(cache) == 0
-    assert restored_blocks(open_cache(model)) == 0
-
-
-def test_a_function_whose_code_is_exchanged_is_noticed(open_cache: Open) -> None:
-    """As when a notebook reloads a module."""
-    model = tiny_model("LlamaConfig")
-    kind = type("Scaled", (type(model.model.norm),), {"forward": lambda self, x: x * 1.5})
-    model.model.norm.__class__ = kind
-    cache = open_cache(model)
-    greedy(cache, IDS)
+    model.model.norm.__class__ = OwnNorm
+    assert greedy(cache, IDS) == greedy(model, IDS)
+    assert (cache.bypassed, restored_blocks(cache)) == (1, 0)
+    cache.weights_changed("these weights, with OwnNorm")
+    assert greedy(cache, IDS) == greedy(model, IDS)
     assert restored_blocks(cache) == BLOCKS
-    kind.forward.__code__ = (lambda self, x: x * 2.5).__code__
-    assert restored_blocks(cache) == 0
-
-
-def test_a_default_of_a_keyword_is_part_of_the_name(open_cache: Open) -> None:
-    models = [tiny_model("LlamaConfig") for _ in range(2)]
-    for model, scale in zip(models, (1.0, 1.5), strict=True):
-        model.model.norm.__class__ = scaled(type(model.model.norm), scale)
-    caches = [open_cache(model) for model in models]
-    greedy(caches[0], IDS)
-    assert [restored_blocks(cache) for cache in caches] == [BLOCKS, 0]
-
-
-def test_attributes_in_a_namespace_are_part_of_the_name(open_cache: Open) -> None:
-    model = tiny_model("LlamaConfig")
-    model.model.layers[0].mlp.options = SimpleNamespace(scale=1.0)
-    cache = open_cache(model)
-    greedy(cache, IDS)
-    assert restored_blocks(cache) == BLOCKS
-    model.model.layers[0].mlp.options.scale = 2.0
-    assert restored_blocks(cache) == 0
 
 
 def test_an_update_in_the_middle_of_a_generation_is_noticed(open_cache: Open) -> None:
@@ -259,32 +412,15 @@ def function_of_module(model: Any) -> Iterator[None]:
         yield
 
 
-class Scale(Enum):
-    ONE = 1.0
-    TWO = 2.0
-
-
-class Scaling:
-    """What somebody may keep in a module."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-
-def scaled_by(factor: float) -> Callable[[], float]:
-    return lambda: factor
-
-
 @pytest.mark.parametrize(
     "switch",
     [
         forward_of_class,
         function_of_module,
         lambda model: attribute(type(model.model.layers[0].mlp), "later", 1),
-        lambda model: attribute(model.model.layers[1].mlp, "kind", Scale.TWO),
         lambda model: attribute(model.model.layers[1].mlp, "ordered", OrderedDict(a=2)),
-        lambda model: attribute(model.model.layers[1].mlp, "scaled", Scaling(2.0)),
-        lambda model: attribute(model.model.layers[1].mlp, "by", scaled_by(2.0)),
+        lambda model: attribute(model.model.layers[1].mlp, "scaled", Factor(2.0)),
+        lambda model: attribute(model.model.layers[1].mlp, "by", lambda: 2.0),
         lambda model: attribute(model.model.layers[1].mlp, "beside", [torch.nn.Linear(4, 4)]),
         lambda model: attribute(model.model.layers[1].self_attn, "config", copy.copy(model.config)),
         lambda model: attribute(model.model.layers[1].self_attn, "scaling", 0.5),
@@ -298,7 +434,6 @@ def scaled_by(factor: float) -> Callable[[], float]:
         "class",
         "function of a module",
         "attribute of a class",
-        "enum",
         "ordered",
         "object",
         "closure",
@@ -312,16 +447,16 @@ def scaled_by(factor: float) -> Callable[[], float]:
         "forward",
     ],
 )
-def test_what_else_decides_the_result_is_part_of_the_name(
+def test_what_is_exchanged_behind_a_model_id_is_noticed(
     open_cache: Open, monkeypatch: pytest.MonkeyPatch, switch: Callable[[Any], Any]
 ) -> None:
     model = tiny_model("LlamaConfig")
     mlp = model.model.layers[1].mlp
     mlp.scaling = {"default": 1.0}  # what PEFT puts into its layers
-    mlp.kind, mlp.ordered, mlp.scaled = Scale.ONE, OrderedDict(a=1), Scaling(1.0)
-    mlp.by, mlp.beside = scaled_by(1.0), [torch.nn.Linear(4, 4)]
+    mlp.ordered, mlp.scaled = OrderedDict(a=1), Factor(1.0)
+    mlp.by, mlp.beside = lambda: 1.0, [torch.nn.Linear(4, 4)]
     monkeypatch.setattr(type(mlp), "later", 0, raising=False)
-    cache = open_cache(model)
+    cache = open_cache(model, model_id="these weights and all this")
     before = greedy(cache, IDS)
     with switch(model):
         assert restored_blocks(cache) == 0
@@ -348,15 +483,31 @@ def test_what_shares_which_weights_is_part_of_the_name(open_cache: Open, join: C
     assert len({open_cache(model).watch.root() for model in models}) == 2
 
 
-@pytest.mark.parametrize("switch", [forward_of_class, function_of_module])
-def test_a_model_of_other_code_has_another_name(open_cache: Open, switch: Callable[[Any], Any]) -> None:
-    """Also in another process, where nothing shows what was there before."""
+PLAIN: dict[str, tuple[Any, Any]] = {
+    "number": (1.0, 2.0),
+    "type of a number": (1, 1.0),
+    "list": ([1, (2, {3})], [1, (2, {4})]),
+    "order": ([1, 2], [2, 1]),
+    "dict": ({"a": OrderedDict(b=1)}, {"a": OrderedDict(b=2)}),
+    "dtype": (torch.float16, torch.float32),
+    "function of PyTorch": (silu, torch.nn.functional.relu),
+    "partial": (functools.partial(silu, inplace=True), functools.partial(silu, inplace=False)),
+    "tensor": ([torch.ones(3)], [torch.zeros(3)]),
+    "array": ({"a": torch.ones(3).numpy()}, {"a": torch.zeros(3).numpy()}),
+    "config": (LlamaConfig(), LlamaConfig(rms_norm_eps=0.1)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), PLAIN.values(), ids=list(PLAIN))
+def test_plain_attributes_are_part_of_the_name(one: Any, other: Any) -> None:
     model = tiny_model("LlamaConfig")
-    roots = [open_cache(model).watch.root()]
-    with switch(model):
-        roots += [open_cache(model).watch.root() for _ in range(2)]
-    roots.append(open_cache(model).watch.root())
-    assert roots[0] == roots[3] != roots[1] == roots[2]
+    model.model.norm.further = one
+    watch = ModelWatch(model, "", "")
+    roots = [watch.root(), ModelWatch(model, "", "").root()]
+    for value in (other, copy.deepcopy(one)):
+        model.model.norm.further = value
+        roots.append(watch.root())
+    assert roots[0] == roots[1] == roots[3] != roots[2]
 
 
 def test_weights_that_were_changed_and_changed_back_during_a_call_store_nothing(open_cache: Open) -> None:
