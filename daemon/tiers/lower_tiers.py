@@ -117,7 +117,10 @@ class LowerTiers(TierBelow):
     async def close(self, grace_s: float) -> None:
         """Write what waits: to the disks, and meanwhile to the store. No client is served any more."""
         self.end()
-        await asyncio.gather(self._close_shared(grace_s), self._close_nvme(grace_s))
+        ended = await asyncio.gather(self._close_shared(grace_s), self._close_nvme(grace_s), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
 
     def end(self) -> None:
         """The daemon ends: nothing more is promoted from the store."""

@@ -201,8 +201,8 @@ class SharedFlushes:
     def _want(self, names: Iterable[bytes], number: int) -> None:
         """Replace these notes, for this flush."""
         self._epochs.await_replacement(names)
-        for name in names:
-            self._notes[name] = _Wanted(number, new_note())
+        wanted = _Wanted(number, new_note())
+        self._notes.update(dict.fromkeys(names, wanted))
 
     def _put_together(self, number: int) -> None:
         """Replace many notes by fewer that say at least as much; `number`: the flush that wants those."""

@@ -33,6 +33,7 @@ from .fetches import SharedSource
 from .flushes import SharedFlushes
 from .lines import Lines, LineUse, ThreadsafeCall
 from .lookups import MAX_NAMESPACES, LocalWindows, LookupJob, SharedLookups, split
+from .naming import Scope
 from .search import ChainAsk, WindowAsk
 from .settings import SharedSettings
 from .writes import SharedWrites
@@ -210,13 +211,15 @@ class SharedTier:
         of_tenant = dict[str, list[Namespace]]()
         for one in namespaces:
             of_tenant.setdefault(one.spec.tenant, []).append(one)
-        roots = {tenant: self._ancestry.root_of(ones, key) for tenant, ones in of_tenant.items()}
-        return [
-            naming.namespace_note(one.fingerprint)
-            if (root := roots[one.spec.tenant]) is None
-            else naming.bucket_note(self.access.scope_of(one, root))
-            for one in namespaces
-        ]
+        notes = list[bytes]()
+        for ones in of_tenant.values():
+            root = self._ancestry.root_of(ones, key)
+            if root is None:
+                notes += [naming.namespace_note(one.fingerprint) for one in ones]
+            else:
+                bucket = naming.bucket(root)
+                notes += [naming.bucket_note(Scope(one.fingerprint, bucket)) for one in ones]
+        return notes
 
     def check_integrity(self) -> list[str]:
         """Every way in which the parts of this tier on this host disagree."""

@@ -58,15 +58,14 @@ class Catalog:
     successful ones in the order of posting. `done(False)` means
     - for `insert`, `delete`, their `_many` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
     - for all others: not written yet. It is kept, and retried as long as the catalog is open.
-    Pending changes are applied in the order of posting; a batch is all or nothing. `alone`: opens on a full disk too,
-    and no other process may open the database meanwhile (`connect_to_write`).
+    Pending changes are applied in the order of posting; a batch is all or nothing. It opens on
+    a full disk too. No other process may have the database open meanwhile (`connect_to_write`).
     """
 
-    def __init__(self, directory: Path, directory_id: bytes, post: Callable[..., object], alone: bool = False) -> None:
+    def __init__(self, directory: Path, directory_id: bytes, post: Callable[..., object]) -> None:
         self._path = directory / NAME
         self._post = post
-        self._alone = alone
-        self._writer = Writer(self._path, directory_id, alone, lambda answers: self._call(self._deliver, answers))
+        self._writer = Writer(self._path, directory_id, lambda answers: self._call(self._deliver, answers))
         self._answers: deque[Answer] = deque()
         self._namespaces: set[int] = set()
         self._loading: Loading | None = None
@@ -199,7 +198,6 @@ class Catalog:
             lambda: self._call(on_ready),
             self._scrub,
             self._writer.suspect,
-            self._alone,
         )
         return self._loading
 

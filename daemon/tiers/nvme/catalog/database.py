@@ -20,7 +20,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,16 +112,14 @@ class CatalogState(NamedTuple):
 # --- opening ----------------------------------------------------------------------------------------
 
 
-def open_database(path: Path, directory_id: bytes, alone: bool = False) -> tuple[sqlite3.Connection, CatalogState, int]:
+def open_database(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogState, int]:
     """The database as it is, or an empty one in its place; and the largest place of a row in it (-1: none).
-
-    `alone`: it needs no room on the disk (see `connect_to_write`).
 
     For the calling thread; blocks. Raises ConfigError for a newer schema, one of SQLITE_ERRORS or OSError when it
     cannot be reached now.
     """
     try:
-        return _open_as_it_is(path, directory_id, alone)
+        return _open_as_it_is(path, directory_id)
     except Damaged as error:
         problem = str(error)
     except SQLITE_ERRORS as error:
@@ -131,10 +129,10 @@ def open_database(path: Path, directory_id: bytes, alone: bool = False) -> tuple
     kept = rename_aside(path)
     what = "deleted, since the disk is full" if kept is None else f"kept as {kept.name}"
     log.warning("%s: %s; the blocks of its directory are lost, it is %s", path, problem, what)
-    return _open_as_it_is(path, directory_id, alone)
+    return _open_as_it_is(path, directory_id)
 
 
-def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite3.Connection, CatalogState, int]:
+def _open_as_it_is(path: Path, directory_id: bytes) -> tuple[sqlite3.Connection, CatalogState, int]:
     if os.path.lexists(marker_of(path)):
         raise Damaged("found damaged while it was in use")
     for end in FILE_ENDS:
@@ -143,14 +141,9 @@ def _open_as_it_is(path: Path, directory_id: bytes, alone: bool) -> tuple[sqlite
             raise Damaged(f"{file.name} is not a plain file")
     if size_of(path) > 0:
         check_header(path)
-        if not alone:
-            with closing(connect_to_read(path)) as reader:  # so that a newer one is not even touched
-                check_tables(reader, path, directory_id)
-    db = connect_to_write(path, alone)
+    db = connect_to_write(path)
     try:
-        db.text_factory = decode_text
-        if alone:  # only a writer can be the first connection of this kind
-            check_tables(db, path, directory_id)
+        check_tables(db, path, directory_id)
         db.create_function("row_checksum", -1, row_checksum, deterministic=True)
         if db.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
             raise sqlite3.OperationalError("its file system cannot share memory between processes (WAL)")
@@ -312,20 +305,25 @@ def row_checksum(*values: Any) -> int:
     return xxh3_64_intdigest(repr(values).encode()) >> 1
 
 
-def connect_to_write(path: Path, alone: bool = False) -> sqlite3.Connection:
+def connect_to_write(path: Path) -> sqlite3.Connection:
     """A connection for the calling thread. Raises sqlite3.Error.
 
-    `alone`: shared state of the connections is in this process's memory, not in a file beside the database, for which a
-    full disk has no room (https://www.sqlite.org/vfs.html, "unix-excl"). Then all connections must be of this kind, the
-    first one for writing, and no other process may have the database open: the lock of the directory ensures that.
+    What connections share is in this process's memory, not in a file beside the database that each of them maps
+    (https://www.sqlite.org/vfs.html, "unix-excl"): where the disk has no room for a page of that file, SIGBUS ends the
+    process. So no other process may have the database open meanwhile: the lock of the directory ensures that.
     """
-    mode = f"?vfs={_ALONE_VFS}" if alone else ""
-    return sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
+    return _connect(path, f"?vfs={_ALONE_VFS}")
 
 
-def connect_to_read(path: Path, alone: bool = False) -> sqlite3.Connection:
-    """A read-only connection for the calling thread. Raises sqlite3.Error. `alone`: see `connect_to_write`."""
-    mode = f"?mode=ro&vfs={_ALONE_VFS}" if alone else "?mode=ro"
+def connect_to_read(path: Path, beside_writer: bool = False) -> sqlite3.Connection:
+    """A read-only connection for the calling thread. Raises sqlite3.Error.
+
+    `beside_writer`: while this process has a connection for writing; else nobody may have one.
+    """
+    return _connect(path, f"?mode=ro&vfs={_ALONE_VFS}" if beside_writer else "?mode=ro")
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
     db = sqlite3.connect(f"{path.absolute().as_uri()}{mode}", uri=True, isolation_level=None, timeout=1.0)
     db.text_factory = decode_text
     return db

@@ -203,7 +203,6 @@ class Loading:
         on_ready: Callable[[], None],
         on_damage: Callable[[int, bytes], None],
         on_malformed: Callable[[Exception], None],
-        alone: bool = False,
     ) -> None:
         self.rows = 0
         self.damaged = 0
@@ -214,7 +213,6 @@ class Loading:
         self._on_ready = on_ready
         self._on_damage = on_damage
         self._on_malformed = on_malformed
-        self._alone = alone
         self._ready: deque[RowBatch] = deque()
         self._room = threading.Semaphore(WAITING_BATCHES)
         self._cancelled = False
@@ -248,7 +246,7 @@ class Loading:
 
     def _run(self) -> None:
         try:
-            with closing(connect_to_read(self._path, self._alone)) as db:
+            with closing(connect_to_read(self._path, beside_writer=True)) as db:
                 self._read(db)
         except SQLITE_ERRORS as error:
             self.error = f"{type(error).__name__}: {error}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
 import queue
 import sqlite3
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,12 +49,6 @@ IDLE_S = 1.0
 RETRY_FIRST_S, RETRY_LONGEST_S = 0.1, 10.0
 
 
-# SQLite's lock bytes for readers (pager.h, "file format"): a closing connection removes the log only if it gets them
-# all.
-_READERS_FIRST = (1 << 30) + 2
-_READERS_BYTES = 510
-
-
 @contextmanager
 def closing_own(db: sqlite3.Connection, path: Path) -> Iterator[None]:
     """Close `db` at the end; `path` is where its file was when this began. Blocks as the disk does."""
@@ -66,9 +58,9 @@ def closing_own(db: sqlite3.Connection, path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if own < 0 or _leads_to(path, own) or _held_against_ourselves(own):
+        if own < 0 or _leads_to(path, own):
             db.close()
-        else:  # its descriptors stay open until the daemon ends
+        else:  # closing would remove the log of another database; the descriptors stay open until the daemon ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
         if own >= 0:
             os.close(own)  # after `db`: closing any descriptor of a file ends this process's locks on it
@@ -80,23 +72,13 @@ def _leads_to(path: Path, fd: int) -> bool:
     return False
 
 
-def _held_against_ourselves(fd: int) -> bool:
-    """Hold a read lock that SQLite takes for another process's (an open file description lock; see fcntl(2))."""
-    lock = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, _READERS_FIRST, _READERS_BYTES, 0)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
-    except OSError:  # a database that is opened "alone" is locked already
-        return False
-    return True
-
-
 class Writer:
     """Writes the changes of one catalog to its database. Its methods are for the catalog, from the loop.
 
     `answer(answers)` is called by the thread: each `done` of a batch, and whether it was written.
     """
 
-    def __init__(self, path: Path, directory_id: bytes, alone: bool, answer: Callable[[list[Answer]], None]) -> None:
+    def __init__(self, path: Path, directory_id: bytes, answer: Callable[[list[Answer]], None]) -> None:
         self.error = ""
         self.commits = 0
         self.failures = 0
@@ -108,7 +90,6 @@ class Writer:
         """Bytes written to the database and its log in this life, as of the last commit."""
         self._path = path
         self._directory_id = directory_id
-        self._alone = alone
         self._post_answers = answer
         self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
@@ -188,7 +169,7 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            db, state, self.last_place = open_database(self._path, self._directory_id, self._alone)
+            db, state, self.last_place = open_database(self._path, self._directory_id)
         except (*SQLITE_ERRORS, OSError) as error:
             self._opened.set_exception(
                 CatalogUnavailable(f"{self._path} cannot be opened: {error}; see to the disk and its permissions")

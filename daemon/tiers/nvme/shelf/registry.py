@@ -111,7 +111,7 @@ class Registry:
     def _dropped(self, done: Done, ok: bool) -> None:
         if ok:
             self._unserved.clear()
-            if not self.loading:  # else they are forgotten once all rows are in
+            if not self.loading and self._may_bury:  # else their rows may still be there, or are forgotten later
                 self._catalog.forget_namespaces(keep=self._by_number.keys())
         done(ok)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -88,19 +87,10 @@ def open_directory(
 def _open_catalog(directory: Directory, post: Callable[..., object]) -> tuple[Catalog, CatalogState]:
     """Open the directory's catalog; on a full disk with the reserved room, or without any, so that reads go on. The
     catalog's `error` tells what is wrong then."""
-
-    def attempt(alone: bool = False) -> tuple[Catalog, CatalogState]:
-        catalog = Catalog(directory.path, directory.superblock.directory_id, post, alone)
-        return catalog, catalog.open(_FOR_EVER_S)
-
-    try:
-        return attempt()
-    except CatalogUnavailable as error:
-        log.warning("%s; blocks are read, if that can be done, and written when it works again", error)
-    if directory.free_bytes() < SPARE_BYTES and directory.give_up_spare():
-        with contextlib.suppress(CatalogUnavailable):  # another one was faster
-            return attempt()
-    return attempt(alone=True)
+    if directory.free_bytes() < SPARE_BYTES:
+        directory.give_up_spare()
+    catalog = Catalog(directory.path, directory.superblock.directory_id, post)
+    return catalog, catalog.open(_FOR_EVER_S)
 
 
 def _keep_to_cap(directory: Directory, catalog: Catalog, state: CatalogState, may_shrink: bool) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import sqlite3
+import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,23 @@ def content(key: bytes) -> np.ndarray[Any, Any]:
     return np.tile(seed, BLOCK_BYTES // 64)
 
 
-def rows_in(directory: Path) -> int:
-    """Rows that are committed; -1 while that cannot be told."""
-    try:
-        with closing(sqlite3.connect(f"file:{directory}/index.db?mode=ro", uri=True)) as db:
-            count: int = db.execute("SELECT count(*) FROM blocks").fetchone()[0]
-            return count
-    except sqlite3.OperationalError:
-        return -1
+def rows_in(directory: Path) -> dict[int, bytes]:
+    """Records that are committed, by place. Raises OSError or sqlite3.DatabaseError while that cannot be told.
+
+    From a copy: while a daemon has the database open, nobody else can.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("index.db", "index.db-wal"):
+            shutil.copy(directory / name, folder)
+        with closing(sqlite3.connect(f"{folder}/index.db")) as db:
+            return dict(db.execute("SELECT place, record FROM blocks"))
+
+
+def count_rows_in(directory: Path) -> int:
+    """How many there are; -1 while that cannot be told."""
+    with suppress(OSError, sqlite3.DatabaseError):
+        return len(rows_in(directory))
+    return -1
 
 
 class Cluster:
@@ -135,7 +146,7 @@ class Cluster:
             idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
             # The counts alone may agree while old rows are still being deleted and new ones still being written.
             recorded = all(one["database_queue"] == 0 for one in stats["directories"])
-            return idle and recorded and stats["blocks"] == sum(map(rows_in, self.directories))
+            return idle and recorded and stats["blocks"] == sum(map(count_rows_in, self.directories))
 
         wait_until(settled, "blocks are written")
 

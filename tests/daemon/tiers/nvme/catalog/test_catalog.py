@@ -48,6 +48,18 @@ def test_small_tables_come_back(bench: Bench) -> None:
     assert bench.open()[1] == wanted
 
 
+def test_no_file_is_mapped_for_which_the_disk_may_have_no_room(bench: Bench) -> None:
+    """A page of index.db-shm that a full disk has no room for would end the daemon with SIGBUS."""
+    catalog, _ = bench.open()
+    catalog.insert([1], [row(1)])
+    assert catalog.sync(WAIT_S)
+    assert [row.key for row in bench.rows(catalog).values()] == []  # those of `open`
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(bench.directory) not in mapped
+    assert not (bench.directory / "index.db-shm").exists()
+    assert catalog.close(WAIT_S)
+
+
 def test_rows_come_back_in_order_of_place(bench: Bench) -> None:
     rows = {place_of(number % 3, number): row(number) for number in range(1, 400)}
     bench.filled(rows)

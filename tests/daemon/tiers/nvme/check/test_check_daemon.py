@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from chains import chain_of
-from cluster import Cluster
+from cluster import Cluster, rows_in
 from waiting import wait_until
 
 from tiercache.cli.main import main
-from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot, unpack_row
+from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot
 from tiercache.protocol.messages import Check, CheckReply
 
 
@@ -29,9 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def flip_bit(cluster: Cluster, number: int) -> None:
     """In the file of a daemon that runs, of the block that was written as `number`."""
     directory = cluster.directories[0]
-    with closing(sqlite3.connect(directory / "index.db")) as db:
-        rows = {place: unpack_row(place, record) for place, record in db.execute("SELECT place, record FROM blocks")}
-    place = sorted(rows)[number]
+    place = sorted(rows_in(directory))[number]
     segment, slot = segment_and_slot(place)
     fd = os.open(directory / "segments" / f"{segment:08d}.seg", os.O_RDWR)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram import space as space_module
 from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
 from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.nvme.catalog import rows
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
@@ -120,6 +122,28 @@ def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
         assert sorted(found) == [0, 0, 0, 5]
         rig.check()
         await rig.close()
+
+    play(scenario)
+
+
+def test_numbers_of_dropped_namespaces_are_not_given_again_while_their_rows_may_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a life could not read may be of them: under another namespace's number they would come back."""
+
+    def unreadable(db: sqlite3.Connection, after: int, limit: int) -> list[tuple[int, bytes]]:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async def scenario() -> None:
+        rig, _ = await _filled(tmp_path)
+        await rig.close()
+        monkeypatch.setattr(space_module, "MAX_NAMESPACES", 1)
+        monkeypatch.setattr(rows, "read_page", unreadable)
+        rig = await TierRig(tmp_path).open()
+        rig.shelves[0].registry._dropped(lambda ok: None, True)  # later than all rows that could be read
+        await rig.committed()
+        await rig.close()
+        assert len(read_state(rig.dirs[0]).namespaces) == RANKS
 
     play(scenario)
 
