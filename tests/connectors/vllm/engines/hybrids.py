@@ -17,10 +17,9 @@ __all__ = ["KINDS", "LONG", "Case", "Kind", "flush_kind"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A family of models: how to make a small one, and the tokens of a block of the cache."""
+    """A family of models: how to make a small one."""
 
     config: str
-    unit: int
     options: dict[str, Any]
     dtype: str = "float32"
     state: bool = True
@@ -33,7 +32,6 @@ class Kind:
 KINDS = {
     "qwen3_next": Kind(
         "Qwen3NextConfig",
-        96,
         {
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "num_key_value_heads": 4,
@@ -50,7 +48,6 @@ KINDS = {
     ),
     "gemma4": Kind(
         "Gemma4TextConfig",
-        64,
         {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "sliding_window": 100,
@@ -72,6 +69,8 @@ class Case:
 
     def __init__(self, kind: Kind, engine: Engine, run_dir: Path) -> None:
         self.kind, self.engine, self.run_dir = kind, engine, run_dir
+        self.unit = int(engine.ask("check")["block_size"])
+        """Tokens of a block of the cache: vLLM chooses them, for some models by the kind of CPU."""
         self._right: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def compute(self, *prompts: list[int], tokens: int = 8) -> None:
@@ -91,7 +90,7 @@ class Case:
 
     def usable(self, ids: list[int]) -> int:
         """Most tokens of a prompt that can come from the cache."""
-        return (len(ids) - self.kind.state) // self.kind.unit * self.kind.unit
+        return (len(ids) - self.kind.state) // self.unit * self.unit
 
     def launch(self, **options: Any) -> tiercache.LaunchedDaemon:
         daemon = launch("64MiB", region="16MiB", run_dir=self.run_dir, **options)

@@ -35,7 +35,7 @@ def case(kind: Kind, saved: str, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def test_prompts_of_every_length_come_back_up_to_their_last_token(case: Case) -> None:
-    unit = case.kind.unit
+    unit = case.unit
     lengths = {unit - 1, unit, unit + 1, 2 * unit, 2 * unit + 1, 3 * unit - 1, 500, 3 * unit + unit // 2, 512, 640, 700}
     prompts = [LONG[:length] for length in sorted(lengths, reverse=True)]
     case.compute(*prompts)
@@ -61,7 +61,7 @@ def test_one_kind_of_blocks_is_lost(case: Case, state: bool) -> None:
 
 def test_requests_that_are_preempted(case: Case, saved: str, start: Start) -> None:
     """A pool is too small for all: requests lose their blocks and states in mid answer, and begin again."""
-    kind, unit = case.kind, case.kind.unit
+    kind, unit = case.kind, case.unit
     prompts = [LONG[: unit + 9 * number] + prompt(20, str(number)) for number in range(6)]
     tokens, exact = 2 * unit, 2 * unit if kind.dtype == "float32" else 4
     case.compute(*prompts, tokens=tokens)
@@ -82,7 +82,7 @@ def test_requests_that_are_preempted(case: Case, saved: str, start: Start) -> No
 
 def test_below_the_offloading_of_vllm(case: Case, saved: str, start: Start) -> None:
     kind = case.kind
-    prompts = [LONG, LONG[:500], LONG[: 3 * kind.unit], LONG[: 3 * kind.unit + 1]]
+    prompts = [LONG, LONG[:500], LONG[: 3 * case.unit], LONG[: 3 * case.unit + 1]]
     case.compute(*prompts)
     with launch("64MiB", region="16MiB") as daemon:
         tier = {"address": str(daemon.address), "request_timeout_s": 5.0}
@@ -93,7 +93,7 @@ def test_below_the_offloading_of_vllm(case: Case, saved: str, start: Start) -> N
             """Whether a prompt comes back, but for a part of its last block: vLLM itself decides where a hit ends."""
             [answer], [cached] = engine.regenerate([ids], 8)
             assert answer == case.right(ids), (len(ids), cached)
-            return case.usable(ids) - (0 if kind.state else kind.unit) <= cached < len(ids)
+            return case.usable(ids) - (0 if kind.state else case.unit) <= cached < len(ids)
 
         def whole(blocks: int) -> bool:
             """Whether every part of the model has so many blocks. What waits for a step of vLLM gets one."""
@@ -106,6 +106,6 @@ def test_below_the_offloading_of_vllm(case: Case, saved: str, start: Start) -> N
         assert all(found(ids) for ids in prompts)
         if not kind.state:  # an answer is stored as it grows, in pieces where blocks are of two sizes
             flush(daemon)
-            engine.regenerate([LONG[: kind.unit - 7]], 3 * kind.unit)
+            engine.regenerate([LONG[: case.unit - 7]], 3 * case.unit)
             wait_until(lambda: whole(3))
         engine.close()

@@ -249,7 +249,8 @@ class Child:
         available = scheduler.connector.available and all(self.llm.collective_rpc(is_available))
         declined = scheduler.costs.declined_blocks if scheduler.costs is not None else 0
         steps = self.llm.llm_engine.vllm_config.max_concurrent_batches
-        counts = {"jobs": jobs, "declined": declined, "steps": steps, **self.happened}
+        block_size = scheduler.connector.namespace.block_size
+        counts = {"jobs": jobs, "declined": declined, "steps": steps, "block_size": block_size, **self.happened}
         return {"served": True, "idle": idle, "available": available, **counts}
 
 
