@@ -23,6 +23,13 @@ from .values import Values, refused
 
 _CALLED = ("forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__", "__len__")
 """Methods that Python calls. Others of such names make and copy objects; PyTorch's compiler replaces some of them."""
+_NOT_READ = (
+    "_abc_impl",
+    "_can_set_attn_implementation_cached_value",
+    "_can_set_experts_implementation_cached_value",
+    "config_class",
+)
+"""Attributes of classes that say nothing of what these compute."""
 _FOLLOWED = ("torch", "torch.nn", "torch.nn.functional")
 """Modules in which replaced functions are found, too. They are the same in every process."""
 _BY_CLASS = ("torch.nn.modules.", "builtins.object", "inspect.", "logging.", "typing.")
@@ -68,7 +75,7 @@ class Code:
         self._left: list[types.FunctionType] = []
         for kind, name in kinds.items():
             self._add_classes(kind, name)
-        self.texts += [self._reach(function, "attention") for function in functions]
+        self.texts += [self._reach(function, "attention or experts") for function in functions]
         self._reach_methods(_CALLED)
         while self._left:
             self._look_into(self._left.pop())
@@ -129,12 +136,14 @@ class Code:
             self._reach(method, method.__qualname__)
 
     def _look_into(self, function: types.FunctionType) -> None:
-        """Reach what a function of transformers names."""
+        """Reach what a function of transformers names, or the `forward` of one of PyTorch's modules in `_FOLLOWED`."""
         place = place_of(function)
-        if not place.startswith("transformers/"):
+        is_forward = place.startswith("torch/") and "/nn/modules/" in place and function.__name__ == "forward"
+        if not (place.startswith("transformers/") or is_forward):
             return
         names = sorted(set(_names_of(function.__code__)))
-        self._reach_methods(names)
+        if not is_forward:
+            self._reach_methods(names)
         # Elsewhere values are the ids of sessions, clients and what is loaded on first use.
         has_settings = str(function.__globals__.get("__name__")).startswith("transformers.models.")
         spaces: list[dict[str, Any]] = [function.__globals__]
@@ -155,7 +164,7 @@ class Code:
 
 
 def _is_read(name: str) -> bool:
-    return name in _CALLED if name.startswith("__") else name not in ("_abc_impl", "config_class")
+    return name in _CALLED if name.startswith("__") else name not in _NOT_READ
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -38,11 +39,15 @@ def place_of(function: types.FunctionType) -> str:
         return ""
     for package in (*NAMED, *_HELPERS):
         origin = getattr(sys.modules.get(package), "__file__", None)
-        folder = f"{Path(origin).parent}{os.sep}" if origin else None
-        if folder and file.startswith(folder):
+        if origin and file.startswith(folder := _folder(origin)):
             return f"{package}/{version_of(package)}/{file[len(folder) :]}:{line}"
     is_stdlib = file.startswith("<frozen ") or (file.startswith(_STDLIB) and "-packages" not in file)
     return f"stdlib/{Path(file).name}:{line}" if is_stdlib else ""
+
+
+@functools.cache
+def _folder(origin: str) -> str:
+    return f"{Path(origin).parent}{os.sep}"
 
 
 def version_of(package: str) -> str:

@@ -46,6 +46,9 @@ _IGNORED = frozenset(vars(torch.nn.Module())) | {
     "_pp_plan",
     "_fsdp_plan",
     "_name_or_path",
+    "_previous_max_cache_length",
+    "architectures",
+    "model_tags",
     "transformers_version",
     "_commit_hash",
 }

@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from tiercache.ground.uninterrupted import whole
 from tiercache.protocol.keys import content_id, salted_root
 from tiercache.protocol.messages import KEY_BYTES
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,6 +59,14 @@ class _Parts(NamedTuple):
     """Tensors that are plain attributes."""
 
 
+_REGISTERED = (
+    (ALL_ATTENTION_FUNCTIONS, "_attn_implementation"),
+    (ALL_MASK_ATTENTION_FUNCTIONS, "_attn_implementation"),
+    (ALL_EXPERTS_FUNCTIONS, "_experts_implementation"),
+)
+"""Tables of functions, and the attribute of a config that says which of them is used."""
+
+
 class _Look(NamedTuple):
     """A snapshot of a model. Two equal snapshots compute the same."""
 
@@ -75,7 +84,8 @@ class _Look(NamedTuple):
 def _parts(model: Any) -> _Parts:
     """All modules, and all parameters, with their scales, and buffers.
 
-    Leaves out the frequencies that a long RoPE replaces as it goes, which its config names.
+    Leaves out the frequencies that a long RoPE replaces as it goes. They are made of the config and of others, which
+    stay: `original_inv_freq`.
     """
     exchanged = "longrope" in str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", ""))
     found = _Parts({}, [], [], [])
@@ -89,8 +99,10 @@ def _parts(model: Any) -> _Parts:
         found.modules[name] = module
         dot = f"{name}." if name else ""
         own = vars(module)
+        if "_parameters" not in own:
+            raise ModelRefused(f"{name or 'the model'} is of {type(module).__name__}, whose parts cannot be seen")
         for key, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
-            if tensor is None or (exchanged and key.endswith("inv_freq")):
+            if tensor is None or (exchanged and key.endswith("inv_freq") and "original" not in key):
                 continue
             if (known := first.setdefault(id(tensor), dot + key)) != dot + key:
                 found.aliases.append((dot + key, known))
@@ -107,21 +119,26 @@ def _configs(config: Any) -> dict[str, Any]:
     return {"config": config, **{name: part for name, part in parts.items() if part is not None}}
 
 
-def _attention_of(configs: dict[str, Any]) -> list[Any]:
-    """The functions registered for the kinds of attention that configs name, and those that make their masks."""
-    kinds = sorted({str(getattr(config, "_attn_implementation", None)) for config in configs.values()})
-    return [table.get(kind) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for kind in kinds]
+def _registered_for(configs: Iterable[Any]) -> list[Any]:
+    """The functions registered for the kinds of attention, masks and experts that configs name."""
+    configs, found = list(configs), []
+    for table, field in _REGISTERED:
+        kinds = sorted({str(getattr(config, field, None)) for config in configs})
+        found += [table.get(kind) for kind in kinds]
+    return found
 
 
-def _hash_tensors(tensors: list[tuple[str, torch.Tensor]]) -> str:
+def _hash_tensors(tensors: list[tuple[str, torch.Tensor]], remedy: str) -> str:
     """A hash of names, types, shapes and bytes, read at memory speed. Raises ModelRefused if they cannot be."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         digest.update(f"{name} {type(tensor).__name__} {tensor.dtype} {list(tensor.shape)} ".encode())
         try:
+            if tensor.is_quantized:
+                raise TypeError("its bytes are not all of it")
             content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise ModelRefused(f"the bytes of {name} cannot be read: pass model_id= to name the weights") from error
+            raise ModelRefused(f"the bytes of {name} cannot be read: {remedy}") from error
         digest.update(content.data)
     return str(digest.hexdigest())
 
@@ -249,7 +266,8 @@ class ModelWatch:
         configs = _configs(self._model.config)
         kinds |= {type(config): name for name, config in configs.items()}
         kinds |= dict.fromkeys((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer), "its cache")
-        functions = [*_attention_of(configs), *values.functions]
+        of_parts = (vars(module).get("config") for module in parts.modules.values())
+        functions = [*_registered_for((*configs.values(), *of_parts)), *values.functions]
         if self._code is None or not self._code.is_of(kinds, functions):
             self._code = Code(kinds, functions, is_strict=not self._model_id)
         return self._code
@@ -267,9 +285,9 @@ class ModelWatch:
             if self._model_id and written:
                 self._private = os.urandom(KEY_BYTES).hex()
                 self._say("its weights have changed, so that model_id no longer names them")
-            self._weights = self._model_id or _hash_tensors(parts.tensors)
+            self._weights = self._model_id or _hash_tensors(parts.tensors, "pass model_id= to name the weights")
         self._named = self._named or look
-        beside = _hash_tensors(parts.beside)
+        beside = _hash_tensors(parts.beside, "an attribute of a module has to be a plain tensor; buffers need not")
         facts = json.dumps([look.values, beside, look.aliases, look.code.texts], sort_keys=True)
         extra = [("modules", xxhash.xxh3_128_hexdigest(facts.encode())), ("autocast", str(look.autocast or ""))]
         extra += [(package, version_of(package)) for package in ("torch", "transformers")]

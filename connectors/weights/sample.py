@@ -80,7 +80,7 @@ def elements(tensor: torch.Tensor) -> torch.Tensor | None:
     if kind is None:  # complex128
         tensor = torch.view_as_real(tensor)
         return elements(tensor)
-    whole = tensor.detach().view(kind)
+    whole = (tensor.int_repr() if tensor.is_quantized else tensor.detach()).view(kind)
     dense = sum((size - 1) * stride for size, stride in zip(whole.shape, whole.stride(), strict=True)) + 1
     if dense == whole.numel():
         return whole.as_strided((count,), (step,))

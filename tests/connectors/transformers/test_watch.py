@@ -21,6 +21,7 @@ from huggingface_hub.utils import get_session
 from tiny_models import Open, greedy, prompt, tiny_model
 from torch.nn.functional import silu
 from transformers import GPT2LMHeadModel, LlamaConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from tiercache.connectors.transformers.watch import ModelWatch
@@ -267,11 +268,22 @@ FOREIGN: dict[str, tuple[AttributeOf, str]] = {
         ),
         "scaled_dot_product_attention is the function",
     ),
+    "function that PyTorch's modules call": (
+        lambda model, patch: patch.setattr(torch.nn.functional, "linear", scaled_silu),
+        "torch.nn.functional.linear is the function",
+    ),
+    "experts of transformers": (
+        lambda model, patch: (
+            patch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", scaled_silu),
+            patch.setattr(model.config, "_experts_implementation", "own", raising=False),
+        ),
+        "attention or experts is the function",
+    ),
     "attention of transformers": (
         lambda model, patch: patch.setitem(
             modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *its, **by: None
         ),
-        "attention is the function",
+        "attention or experts is the function",
     ),
     "module instead of PyTorch's": (
         lambda model, patch: patch.setattr(modeling_llama, "nn", type(torch)("torch.nn")),
@@ -496,6 +508,43 @@ PLAIN: dict[str, tuple[Any, Any]] = {
     "array": ({"a": torch.ones(3).numpy()}, {"a": torch.zeros(3).numpy()}),
     "config": (LlamaConfig(), LlamaConfig(rms_norm_eps=0.1)),
 }
+
+
+@pytest.mark.parametrize("change", ["dtype", "bytes"])
+def test_the_frequencies_of_a_long_rope_are_part_of_the_name(change: str) -> None:
+    """Those that it replaces as it goes are not; they are made of the others, whose type `model.to` changes."""
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    one, other = (tiny_model("LlamaConfig", rope_parameters={**scaling, **factors}) for _ in range(2))
+    watch = ModelWatch(one, "", "")
+    assert watch.root() == ModelWatch(other, "", "").root()
+    rope = one.model.rotary_emb
+    if change == "bytes":
+        rope.original_inv_freq.mul_(0.5)
+        assert watch.root() != ModelWatch(other, "", "").root()
+        return
+    rope.original_inv_freq = rope.original_inv_freq.to(torch.bfloat16)
+    with pytest.raises(ModelRefused, match="of another type"):
+        watch.root()
+    assert ModelWatch(one, "", "").root() != ModelWatch(other, "", "").root()
+
+
+def test_what_others_do_with_a_class_of_models_renames_none() -> None:
+    model = tiny_model("LlamaConfig")
+    watch = ModelWatch(model, "", "")
+    root = watch.root()
+    tiny_model("LlamaConfig").set_attn_implementation("eager")
+    model._previous_max_cache_length = 64  # as `generate` leaves it, with a static cache
+    assert watch.root() == root == ModelWatch(tiny_model("LlamaConfig"), "", "").root()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor|.*torch.ao")
+def test_quantised_tensors_of_pytorch_are_refused_and_not_read() -> None:
+    """To read one as another type ends the process."""
+    model = tiny_model("LlamaConfig")
+    model.model.norm.further = torch.quantize_per_tensor(torch.ones(300), 0.1, 0, torch.qint8)
+    with pytest.raises(ModelRefused, match=r"the bytes of .* cannot be read"):
+        ModelWatch(model, "", "")
 
 
 @pytest.mark.parametrize(("one", "other"), PLAIN.values(), ids=list(PLAIN))
