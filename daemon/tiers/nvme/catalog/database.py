@@ -320,7 +320,16 @@ def connect_to_read(path: Path, beside_writer: bool = False) -> sqlite3.Connecti
 
     `beside_writer`: while this process has a connection for writing; else nobody may have one.
     """
-    return _connect(path, f"?mode=ro&vfs={_ALONE_VFS}" if beside_writer else "?mode=ro")
+    if beside_writer:
+        return _connect(path, f"?mode=ro&vfs={_ALONE_VFS}")
+    db = _connect(path, "?mode=ro")
+    try:
+        db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:  # a full disk has no room for the file that it would share
+        db.close()
+        db = _connect(path, f"?mode=rw&vfs={_ALONE_VFS}")
+        db.execute("PRAGMA query_only = ON")
+    return db
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
