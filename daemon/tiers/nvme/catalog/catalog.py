@@ -56,10 +56,10 @@ class Catalog:
 
     `post(callback, *args)` is the loop's call_soon_threadsafe; every `done(ok)` is called through it, once; the
     successful ones in the order of posting. `done(False)` means
-    - for `insert`, `delete`, their `_many` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
+    - for `insert`, `delete` and `remove_tombstone`: nothing was changed and nothing will be; ask again;
     - for all others: not written yet. It is kept, and retried as long as the catalog is open.
-    Pending changes are applied in the order of posting; a batch is all or nothing. It opens on
-    a full disk too. No other process may have the database open meanwhile (`connect_to_write`).
+    Pending changes are applied in the order of posting; a batch is all or nothing. It opens on a full
+    disk too. No other process may have the database open meanwhile (`connect_to_write`).
     """
 
     def __init__(self, directory: Path, directory_id: bytes, post: Callable[..., object]) -> None:

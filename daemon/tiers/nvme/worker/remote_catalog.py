@@ -29,7 +29,7 @@ log = logging.getLogger("tiercache.daemon")
 
 ROWS_AT_ONCE = 512
 """In one message, unless a single change has more."""
-_ROWS = frozenset(("insert", "delete", "insert", "delete"))
+_ROWS = frozenset(("insert", "delete"))
 _BURIALS = frozenset(("remove_tombstone", "forget_namespaces"))
 
 
