@@ -67,9 +67,11 @@ class FlushRequests:
         if self._cache.events is not None and not (named or request.key) and request.tier == "all":
             self._cache.events.cleared()
         self._cache.observers.flushed(namespaces, request.key, request.tier)
-        identity, blocks, more = self._context.identity, 0, False
+        identity, blocks, more, has_failed = self._context.identity, 0, False, False
 
         def done(below_blocks: int, durable: bool) -> None:
+            if has_failed:
+                return  # the exception is the answer
             late = () if below is None or durable else below.unconfirmed
             _log_flush(session, request, namespaces, blocks, below_blocks, late)
             kept = _KEPT if "shared" in late else ""
@@ -87,7 +89,13 @@ class FlushRequests:
             below = self._below.begin_flush(namespaces, request.key, done, named, request.tier)
             self._unwritten.add(session.party, below, len(namespaces))
         in_dram = request.tier in ("all", "dram")
-        blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
+        try:
+            blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
+        except BaseException:
+            has_failed = True
+            if below is not None:
+                below.end()  # or it would count as not written for ever
+            raise
         if below is None:
             _log_flush(session, request, namespaces, blocks, 0, ())
             return m.Flushed(request.request_id, self._generation, blocks, more)

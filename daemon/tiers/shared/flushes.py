@@ -405,17 +405,19 @@ class _StateFile:
     def write(self, number: int, names: list[bytes]) -> None:
         """Any thread. Raises OSError."""
         with self._lock:
-            if number < self._written:
-                return
-            self._written = number
-            if not names:
-                self.path.unlink(missing_ok=True)
-                return  # back after a power cut, it would flush once more
-            make_directory(self.path.parent)
-            fresh = self.path.with_name(f"{self.path.name}.new")
-            with fresh.open("w") as file:
-                file.write("\n".join(name.hex() for name in names))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self.path)
-            sync_directory(self.path.parent)
+            if number >= self._written:
+                self._write(names)
+                self._written = number  # only now: if this one failed, an older one is better than none
+
+    def _write(self, names: list[bytes]) -> None:
+        if not names:
+            self.path.unlink(missing_ok=True)
+            return  # back after a power cut, it would flush once more
+        make_directory(self.path.parent)
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        with fresh.open("w") as file:
+            file.write("\n".join(name.hex() for name in names))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.path)
+        sync_directory(self.path.parent)

@@ -110,16 +110,20 @@ async def test_a_flush_of_any_size_begins_when_none_waits_and_no_other_until_it_
     await service.rig.close()
 
 
+@pytest.mark.parametrize("where", ["DRAM", "NVMe"])
 @on_clock
 async def test_a_flush_that_fails_is_not_answered_besides_and_counts_no_longer(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """The exception becomes an answer."""
     monkeypatch.setattr(flush_requests, "MAX_UNWRITTEN", 1)
     service = Service(tmp_path, clock)
     await service.open(1)
     with monkeypatch.context() as patch:
-        patch.setattr(service.rig.shelves[0], "drop_unserved", lambda done: 1 // 0)
+        if where == "DRAM":
+            patch.setattr(service.rig.cache.space.index, "unlink_slice", lambda most: 1 // 0)
+        else:
+            patch.setattr(service.rig.shelves[0], "drop_unserved", lambda done: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             service.flush(0, [], 39)
     await service.rig.committed()

@@ -46,7 +46,7 @@ KNOWN_ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS)
 _COUNTERS = (*COUNTERS, "evicted_blocks", "write_failures", "database_written_bytes")
 
 
-# --- all directories -----------------------------------------------------------------------------------
+# --- one directory -------------------------------------------------------------------------------------
 
 
 class Keeper:
@@ -125,8 +125,13 @@ class Keeper:
         if self.problem:
             log.info("nvme directory %s can be used again", self.path)
         self._home, self.problem = found.directory.home, ""
-        shelf = self.shelf = await self._opened(found)
-        self.tried.set()
+        try:
+            shelf = self.shelf = await self._opened(found)
+        except Exception:  # a bug of ours: it stays locked
+            self._is_away(f"nvme directory {self.path} cannot be used until the daemon restarts; the log says why")
+            raise
+        finally:
+            self.tried.set()
         what = await self._watch(shelf)
         self._is_away(f"nvme directory {self.path} cannot be used: {what}")
         self._keep_counters(shelf)

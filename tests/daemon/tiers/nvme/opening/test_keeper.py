@@ -16,6 +16,8 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock, played
 from tier_rig import TierRig
 
+from tiercache.daemon.tiers.nvme import tier as nvme_tier
+from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 from tiercache.errors import ConfigError
 
 MIB = 1 << 20
@@ -61,6 +63,25 @@ async def test_a_setting_that_can_never_work_ends_the_start(tmp_path: Path) -> N
     rig = TierRig(tmp_path, disks=2)
     with pytest.raises(ConfigError, match=f"{tmp_path}/nvme1 is not a directory"):
         await rig.open()
+    await rig.close()
+
+
+@on_clock
+async def test_a_bug_in_taking_a_directory_into_use_costs_that_directory_and_is_reported(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def registry(path: str, *parts: Any) -> Registry:
+        assert not path.endswith("0"), "the bug"
+        return Registry(path, *parts)
+
+    monkeypatch.setattr(nvme_tier, "Registry", registry)
+    rig = await TierRig(Path("/nowhere"), disks=[MemoryDisk(number, clock) for number in range(2)]).open()
+    assert states(rig) == ["away", "ok"]
+    [reason] = rig.tier.reasons()
+    assert reason.endswith("cannot be used until the daemon restarts; the log says why")
+    rig.store(rig.namespace(4096), CHAINS[0])
+    await rig.settled()
+    assert rig.tier.stats()["blocks"] == 8, "nothing waits for it"
     await rig.close()
 
 
