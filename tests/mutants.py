@@ -343,6 +343,8 @@ class Workshop:
             covered = CoverageData(str(part))
             covered.read()
             for file in covered.measured_files():
+                if not Path(file).is_relative_to(self.folder):
+                    continue  # of a copy that a test has made
                 path = str(Path(file).relative_to(self.folder))
                 for line, contexts in covered.contexts_by_lineno(file).items():
                     # "test|run" of tests; of their processes, which others of the file may use, "test (setup)".
