@@ -230,9 +230,10 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
             leaves_last=leaves_last_token(self._kv_cache_config),
             alone=self._parent is None,
         )
-        costs = (
-            EngineCosts(block_size, engine.batches, partial=not engine.windowed) if settings.load == "auto" else None
-        )
+        costs = None
+        if settings.load == "auto":
+            block_bytes = sum(spec.block_bytes for spec in specs)
+            costs = EngineCosts(block_size, block_bytes, engine.batches, partial=not engine.windowed)
         log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
         self.planner = RequestPlanner(connector, engine, names, self._kv_cache_manager, costs, log, introduction)
         if self._reset_due:

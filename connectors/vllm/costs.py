@@ -2,7 +2,7 @@
 
 Where computing is faster than a disk or the network, or than the trip for a block or two, loading a hit makes its
 request later, and with many of them the engine slower, than without a cache (vLLM's issue 44294). Nothing needs to be
-configured for that: both speeds are measured while the engine works. Until they are measured, hits are loaded.
+configured for that: both speeds are measured while the engine works.
 """
 
 from __future__ import annotations
@@ -10,19 +10,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from statistics import median
+from itertools import accumulate
 from typing import NamedTuple
 
+from tiercache.connector.costs import CostModel, LoadChoice, Reach
 from tiercache.connector.loads import Match
 
 MEASURED_TOKENS = 128
 """Steps of fewer tokens say little about prefill."""
-LAST_STEPS = 15
-LAST_LOADS = 5
-LEAST_SAMPLES = 3
-"""The median of fewer could be that of a bad moment."""
-ASK_AGAIN = 8
-"""One load in this number that would not be worth it is done all the same: the tier may have become fast."""
 
 logger = logging.getLogger("tiercache.connectors.vllm")
 
@@ -46,20 +41,6 @@ def tiers_of(match: Match, first: int, end: int) -> TierBlocks:
     return TierBlocks(in_dram, local - in_dram, end - first - local)
 
 
-class _Price:
-    """Measured times of loads of about one length from one tier."""
-
-    __slots__ = ("declined", "samples")
-
-    def __init__(self) -> None:
-        self.samples: deque[float] = deque(maxlen=LAST_LOADS)  # seconds per block
-        self.declined = 0
-
-    def of(self, blocks: int) -> float | None:
-        """Seconds for that many blocks; None if too few loads were measured."""
-        return median(self.samples) * blocks if len(self.samples) >= LEAST_SAMPLES else None
-
-
 class EngineCosts:
     """The costs of one engine. Used by vLLM's scheduler thread; each call takes some microseconds at most.
 
@@ -67,6 +48,7 @@ class EngineCosts:
 
     Args:
         block_size: tokens in a block.
+        block_bytes: bytes of a block in all groups of layers and on all ranks.
         batches: steps that the engine has in flight at the same time (`VllmConfig.max_concurrent_batches`).
         partial: whether a match can be loaded in part; not if a window has left holes in it.
 
@@ -74,18 +56,15 @@ class EngineCosts:
         declined_blocks: found but not loaded, so far.
     """
 
-    def __init__(self, block_size: int, batches: int = 1, partial: bool = True) -> None:
+    def __init__(self, block_size: int, block_bytes: int, batches: int = 1, partial: bool = True) -> None:
         self.declined_blocks = 0
         self._block_size = block_size
         self._partial = partial
+        self._model = CostModel(block_size, block_bytes)
         self._flight: deque[int] = deque(maxlen=batches)  # tokens of the last steps
         self._witness: str | None = None  # a request of the last step
         self._last_s = 0.0
-        self._steps: deque[float] = deque(maxlen=LAST_STEPS)  # seconds per block
-        self._block_s: float | None = None
-        self._prices: dict[tuple[int, int], _Price] = {}  # by tier, and length to a power of two
-
-    # --- what is measured
+        self._too_slow: set[int] = set()  # tiers of which the log says so
 
     def stepped(self, running: Mapping[str, int], tokens: int, now_s: float) -> None:
         """A step with these requests and tokens has just been scheduled, at `now_s` of a steady clock.
@@ -96,63 +75,45 @@ class EngineCosts:
         if self._witness not in running:
             self._flight.clear()
         elif len(self._flight) == self._flight.maxlen and self._flight[0] >= MEASURED_TOKENS:
-            self._steps.append((now_s - self._last_s) / self._flight[0] * self._block_size)
-            if len(self._steps) >= LEAST_SAMPLES:
-                self._block_s = median(self._steps)
+            self._model.note_prefill(self._flight[0], 0, now_s - self._last_s)
         self._flight.append(tokens)
         self._witness = next(iter(running), None)
         self._last_s = now_s
 
     def loaded(self, blocks: TierBlocks, seconds: float) -> None:
-        """Note how long a load of these blocks took. The shares of the nearer tiers are known from others."""
-        farthest = max(tier for tier, count in enumerate(blocks) if count)
-        for tier, count in enumerate(blocks[:farthest]):
-            if count:
-                seconds -= min(seconds, self._price(tier, count).of(count) or 0.0)
-        price = self._price(farthest, blocks[farthest])
-        price.samples.append(seconds / blocks[farthest])
-        price.declined = 0
-
-    def _price(self, tier: int, blocks: int) -> _Price:
-        return self._prices.setdefault((tier, blocks.bit_length()), _Price())
-
-    # --- what follows
+        """Note how long a load of these blocks took."""
+        self._model.note_load(LoadChoice(sum(blocks), *blocks), seconds, waited_s=0.0)
 
     def choose(self, blocks: TierBlocks) -> int:
-        """How many leading blocks of a match to load.
+        """How many leading blocks of a match to load: none, or those up to the end of one of the tiers.
 
-        None, or those up to the end of one of the tiers: whichever saves the most time; what is not known yet is
-        taken to cost nothing. Counts as a decision: call once per request.
+        See `CostModel`. Counts as a decision: call once per request.
         """
-        whole, block_s = sum(blocks), self._block_s
-        if block_s is None:
-            return whole
-        saved_s = [
-            count * block_s - (self._price(tier, count).of(count) or 0.0) if count else 0.0
-            for tier, count in enumerate(blocks)
-        ]
-        ends = range(len(blocks) + 1) if self._partial else (0, len(blocks))
-        best = max(ends, key=lambda end: (sum(saved_s[:end]), end))
-        loaded = sum(blocks[:best])
-        if loaded == whole:
-            return whole
-        slowest = min(range(best, len(blocks)), key=saved_s.__getitem__)
-        return self._decline(slowest, blocks, loaded)
+        whole = sum(blocks)
+        if self._partial:
+            ends = list(accumulate(blocks))
+            reaches = [Reach(end, *blocks[: tier + 1]) for tier, end in enumerate(ends)]
+        else:
+            ends, reaches = [whole] * len(blocks), [Reach(whole, *blocks)]
+        end = self._model.choose(0, reaches, 0.0).end
+        self.declined_blocks += whole - end
+        for tier, count in enumerate(blocks):
+            if not count:
+                continue
+            if ends[tier] <= end:
+                self._too_slow.discard(tier)
+            elif tier not in self._too_slow:
+                self._too_slow.add(tier)
+                self._say_too_slow(tier, count, end)
+        return end
 
-    def _decline(self, tier: int, blocks: TierBlocks, best: int) -> int:
-        """Load only `best` blocks, because of the price of a tier; but now and then all up to the end of that tier."""
-        price, count, whole = self._price(tier, blocks[tier]), blocks[tier], sum(blocks)
-        price.declined += 1
-        if price.declined % ASK_AGAIN == 0:
-            best = sum(blocks[: tier + 1]) if self._partial else whole
-        elif price.declined == 1:
-            load_ms, compute_ms = (price.of(count) or 0.0) * 1e3, (self._block_s or 0.0) * count * 1e3
-            logger.info(
-                "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
-                count,
-                TIER_NAMES[tier],
-                load_ms,
-                compute_ms,
-            )
-        self.declined_blocks += whole - best
-        return best
+    def _say_too_slow(self, tier: int, count: int, end: int) -> None:
+        alone = [count if one == tier else 0 for one in range(len(TIER_NAMES))]
+        compute_s = self._model.prefill_s(end * self._block_size, (end + count) * self._block_size)
+        logger.info(
+            "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
+            count,
+            TIER_NAMES[tier],
+            self._model.load_s(*alone) * 1e3,
+            compute_s * 1e3,
+        )

@@ -11,7 +11,7 @@ import torch
 
 from tiercache.connector.stores import StoreResult
 from tiercache.copies.pool import Pool
-from tiercache.engine.cost import Clock
+from tiercache.engine.settings import Clock
 from tiercache.errors import DaemonUnavailable
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import KEY_BYTES, EventRun, ModelCard

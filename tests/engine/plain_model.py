@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tiercache.engine import Engine, EngineSettings, RequestOutput, SamplingParams
-from tiercache.engine.cost import Clock
 from tiercache.engine.kv_pool import KVPool, LayerGroups
 from tiercache.engine.model import ModelShape
 from tiercache.engine.sequence import Sequence as EngineSequence
+from tiercache.engine.settings import Clock
 from tiercache.protocol.keys import KeyChain, content_id
 from tiercache.protocol.namespaces import NamespaceSpec
 

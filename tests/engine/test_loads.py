@@ -121,8 +121,8 @@ def test_where_what_is_below_is_slow_the_windows_of_the_edge_in_dram_are_loaded(
 ) -> None:
     cache = filled({"windows": windows})
     cache.below_from = 13  # blocks 0..12 are in DRAM, and the edge before that is at 12
-    monkeypatch.setattr("tiercache.engine.cost.CostModel.load_s", lambda _, dram, nvme=0, shared=0: nvme + shared)
-    monkeypatch.setattr("tiercache.engine.cost.CostModel.prefill_s", lambda _, start, end: (end - start) * 1e-6)
+    monkeypatch.setattr("tiercache.connector.costs.CostModel.load_s", lambda _, dram, nvme=0, shared=0: nvme + shared)
+    monkeypatch.setattr("tiercache.connector.costs.CostModel.prefill_s", lambda _, start, end: (end - start) * 1e-6)
     with plain_engine(cache.connect, windows=windows, pool_blocks=160) as engine:
         if not whole:
             del cache.groups[-1].blocks[chain_of(engine, PROMPT).key(11)]

@@ -10,8 +10,8 @@ help can be read without torch.
     torch_attention, cuda_attention        attention on a CPU and on a GPU; decode_graphs: decode as CUDA graphs
     probe                                  whether a model computes the same over the pool, tried when it is loaded
     sequence, blocks, kv_pool              what a request has in the KV pool
-    connect, cache, loads, offload, cost   the cache below the pool; tier_format: blocks in fewer bits there
-    settings                               an engine's settings
+    connect, cache, loads, offload         the cache below the pool; tier_format: blocks in fewer bits there
+    settings                               an engine's settings, and its clock
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from types import TracebackType
 
 import torch
 
+from tiercache.connector.costs import CostModel
 from tiercache.engine.attention import Batch
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.connect import Connect, GroupedCache, connect_groups, file_states, identify_model, tier_layout
-from tiercache.engine.cost import Clock, CostModel
 from tiercache.engine.kv_pool import BatchSegment, count_pool_blocks, fit_model_len, pool_setting
 from tiercache.engine.loads import LoadResult
 from tiercache.engine.model import HostedModel, choose_device, read_shape
@@ -32,7 +32,7 @@ from tiercache.engine.probe import check_model, find_streaming
 from tiercache.engine.sampling import Choice, SamplingParams, choose
 from tiercache.engine.scheduler import Chunk, Scheduler
 from tiercache.engine.sequence import RequestOutput, Sequence, SequenceState, StepOutput, output_of
-from tiercache.engine.settings import EngineSettings
+from tiercache.engine.settings import Clock, EngineSettings
 from tiercache.errors import ConfigError, DeadlineExceeded, ModelRefused
 from tiercache.protocol.keys import salted_root
 from tiercache.protocol.messages import ModelCard

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from tiercache.connector.costs import CostModel, LoadChoice, Reach
 from tiercache.engine.blocks import BlockManager
 from tiercache.engine.cache import GuardedCache, MatchLike, Part, TransferLike
-from tiercache.engine.cost import Clock, CostModel, LoadChoice, Reach
 from tiercache.engine.sequence import Sequence
-from tiercache.engine.settings import EngineSettings
+from tiercache.engine.settings import Clock, EngineSettings
 
 LOOKUP_TIMEOUT_S = 1.0
 """How long a sequence waits for a lookup, behind those before it, until it does without the cache."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from tiercache.connector.costs import CostModel
 from tiercache.engine.blocks import BlockManager, Origin
 from tiercache.engine.cache import GroupsLike, GuardedCache, TransferLike
-from tiercache.engine.cost import Clock, CostModel
 from tiercache.engine.loads import LoadResult, Loads
 from tiercache.engine.sequence import Sequence
-from tiercache.engine.settings import EngineSettings
+from tiercache.engine.settings import Clock, EngineSettings
 from tiercache.protocol.hints import Hint
 from tiercache.protocol.messages import Priority
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiercache.engine.blocks import BlockManager, BlockTable
-from tiercache.engine.cost import Clock
 from tiercache.engine.loads import LoadOrder, LoadResult
 from tiercache.engine.offload import Offload
 from tiercache.engine.sequence import Rank, Sequence, SequenceState
-from tiercache.engine.settings import EngineSettings
+from tiercache.engine.settings import Clock, EngineSettings
 
 # --- the plan of one step ----------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
-"""The settings of an engine: one frozen object, checked when it is created.
+"""The settings of an engine: one frozen object, checked when it is created; and the clock that it is given.
 
 Names and meanings are vLLM's where it has the setting.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from tiercache.errors import ConfigError
@@ -67,7 +68,7 @@ class EngineSettings:
             its place in the pool is about to be needed.
         clean_blocks: with `write="back"`, blocks kept ready for immediate use.
         load_timeout_s: a load that takes longer is given up and its tokens are computed; most are given
-            up before, when computing would have been done (see `tiercache.engine.cost`).
+            up before, when computing would have been done (see `tiercache.connector.costs`).
         always_load: every hit is loaded, even where computing it would be faster: for measurements, which then depend
             on nothing that was measured before.
         max_stores: store transfers in flight; more wait in the pool until one is done.
@@ -157,3 +158,15 @@ class EngineSettings:
     def step_tokens(self) -> int:
         """The most tokens that one step computes; a prompt that may not be cut is computed whole even so."""
         return self.max_num_batched_tokens or self.chunk_size + self.max_num_seqs
+
+
+class Clock:
+    """The real time. An engine takes all of its time from one clock, so another one makes its decisions repeatable."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed point; never goes back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let that time pass."""
+        time.sleep(seconds)

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from tiercache.engine.cost import CostModel, FittedLine, LoadChoice, Reach
+from tiercache.connector.costs import CostModel, FittedLine, LoadChoice, Reach
 
-pytestmark = pytest.mark.engine
 BLOCK_BYTES = 64 << 10
 
 

@@ -1,4 +1,4 @@
-"""Load or recompute: estimates the cost of both on this machine from past samples.
+"""Load or recompute: estimates the cost of both in one engine on this machine, from past samples.
 
 A load of blocks `[first, end)` costs a latency and a time per block: one pair for blocks in DRAM, one for those that
 are promoted from NVMe, one for those that come over the network from a shared store. Computing costs a time per token
@@ -20,7 +20,6 @@ Three rules keep a wrong estimate from staying wrong, or from costing much:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -218,14 +217,3 @@ class CostModel:
         """Add a load that brought too few blocks. That says nothing about its speed, unless it was slow as well."""
         if seconds > choice.load_s:
             self.note_load(choice, seconds, waited_s)
-
-
-class Clock:
-    """The real time. An engine takes all of its time from one clock, so another one makes its decisions repeatable."""
-
-    def now_s(self) -> float:
-        """Seconds since some fixed point; never goes back."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
