@@ -110,7 +110,7 @@ class Cache:
         hints, index, blocks = self.space.policies.hints, self.space.index, 0
         hints.count(said)
         for number, namespace in enumerate(namespaces, 1):
-            places = [(index, namespace.table), *self.below.holders(namespace, keys)]
+            places = [(index, namespace.table), *self.below.local.holders(namespace, keys)]
             window = namespace.spec.window_blocks
             blocks = max(blocks, hints.say(places, keys, first, said, window, len(namespaces)))
             if not number % _HINTED_AT_ONCE:
@@ -206,7 +206,7 @@ class Cache:
         self.space.policies.hints.expire(self.space.index, self.space.tails)
         self.ahead.work()
         self.writes.expire()
-        self.below.expire()
+        self.below.local.expire()
 
     def session_lost(self, owner: Owner) -> None:
         """A session has ended, maybe not its process. Its leases end in slices, nearly always in one."""
@@ -224,7 +224,7 @@ class Cache:
 
     def _writer_gone(self, owner: Owner) -> None:
         self.space.tails.writer_gone(owner.instance)
-        self.below.writer_gone(owner.instance)
+        self.below.local.writer_gone(owner.instance)
 
     def _give_up(self, owner: Owner) -> Steps[None]:
         for steps in (self.reads.session_lost(owner), session_lost(owner)):

@@ -26,21 +26,21 @@ __all__ = ["ALL", "COMPARED"]
 
 
 def _arc(turnover: Turnover, secret: int) -> Made:
-    return Made(ARC, Requests(turnover), alike_in_runs=False)
+    return Made(ARC, Requests(turnover))
 
 
 def _s3fifo(turnover: Turnover, secret: int) -> Made:
-    return Made(S3FIFO, Requests(turnover), alike_in_runs=False)
+    return Made(S3FIFO, Requests(turnover))
 
 
 def _wtinylfu(turnover: Turnover, secret: int) -> Made:
     sketch = Sketch(turnover)
-    return Made(lambda index: WTinyLFU(index, sketch), sketch, alike_in_runs=False)
+    return Made(lambda index: WTinyLFU(index, sketch), sketch)
 
 
 def _workload_aware(turnover: Turnover, secret: int) -> Made:
     times = ReuseTimes(turnover, secret)
-    return Made(lambda index: WorkloadAware(index, times), times, in_hits=True, alike_in_runs=False)
+    return Made(lambda index: WorkloadAware(index, times), times, in_hits=True)
 
 
 COMPARED: Mapping[str, Maker] = {

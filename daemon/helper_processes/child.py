@@ -30,12 +30,11 @@ class ControlSocket:
 
     Attributes:
         start: the message with which the daemon started this process. Empty: the daemon is gone already.
-        start_fds: the descriptors that came with it, close-on-exec, now this process's own.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self.start, self.start_fds = self._receive(packets.MAX_FDS)
+        self.start, _ = self._receive(1)
 
     def say_ready(self) -> None:
         """From now on the daemon opens lines."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 MAX_PACKET_BYTES = 160 << 10
 """Less than what a socket of this kind takes by default. A start message may be as long."""
-MAX_FDS = 253
-"""Descriptors that the kernel takes with one message."""
 MAX_TEXT = 4096
 """Characters of a text: the rest is cut off."""
 

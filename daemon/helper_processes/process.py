@@ -8,10 +8,9 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from tiercache.ground.isolated import quick_command
 
@@ -88,15 +87,6 @@ class ProcessError(Exception):
         super().__init__(text)
         self.problem = problem
         self.text = text
-
-
-class StartMessage(NamedTuple):
-    """What a process is started with: at most `packets.MAX_PACKET_BYTES` and `packets.MAX_FDS` descriptors."""
-
-    data: bytes
-    """Not empty."""
-    fds: Sequence[int] = ()
-    """The process gets copies; these stay open, and are the caller's."""
 
 
 @dataclass(eq=False)
@@ -213,7 +203,7 @@ class HelperProcess:
             self.pidfd = -1
 
 
-def start_process(child: str, start: StartMessage) -> HelperProcess:
+def start_process(child: str, start: bytes) -> HelperProcess:
     """Start `child`, a module whose `main` calls `child.run_child`. Does not wait for it. Raises OSError.
 
     The kernel kills the process when the calling thread is gone.
@@ -243,10 +233,7 @@ def start_process(child: str, start: StartMessage) -> HelperProcess:
             raise OSError(error.errno, f"pidfd_open: {error.strerror}") from error
         ours.setblocking(False)
         with contextlib.suppress(ConnectionError):  # it has ended: its owner sees that
-            if start.fds:
-                socket.send_fds(ours, [start.data], start.fds)
-            else:
-                ours.send(start.data)
+            ours.send(start)
     except BaseException:
         process.kill()
         process.wait()  # it has not been told yet what to do: nothing in it hangs

@@ -22,7 +22,6 @@ from .process import (
     HelperProcess,
     ProcessError,
     ProcessProblem,
-    StartMessage,
     start_process,
 )
 
@@ -93,7 +92,7 @@ class Supervisor:
         self,
         child: str,
         name: str,
-        start: Callable[[], StartMessage],
+        start: Callable[[], bytes],
         limits: ProcessLimits = DEFAULT_LIMITS,
         on_started: Callable[[HelperProcess], object] | None = None,
         on_ended: Callable[[HelperProcess | None, str], object] | None = None,

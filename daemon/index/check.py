@@ -7,61 +7,30 @@ after another; so the index records meanwhile which entries' pins change, and th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from tiercache.daemon.ground.slices import PINS, Steps
 
 from .allocator import NO_FRAME, Allocator
-from .frame_check import Entries, FrameCheck
-from .policy import NO_ENTRY, Columns
+from .entries import FREE, LIVE
+from .frame_check import FrameCheck
+from .index import Index
+from .policy import NO_ENTRY
 
 ENTRIES = 2 * PINS
 """Entries checked in one slice."""
 _SIBLINGS = 8 * PINS
 """Children counted in one slice."""
 _TRIES = 3
-FREE, LIVE = 0, 1
-
-
-class CheckedTable(Protocol):
-    """The part of a namespace's table that is checked."""
-
-    number: int
-    root: int
-    blocks: int
-    shards: list[dict[bytes, int]]
-
-    def get(self, key: bytes) -> int:
-        """The live entry of `key`, or NO_ENTRY."""
-
-
-class Checked(Entries, Protocol):
-    """The part of an index that is checked."""
-
-    key: list[bytes]
-    parent: array[int]
-    children: array[int]
-    first_child: array[int]
-    next_sibling: array[int]
-    prev_sibling: array[int]
-    pins: array[int]
-    table: array[int]
-    columns: Columns
-    moved: bytearray | None
-    """Set while pins are counted: the index records there which of them change."""
-
-    @property
-    def tables(self) -> Mapping[int, CheckedTable]:
-        """Tables by the number of their namespace."""
 
 
 Owners = Callable[[], Iterable[Sequence[tuple[int, object]]]]
 """Frames being written, each with its writer: parts of the state at the time of the first part."""
 
 
-def check_blocks(index: Checked, allocator: Allocator, owners: Owners, leaving: Container[int]) -> Steps[list[str]]:
+def check_blocks(index: Index, allocator: Allocator, owners: Owners, leaving: Container[int]) -> Steps[list[str]]:
     """As `check_index`, and whether each frame in use belongs to one entry or one owner, or is `leaving`."""
     frames = FrameCheck(allocator)
     try:
@@ -79,7 +48,7 @@ def check_blocks(index: Checked, allocator: Allocator, owners: Owners, leaving: 
     return findings + frames.findings
 
 
-def check_index(index: Checked, frames: FrameCheck | None = None) -> Steps[list[str]]:
+def check_index(index: Index, frames: FrameCheck | None = None) -> Steps[list[str]]:
     """Every way in which columns, tables and counts disagree; `frames` is told which entry has which frame."""
     findings: list[str] = []
     roots = {table.root for table in index.tables.values()}
@@ -104,7 +73,7 @@ def check_index(index: Checked, frames: FrameCheck | None = None) -> Steps[list[
     return findings
 
 
-def _check_entry(index: Checked, entry: int, roots: set[int]) -> list[str]:
+def _check_entry(index: Index, entry: int, roots: set[int]) -> list[str]:
     """Check an entry that is not free, with its parent, its siblings and its children, if these are not too many."""
     findings, state, parent = [], index.state[entry], index.parent[entry]
     table = index.tables[index.table[entry]]
@@ -128,7 +97,7 @@ def _check_entry(index: Checked, entry: int, roots: set[int]) -> list[str]:
     return findings
 
 
-def _children(index: Checked, entry: int) -> Iterable[int]:
+def _children(index: Index, entry: int) -> Iterable[int]:
     child = index.first_child[entry]
     while child != NO_ENTRY:
         if index.parent[child] == entry:
@@ -136,7 +105,7 @@ def _children(index: Checked, entry: int) -> Iterable[int]:
         child = index.next_sibling[child]
 
 
-def _check_children(index: Checked, entry: int) -> Steps[list[str]]:
+def _check_children(index: Index, entry: int) -> Steps[list[str]]:
     """Count the children of an entry with many; skipped if they never stay the same for long enough."""
     for _ in range(_TRIES):
         first, children, found = index.first_child[entry], index.children[entry], 0
@@ -158,7 +127,7 @@ Holding = tuple[Sequence[Any], Callable[[Any], Iterable[int]]]
 """Holders of pins, and a function that lists the entries pinned by one of them."""
 
 
-def check_pins(index: Checked, holdings: Callable[[], Sequence[Holding]]) -> Steps[list[str]]:
+def check_pins(index: Index, holdings: Callable[[], Sequence[Holding]]) -> Steps[list[str]]:
     """Entries whose pin count differs from the pins held. Entries whose holders change all the time are left out.
 
     `holdings()` are all holders at that moment; what each one pins may be asked later, since changes are recorded.
@@ -186,7 +155,7 @@ def check_pins(index: Checked, holdings: Callable[[], Sequence[Holding]]) -> Ste
         index.moved = None
 
 
-def _counted(index: Checked, holdings: Callable[[], Sequence[Holding]], doubtful: Sequence[int] | None) -> Steps[Any]:
+def _counted(index: Index, holdings: Callable[[], Sequence[Holding]], doubtful: Sequence[int] | None) -> Steps[Any]:
     """Pins held, by entry; of the `doubtful` entries only, if given. Changes are recorded from here on."""
     size = len(index.key)
     index.moved = bytearray(size)

@@ -12,24 +12,17 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from typing import Protocol
 
 from tiercache.daemon.ground.slices import LOOKUPS, Steps
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
 
 from .allocator import Allocator, RegionFrames, SizeClass
+from .index import Index
 
 UNSEEN, FREE, WRITTEN = 0, -2, -3
 """States of a frame, beside the allocator's `MOVED`; entry + 1 for a frame met in the index."""
 _AT_ONCE = 8 * LOOKUPS
 """Notes that are counted together, not looked at one by one."""
-
-
-class Entries(Protocol):
-    """The part of an index that this reads."""
-
-    state: array[int]
-    frame: array[int]
 
 
 class FrameCheck:
@@ -83,7 +76,7 @@ class FrameCheck:
                 self._met_again.add(frame)
             seen[number] = WRITTEN
 
-    def entry(self, index: Entries, entry: int, frame: int) -> None:
+    def entry(self, index: Index, entry: int, frame: int) -> None:
         """An entry of the index has this frame now."""
         seen, number = self._place(frame)
         if seen is None:
@@ -97,7 +90,7 @@ class FrameCheck:
             self.findings.append(f"entries {before - 1} and {entry} have the same frame: it has two owners")
         seen[number] = entry + 1
 
-    def written_again(self, index: Entries, owners: Sequence[tuple[int, object]]) -> None:
+    def written_again(self, index: Index, owners: Sequence[tuple[int, object]]) -> None:
         """Present writers of frames that seemed to have two owners. `owners` are a part of all."""
         for frame, owner in owners:
             if frame not in self._met_again:

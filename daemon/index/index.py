@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiercache.daemon.ground.slices import finish
-
 from .allocator import NO_FRAME
-from .check import check_index
 from .entries import DEAD, LIVE, SHARDS, Table
 from .lookups import Lookups
 from .policy import NO_ENTRY
@@ -309,9 +306,3 @@ class Index(Lookups):
     def unlinking_entries(self) -> list[int]:
         """Dead entries that wait for their children to be unlinked."""
         return list(self._unlinking)
-
-    # --- checking --------------------------------------------------------------------------------
-
-    def check_integrity(self) -> list[str]:
-        """Every way in which the columns, the tables and the counts disagree. O(entries)."""
-        return finish(check_index(self))

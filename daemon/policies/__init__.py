@@ -36,8 +36,6 @@ class Made(NamedTuple):
     """Told of every request; None where the policy does not ask for that."""
     in_hits: bool = False
     """True if its worths are in hits a second."""
-    alike_in_runs: bool = True
-    """True if it evicts the same blocks when asked once for a run of blocks and once for each of them."""
 
 
 Maker = Callable[[Turnover, int], Made]
@@ -80,11 +78,6 @@ class Policies:
     def window_bytes(self) -> int:
         """How much is stored while a block is fresh; see `fresh_stores`."""
         return int(SHARE * self.turnover.room_bytes())
-
-    @property
-    def alike_in_runs(self) -> bool:
-        """See `Made`."""
-        return self._made.alike_in_runs
 
     def make(self, index: Index, below: bool = False) -> Policy:
         """A policy for candidates of that index, behind the window of fresh stores. `below`: for a tier below DRAM."""

@@ -188,7 +188,7 @@ class AdminRequests:
             reply = self._checked(request, findings + bad, blocks, scanned)
             self._context.answer(identity, session, reply)
 
-        if not below.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
+        if not below.local.scan(request.sample, request.bytes_per_s, lambda: session.open, done):
             raise RequestRefused(ErrorCode.LIMIT.value, "another check reads blocks: wait until it has ended")
         return None
 
@@ -266,7 +266,7 @@ def places_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Step
     for number, namespace in enumerate(namespaces, 1):
         view = _in_dram(cache, namespace, key)
         here += [] if view is None else [view]
-        below += cache.below.places(namespace, key)
+        below += cache.below.local.places(namespace, key)
         if not number % _NAMESPACES_AT_ONCE:
             yield
     return (here + below)[:MAX_INSPECTED]
@@ -290,7 +290,7 @@ def chain_of(cache: Cache, namespaces: Sequence[Namespace], key: bytes) -> Steps
         yield
         found = yield from path_to(cache.space.index, namespace.table, key)
         if not found:
-            found = yield from cache.below.chain(namespace, key)
+            found = yield from cache.below.local.chain(namespace, key)
         if found:
             return found
     return []

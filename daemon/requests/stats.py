@@ -233,7 +233,7 @@ def _arena(daemon: Daemon) -> dict[str, Any]:
 
 def _namespaces(daemon: Daemon) -> Steps[list[dict[str, Any]]]:
     cache = daemon.cache
-    pinned, below = cache.reads.pins.blocks, cache.below.blocks_of
+    pinned, below = cache.reads.pins.blocks, cache.below.local.blocks_of
     views: list[dict[str, Any]] = []
     for one in list(islice(cache.space.namespaces.values(), MAX_LISTED_NAMESPACES)):
         if len(views) % _NAMESPACES_AT_ONCE == _NAMESPACES_AT_ONCE - 1:

@@ -106,7 +106,7 @@ class WriteRequests:
         for place, state in enumerate(states):
             if state is m.BlockState.HAVE:
                 key = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-                said, on_disks = partial(named, place), lambda key=key: len(self._below.places(namespace, key))
+                said, on_disks = partial(named, place), lambda key=key: len(self._below.local.places(namespace, key))
                 events.named_late(namespace.number, key, said, on_disks)
 
     def _commit(self, session: Session, request: m.Commit) -> Steps[m.Reply]:
@@ -119,15 +119,15 @@ class WriteRequests:
 
     def _abort(self, session: Session, request: m.Abort) -> m.Reply:
         self._writes.abort(session.owner, request.lease, request.finished)
-        if self._below.grants is not None:
-            self._below.grants.abort(session.owner, request.lease, request.finished)
+        if self._below.local.grants is not None:
+            self._below.local.grants.abort(session.owner, request.lease, request.finished)
         return m.Done(request.request_id, self._generation)
 
     def _reserve_extents(self, session: Session, request: m.ReserveExtents) -> m.Reply:
         check_run(request.parent, request.keys)
         ttl_s = self._context.lease_ttl_s(session, request.ttl_ms)
         namespace = self._context.namespace(request.namespace)
-        grants, got = self._below.grants, Granted()
+        grants, got = self._below.local.grants, Granted()
         if grants is not None:
             named = self._named(session.owner, request, namespace)
             got = grants.reserve(session.owner, namespace, request.parent, request.keys, ttl_s, named)
@@ -141,7 +141,7 @@ class WriteRequests:
         if len(request.checksums) % 8 or len(request.checksums) > 8 * m.MAX_RESERVE:
             text = f"checksums must be u64le, at most {m.MAX_RESERVE}"
             raise RequestRefused(ErrorCode.BAD_VALUE.value, text)
-        checksums, grants = m.unpack_checksums(request.checksums), self._below.grants
+        checksums, grants = m.unpack_checksums(request.checksums), self._below.local.grants
         states = [m.CommitState.DROPPED] * len(checksums)
         if grants is not None:
             states = grants.commit(session.owner, request.lease, checksums)

@@ -4,7 +4,7 @@
     promotion   one job for each tier's part of a chain, side by side
     flush       each tier is told; the answer is that of all
 
-NVMe has an index on this host, so questions about single blocks go to it alone.
+Questions about single blocks go to `local`: NVMe has an index on this host.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from tiercache.config.daemon_config import DaemonConfig
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Events
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.index.entries import Table
-from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import Touch
-from tiercache.daemon.tiers.dram.below import Claim, FlushBelow, GrantsBelow, TierBelow
+from tiercache.daemon.tiers.dram.below import Claim, FlushBelow, TierBelow
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
-from tiercache.daemon.tiers.dram.leases import HeldBelow, ReadLease
+from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.promotion import Promotion
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
-from tiercache.protocol.messages import BlockView
 
 if TYPE_CHECKING:  # a daemon without disks needs no SQLite, and most daemons serve one host
     from tiercache.daemon.tiers.nvme.tier import NvmeTier
@@ -55,7 +52,7 @@ class LowerTiers(TierBelow):
     ) -> None:
         self.nvme = nvme
         self.shared = shared
-        self.local: TierBelow = nvme or TierBelow()
+        self._local: TierBelow = nvme or TierBelow()
         self.tiers = (*self.local.tiers, *(() if shared is None else (shared.name,)))
         self._regions = regions
         self._landed = landed
@@ -139,6 +136,11 @@ class LowerTiers(TierBelow):
             left = await self.nvme.close(grace_s)
             if left:
                 log.info("%d blocks of DRAM were not on nvme when the daemon stopped", left)
+
+    @property
+    def local(self) -> TierBelow:
+        """See `TierBelow`."""
+        return self._local
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -230,60 +232,6 @@ class LowerTiers(TierBelow):
         """See `TierBelow`."""
         findings = yield from self.local.check()
         return findings + ([] if self.shared is None else self.shared.check_integrity())
-
-    # --- the tier with an index here ---------------------------------------------------------------
-
-    @property
-    def grants(self) -> GrantsBelow | None:  # type: ignore[override]  # a plain attribute there
-        """See `TierBelow`."""
-        return self.local.grants
-
-    @property
-    def unlinking(self) -> bool:
-        """See `TierBelow`."""
-        return self.local.unlinking
-
-    def expire(self) -> None:
-        """See `TierBelow`."""
-        self.local.expire()
-
-    def writer_gone(self, instance: bytes) -> None:
-        """See `TierBelow`."""
-        self.local.writer_gone(instance)
-
-    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
-        """See `TierBelow`."""
-        return self.local.length(namespace, keys, limit)
-
-    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool] | None:
-        """See `TierBelow`."""
-        return self.local.lookup(namespace)
-
-    def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
-        """See `TierBelow`."""
-        return self.local.holders(namespace, keys)
-
-    def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> HeldBelow | None:
-        """See `TierBelow`."""
-        return self.local.hold(namespaces, keys, first)
-
-    def scan(
-        self, sample: int, bytes_per_s: int, wanted: Callable[[], bool], done: Callable[[list[str], int], None]
-    ) -> bool:
-        """See `TierBelow`."""
-        return self.local.scan(sample, bytes_per_s, wanted, done)
-
-    def places(self, namespace: Namespace, key: bytes) -> list[BlockView]:
-        """See `TierBelow`."""
-        return self.local.places(namespace, key)
-
-    def chain(self, namespace: Namespace, key: bytes) -> Steps[list[bytes]]:
-        """See `TierBelow`."""
-        return self.local.chain(namespace, key)
-
-    def blocks_of(self, number: int) -> int:
-        """See `TierBelow`."""
-        return self.local.blocks_of(number)
 
 
 class _FlushOfBoth:

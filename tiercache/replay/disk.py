@@ -82,6 +82,20 @@ class PaperQueue:
         return {}
 
 
+class NoRows:
+    """See `LoadingRows`."""
+
+    damaged = 0
+    error = ""
+    finished = True
+
+    def next_batch(self) -> None:
+        """None are there."""
+
+    def cancel(self) -> None:
+        """Nothing is being read."""
+
+
 class PaperCatalog:
     """An `nvme.catalog.Catalog` without rows. Deletions end at the next `deliver`: until then a slot is leaving."""
 
@@ -135,6 +149,10 @@ class PaperCatalog:
 
     def forget_namespaces(self, keep: Collection[int]) -> None:
         """Nothing to load: no rows are kept."""
+
+    def load(self, on_ready: Callable[[], None], batch_rows: int = 512) -> NoRows:
+        """No rows are kept."""
+        return NoRows()
 
     def age_s(self) -> float:
         """It never hangs."""

@@ -55,8 +55,6 @@ class TraceRequest(NamedTuple):
     time_s: float
     keys: bytes
     input_tokens: int
-    output_tokens: int = 0
-    session: str | None = None
     kind: RequestKind = RequestKind.ASK
     first: int = 0
     had: tuple[int, int] = (0, 0)

@@ -151,8 +151,8 @@ class Simulation:
         paper: tuple[Any, Any, Any] = directory, self._catalog, self._queue
         registry = Registry("paper", paper[1], space)
         shelf = self._shelf = Shelf(*paper, state, registry, space, lambda: None, lambda: self.now_s)
-        tier._shelves.append(shelf)
-        shelf.recovered(True, ())
+        tier.use(shelf)
+        shelf.work()  # it has no rows to load
 
     def _settle(self) -> None:
         """Do all of the daemon's background work."""

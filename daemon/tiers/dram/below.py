@@ -111,6 +111,11 @@ class TierBelow:
     grants: GrantsBelow | None = None
     """Its places that clients write themselves; None when there are none."""
 
+    @property
+    def local(self) -> TierBelow:
+        """The nearest of them. It has an index on this host: questions about single blocks go to it alone."""
+        return self
+
     def expire(self) -> None:
         """End what has expired, a slice of it."""
 

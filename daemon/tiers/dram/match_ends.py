@@ -89,21 +89,21 @@ class Cuts:
                 windowed.append(namespace)
             elif (cut := self._chain_length(namespace, keys, cut)) <= in_dram:
                 return in_dram
-            if not number % _CHAINS or self._below.unlinking:
+            if not number % _CHAINS or self._below.local.unlinking:
                 yield
         if not windowed:
             return cut
         return (yield from _behind_windows(windowed, self._lookup, keys, cut, in_dram))
 
     def _chain_length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
-        length, table = self._below.length(namespace, keys, limit), namespace.table
+        length, table = self._below.local.length(namespace, keys, limit), namespace.table
         if length < limit and table.get(keys[length * KEY_BYTES : (length + 1) * KEY_BYTES]) != NO_ENTRY:
             return max(length, self._index.prefix_length(table, keys, limit))
         return length
 
     def _lookup(self, namespace: Namespace) -> Lookup | None:
         """A function that tells whether a block is in DRAM or below; None if none is."""
-        here, there = self._index.lookup(namespace.table), self._below.lookup(namespace)
+        here, there = self._index.lookup(namespace.table), self._below.local.lookup(namespace)
         if here is None or there is None:
             return here or there
         return lambda key: here(key) or there(key)

@@ -64,7 +64,7 @@ class Reads(ReadLeases):
         run = keys[: (blocks + below) * KEY_BYTES]
         held = None
         if extents and local > 0 and not shared and ttl_s > 0:
-            held = self._below.hold(namespaces, run, blocks)
+            held = self._below.local.hold(namespaces, run, blocks)
         growing = promote and below > 0 and held is None
         if ttl_s <= 0 or (blocks == 0 and not growing and held is None):
             return Found(blocks, below, None, shared)

@@ -197,16 +197,20 @@ class NvmeTier(TierBelow):
         shelf = Shelf(directory, catalog, queue, state, registry, self._space, self._soon, self._clock_s)
         if self._events is not None:
             shelf.tell(self._events)
-        self._shelves.append(shelf)
+        self.use(shelf)
         order = [keeper.path for keeper in self._keepers]
         self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
-        self._flushes.opened(directory.path, shelf)
         self._soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
         log.info("nvme directory %s: %d segments, %s, by %s", directory.path, len(directory.segments), how, queue.io)
         if self._config.nvme_io == "aio" and queue.io != "aio":
             log.warning("nvme directory %s: threads do its I/O, not aio: %s", directory.path, queue.io_reason)
         return shelf
+
+    def use(self, shelf: Shelf) -> None:
+        """Blocks may go there from now on. Its rows are loaded once it was told of earlier flushes."""
+        self._shelves.append(shelf)
+        self._flushes.opened(shelf.directory.path, shelf)
 
     def _gone(self, shelf: Shelf) -> None:
         """A directory has gone: it gets no more requests, and no request waits for it."""

@@ -57,8 +57,6 @@ def answer(line: socket.socket, control: ControlSocket) -> None:
             threading.Event().wait()
         elif order == b"modules":
             line.send(" ".join(name for name in sys.modules if "." not in name).encode())
-        elif order == b"fds":
-            line.send(b" ".join(os.pread(fd, 100, 0) for fd in control.start_fds))
         elif order == b"fork":
             child = os.fork()
             if not child:  # has the control socket, too

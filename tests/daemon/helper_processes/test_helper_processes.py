@@ -18,7 +18,7 @@ from waiting import state_of, wait_until
 from tiercache.daemon.helper_processes import packets, supervisor
 from tiercache.daemon.helper_processes.child import ControlSocket
 from tiercache.daemon.helper_processes.limits import ProcessLimits
-from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem
 from tiercache.daemon.helper_processes.supervisor import Supervisor
 
 EAGER = ProcessLimits(first_pause_s=0.01, longest_pause_s=0.05, steady_s=0.0)
@@ -32,7 +32,7 @@ def soon() -> float:
 class Owner:
     """Keeps what the callbacks say, in order."""
 
-    start: Callable[[], StartMessage]
+    start: Callable[[], bytes]
     limits: ProcessLimits
     told: list[tuple[str, int]] = field(default_factory=list)
     whys: list[str] = field(default_factory=list)
@@ -85,8 +85,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(Path(__file__).parent)]))
     owners: list[Owner] = []
 
-    def own(how: str = "serve", limits: ProcessLimits = EAGER, fds: tuple[int, ...] = ()) -> Owner:
-        owners.append(Owner(lambda: StartMessage(how.encode(), fds), limits))
+    def own(how: str = "serve", limits: ProcessLimits = EAGER) -> Owner:
+        owners.append(Owner(lambda: how.encode(), limits))
         owners[-1].supervisor.begin()
         return owners[-1]
 
@@ -96,17 +96,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
         one.supervisor.close()
 
 
-def test_it_gets_its_start_message_with_descriptors_and_serves_lines(own: Own, tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("one")
-    (tmp_path / "b").write_text("two")
-    fds = tuple(os.open(tmp_path / name, os.O_RDONLY) for name in "ab")
-    try:
-        owner = own(fds=fds)
-        assert owner.ask(b"hello") == b"hello"
-        assert owner.ask(b"fds") == b"one two"
-    finally:
-        for fd in fds:
-            os.close(fd)
+def test_it_gets_its_start_message_and_serves_lines(own: Own) -> None:
+    owner = own()
+    assert owner.ask(b"hello") == b"hello"
     wait_until(lambda: owner.told, "the callback")
     assert owner.told == [("started", owner.pid())]
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.index.allocator import NO_FRAME
+from tiercache.daemon.index.check import check_index
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
@@ -72,7 +74,7 @@ def history(both: Both, seed: int, steps: int) -> None:
         else:
             both.evict(chance.randint(1, 15))
         if step % 10 == 0:
-            assert [index.check_integrity() for index in both.indexes] == [[], []]
+            assert [finish(check_index(index)) for index in both.indexes] == [[], []]
         one, other = both.keys()
         assert one == other, f"step {step}"
 
@@ -97,7 +99,7 @@ def test_a_run_takes_rows_that_were_used_before(policy: str) -> None:
         assert [index.parent[entry] for entry in entries] == [table.root, *entries[:-1]]
         while table.blocks:
             index.evict_run(table.policy.victim(), 150)
-        assert index.check_integrity() == []
+        assert finish(check_index(index)) == []
     assert len(index.key) <= 4096, "6,000 blocks in all"
 
 
@@ -110,6 +112,6 @@ def test_the_last_of_a_run_may_be_pinned_and_no_key_comes_twice() -> None:
     index.unpin(entries[-1])
     index.unpin(entries[-1])
     assert table.policy.victim() == entries[-1]
-    assert index.check_integrity() == []
+    assert finish(check_index(index)) == []
     with pytest.raises(AssertionError, match="published once"):
         index.insert_run(table, [keys[3], keys[0]], entries[-1], [4, 5])

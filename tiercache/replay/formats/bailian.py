@@ -3,13 +3,11 @@
     {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "output_length": 132,
      "type": "text", "turn": 2, "hash_ids": [1089, 1090, ...]}
 
-`timestamp` is in seconds, `parent_chat_id` is -1 for the first turn of a chat. The format is that of
-alibaba-edu/qwen-bailian-usagetraces-anon.
+`timestamp` is in seconds. The format is that of alibaba-edu/qwen-bailian-usagetraces-anon.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -20,18 +18,14 @@ from tiercache.replay.formats.mooncake import check, fields_of, full_keys, wrong
 from tiercache.replay.requests import TraceRequest, plain_spec
 
 BLOCK_TOKENS = 16
-MAX_CHATS = 1 << 20
-"""Most chats whose first turn is remembered."""
 
 
 class BailianLine(msgspec.Struct):
     """One line. Further fields are ignored."""
 
-    chat_id: int
     timestamp: float
     input_length: int
     hash_ids: list[int]
-    parent_chat_id: int = -1
     output_length: int = 0
 
 
@@ -58,7 +52,6 @@ class BailianReader:
         self.block_tokens = block_tokens
         self.specs: dict[int, NamespaceSpec] = {1: plain_spec(block_tokens, block_bytes(block_tokens))}
         self._decode = msgspec.json.Decoder(BailianLine).decode
-        self._first_turns: OrderedDict[int, int] = OrderedDict()
 
     def read(self, line: bytes) -> Iterable[TraceRequest]:
         """See `Reader`."""
@@ -67,12 +60,8 @@ class BailianReader:
         except msgspec.DecodeError as error:
             raise BadLine(wrong(error)) from error
         check(row.timestamp, row.input_length, row.output_length)
-        first_turn = self._first_turns.get(row.parent_chat_id, row.chat_id)
-        self._first_turns[row.chat_id] = first_turn
-        if len(self._first_turns) > MAX_CHATS:
-            self._first_turns.popitem(last=False)
         keys = full_keys(row.hash_ids, row.input_length, self.block_tokens)
-        yield TraceRequest(row.timestamp, keys, row.input_length, row.output_length, str(first_turn))
+        yield TraceRequest(row.timestamp, keys, row.input_length)
 
     def end(self) -> Iterable[TraceRequest]:
         """See `Reader`."""

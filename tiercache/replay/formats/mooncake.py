@@ -29,7 +29,6 @@ class MooncakeLine(msgspec.Struct):
     input_length: int
     hash_ids: list[int]
     output_length: int = 0
-    session_id: str | int | None = None
 
 
 class Mooncake:
@@ -63,10 +62,9 @@ class MooncakeReader:
             row = self._decode(line)
         except msgspec.DecodeError as error:
             raise BadLine(wrong(error)) from error
-        session = None if row.session_id is None else str(row.session_id)
         check(row.timestamp, row.input_length, row.output_length)
         keys = full_keys(row.hash_ids, row.input_length, self.block_tokens)
-        yield TraceRequest(row.timestamp / 1000, keys, row.input_length, row.output_length, session)
+        yield TraceRequest(row.timestamp / 1000, keys, row.input_length)
 
     def end(self) -> Iterable[TraceRequest]:
         """See `Reader`."""

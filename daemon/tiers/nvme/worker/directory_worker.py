@@ -25,7 +25,7 @@ from functools import partial
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.helper_processes.limits import ProcessLimits
-from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, StartMessage
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError
 from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.nvme.disk.directory import Home
 from tiercache.daemon.tiers.nvme.shelf.parts import OpenDirectory, SavedNames
@@ -117,7 +117,7 @@ class DirectoryWorker:
         self._supervisor = Supervisor(
             CHILD,
             f"worker process of nvme directory {plan.path}",
-            lambda: StartMessage(b"nvme"),
+            lambda: b"nvme",
             LIMITS,
             self._on_started,
             self._on_ended,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tiercache.daemon.helper_processes.limits import ProcessLimits
-from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem, StartMessage
+from tiercache.daemon.helper_processes.process import HelperProcess, ProcessError, ProcessProblem
 from tiercache.daemon.helper_processes.supervisor import Supervisor
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 
@@ -44,7 +44,7 @@ class StoreSupervisor:
     """
 
     def __init__(self, maker: str, url: str, address: str) -> None:
-        start = StartMessage(messages.encode(messages.Start(maker, url)))
+        start = messages.encode(messages.Start(maker, url))
         limits = ProcessLimits(
             FIRST_PAUSE_S,
             LONGEST_PAUSE_S,
