@@ -75,7 +75,7 @@ class NearTier(TierBelow):
 def above_the_store(one: HostRig) -> NearTier:
     """Gives a host such a tier."""
     near, below = NearTier(), one.below
-    below.local = near
+    below._local = near
     parts = one.cache.reads.growing, one.cache.writes
     below._promotion = Promotion(*parts, None, one.regions, [near, one.shared], lambda: None)
     return near
