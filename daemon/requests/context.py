@@ -31,6 +31,8 @@ MAX_WINDOW_BLOCKS = 32_768
 """Of all windows that one request needs: each of these blocks is pinned, and checked again whenever anything is
 dropped."""
 
+_NO_KEY = bytes(KEY_BYTES)
+"""What stands for the root in the rows of disks."""
 Method = Callable[[Session, Any], "m.Reply | Steps[m.Reply] | Steps[m.Reply | None] | None"]
 """Answers one kind of request, perhaps in slices; returns None if the answer goes to `RequestContext.answer` later."""
 
@@ -134,8 +136,10 @@ def check_windows(namespaces: Sequence[Namespace], keys: bytes) -> None:
 def check_run(parent: bytes, keys: bytes) -> None:
     """Refuse keys that are not a run of a chain to store."""
     check_keys(keys, m.MAX_RESERVE)
-    if len(parent) not in (0, KEY_BYTES):
-        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, or empty")
+    if any(keys[at : at + KEY_BYTES] == _NO_KEY for at in range(0, len(keys), KEY_BYTES)):
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, "one of the keys is zero: hashes are not")
+    if len(parent) not in (0, KEY_BYTES) or parent == _NO_KEY:
+        raise RequestRefused(ErrorCode.BAD_VALUE.value, f"parent is a key of {KEY_BYTES} bytes, not zero, or empty")
 
 
 def check_range(offset: int, length: int, end: int) -> None:

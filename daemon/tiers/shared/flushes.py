@@ -153,8 +153,9 @@ class SharedFlushes:
         self._save_again = False
         self._saved = False
         self._hangs = False
-        self._unsaved = 0
-        """Flushes up to this one are answered as not durable once they are in the file."""
+        self._unsaved = self._being_saved = 0
+        """Flushes up to this one are answered as not durable once they are in the file; up to which they are being
+        written there."""
         self.trouble = ""
         """Why what waits is not in the file: it is lost if the daemon ends now."""
         self._threads: Executor = _OwnThreads()
@@ -331,7 +332,7 @@ class SharedFlushes:
                 self._answer(self._unsaved, False)
             return
         names, loop = list(self._notes), asyncio.get_running_loop()
-        self._saved = bool(names)
+        self._saved, self._being_saved = bool(names), self._unsaved
         self._saving = loop.run_in_executor(self._threads, self._file.write, self._file.begin(), names)
         self._saving.add_done_callback(self._was_saved)
         loop.call_later(SAVED_S, self._is_late, self._saving)
@@ -350,11 +351,10 @@ class SharedFlushes:
         self._saving, self._hangs, self.trouble = None, False, ""
         if not saving.cancelled() and (error := saving.exception()) is not None:
             self._cannot_keep(error)
+        self._answer(self._being_saved, False)
         if self._save_again:
             self._save_again = False
             self._save()
-        else:
-            self._answer(self._unsaved, False)
 
     def close(self) -> None:
         """The daemon ends: keep what the store was not told."""

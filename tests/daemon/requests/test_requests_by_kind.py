@@ -70,6 +70,8 @@ def test_without_a_mapping_only_what_was_written_is_committed(run_dir: Path) -> 
 
 def test_what_cannot_be_read_or_written_is_refused(client: Client) -> None:
     number, keys = client.namespace(8192), new_chain(2)
+    assert client.refusal("reserve", number, b"", keys[:16] + bytes(16), 9) == "bad_value", "zeros stand for the root"
+    assert client.refusal("reserve", number, bytes(16), keys, 9) == "bad_value"
     lease, _, _, _ = client.reserve(number, keys)
     assert client.refusal("write", lease, 2, 0, payload=[b"x"]) == "unknown_lease"
     assert client.refusal("write", lease, 0, 8192, payload=[b"x"]) == "bad_value"

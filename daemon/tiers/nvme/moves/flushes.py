@@ -3,8 +3,8 @@
 Flushes are numbered. Of each namespace the number of its last flush is kept, and of each directory that was open in
 this life up to which number it has recorded them. A directory that opens, whichever it is and wherever, first drops
 each namespace that was flushed after that. So nothing comes back from a disk that was away, that failed before it
-recorded its last flushes, or in whose place another one was for a while; a flush of one block drops the whole namespace
-there.
+recorded its last flushes, or in whose place another one was for a while. Flushes of single blocks are told as they
+were, as long as they are few; then the whole namespace is dropped.
 
 The numbers end with the daemon. So a flush is durable only if all directories that are configured, or were open, have
 recorded it.
@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.catalog.changes import Done
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 FLUSH_S = 10.0
 """Time after which a flush that some disk has not recorded is answered as not durable."""
+MAX_KEYS = 256
+"""Flushes of single blocks that directories are told as they were. Older ones become flushes of their namespaces."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
 ANSWERED_AT_ONCE = 64
@@ -43,8 +46,9 @@ class FlushUnderWay:
         self.unconfirmed: Sequence[str] = ()
         self.lost = ""
         self.end_s = math.inf
+        self.is_durable = True
+        """False once it is known that it cannot be."""
         self._done: Callable[[int, bool], None] | None = done  # until it was called: it may refer to this flush
-        self._durable = True
 
     @property
     def settled(self) -> bool:
@@ -54,9 +58,9 @@ class FlushUnderWay:
     def noted(self, ok: bool) -> None:
         """One of the awaited answers has come."""
         self.waiting -= 1
-        self._durable = self._durable and ok
+        self.is_durable = self.is_durable and ok
         if self.waiting == 0:
-            self.answer(self._durable)
+            self.answer(self.is_durable)
 
     def answer(self, durable: bool) -> None:
         """Report the result, if that has not been done."""
@@ -68,11 +72,15 @@ class FlushUnderWay:
                 done(self.blocks, durable)
 
 
-class _Owed:
-    """What a directory that has opened has yet to be told. `names`: these namespaces; None: all, served or not."""
+_Part = tuple[Sequence[Namespace] | None, bytes]
+"""Which namespaces (None: all, served or not), and which key of theirs (empty: all)."""
 
-    def __init__(self, names: Sequence[Namespace] | None, flush: FlushUnderWay) -> None:
-        self.names = names
+
+class _Owed:
+    """What a directory that has opened has yet to be told. `told`: namespaces of the first part."""
+
+    def __init__(self, parts: Iterable[_Part], flush: FlushUnderWay) -> None:
+        self.parts = deque(parts)
         self.flush = flush
         self.told = 0
 
@@ -89,20 +97,20 @@ class _OpenDirectory:
         self._refused = 0  # the last change that could not be written at first: the catalog tries it again by itself
         self._presumed = math.inf  # the first flush of those written by such a trial, as it seems
 
-    def tell(self, shelf: Shelf, change: int, namespace: Namespace, key: bytes, number: int, of: FlushUnderWay) -> None:
-        """The next change, of the flush with that number."""
+    def tell(self, change: int, number: int, of: FlushUnderWay, call: Callable[[Done], object]) -> None:
+        """The next change, of the flush with that number: `call(done)` asks for it."""
         self._changes[change] = number, of
         of.unwritten += 1
         of.waiting += 1
         self._telling = change
-        of.blocks += shelf.flush(namespace, key, partial(self._noted, change, of))
+        call(partial(self._noted, change, of))
         self._telling = 0
 
     def _noted(self, change: int, of: FlushUnderWay, ok: bool) -> None:
         """The directory says whether a change is durable. If not, it retries that before any later one."""
         if not ok:
             self._refused = max(self._refused, change)
-        elif change == self._telling:  # it has nothing of that namespace, and says nothing of earlier changes
+        elif change == self._telling:  # it has nothing of the kind, and says nothing of earlier changes
             del self._changes[change]
             of.unwritten -= 1
         elif change in self._changes:
@@ -143,7 +151,8 @@ class Flushes:
         self._number = 0
         self._flushed: dict[Namespace, int] = {}  # the number of its last flush
         self._all_flushed = 0  # the number of the last flush of everything
-        self._untold = set[int]()  # numbers of flushes that open directories were not wholly told of
+        self._of_keys: deque[tuple[int, _Part]] = deque()  # flushes of single blocks, with their numbers
+        self._untold: dict[int, _Flush] = {}  # those that open directories were not wholly told of
         self._recorded: dict[bytes, int] = {}  # of directories that were open and are not: up to which number
         self._open: dict[Shelf, _OpenDirectory] = {}
         self._changes = count(1)
@@ -167,17 +176,26 @@ class Flushes:
         only, even if no others are known yet.
         """
         self._number += 1
-        self._untold.add(self._number)
         # A flush of all known namespaces includes those that only a closed directory knows.
         is_all = not named and len(namespaces) == len(self._every())
-        if is_all:
-            self._all_flushed = self._number
-            self._flushed.clear()
+        names = None if is_all else namespaces
+        if not key:
+            self._note(self._number, names)
         else:
-            self._flushed.update(dict.fromkeys(namespaces, self._number))
-        flush = _Flush(self, self._number, is_all, key, done, shelves, closed)
+            self._of_keys.append((self._number, (names, key)))
+            if len(self._of_keys) > MAX_KEYS:
+                number, (names, _) = self._of_keys.popleft()
+                self._note(number, names)
+        flush = self._untold[self._number] = _Flush(self, self._number, is_all, key, done, shelves, closed)
         flush.look_for_closed()
         return flush
+
+    def _note(self, number: int, names: Sequence[Namespace] | None) -> None:
+        """All of these were flushed then."""
+        if names is None:
+            self._all_flushed = max(self._all_flushed, number)
+        else:
+            self._flushed.update((one, max(number, self._flushed.get(one, 0))) for one in names)
 
     @property
     def has_former(self) -> bool:
@@ -187,8 +205,16 @@ class Flushes:
     def tell(self, shelf: Shelf, namespaces: Sequence[Namespace], key: bytes, number: int, of: FlushUnderWay) -> None:
         """Tell an open directory of a part of the flush with that number."""
         directory = self._open[shelf]
+
+        def flush(namespace: Namespace, done: Done) -> None:
+            of.blocks += shelf.flush(namespace, key, done)
+
         for namespace in namespaces:
-            directory.tell(shelf, next(self._changes), namespace, key, number, of)
+            directory.tell(next(self._changes), number, of, partial(flush, namespace))
+
+    def drop_unserved(self, shelf: Shelf, number: int, of: FlushUnderWay) -> None:
+        """Tell an open directory that the flush is also about namespaces that cannot be served."""
+        self._open[shelf].tell(next(self._changes), number, of, shelf.drop_unserved)
 
     def wait(self, path: Path, flush: FlushUnderWay) -> None:
         """It waits for an answer of the directory that opens there."""
@@ -197,7 +223,7 @@ class Flushes:
 
     def told(self, number: int, flush: FlushUnderWay) -> None:
         """Open directories were told of all of it: it is answered in `FLUSH_S` at the latest."""
-        self._untold.discard(number)
+        del self._untold[number]
         flush.end_s = self._clock_s() + FLUSH_S
         self._under_way[flush] = None
 
@@ -212,14 +238,17 @@ class Flushes:
     def opened(self, path: Path, shelf: Shelf) -> None:
         """A directory has opened: it is told of earlier flushes in slices. Only then are its rows loaded."""
         recorded = self._recorded.pop(shelf.directory.superblock.directory_id, 0)
-        names = [namespace for namespace, number in self._flushed.items() if number > recorded]
-        waiting = self._waiting.pop(path, {})
+        waiting, parts = self._waiting.pop(path, {}), list[_Part]()
+        if self._all_flushed > recorded:
+            parts = [(None, b"")]
+        else:
+            parts = [([one for one, number in self._flushed.items() if number > recorded], b"")]
+            parts += [part for number, part in self._of_keys if number > recorded]
 
         def done(_: int, durable: bool) -> None:
             self._answers.extend((flush, durable) for flush in waiting)
 
-        owed = _Owed(None if self._all_flushed > recorded else names, FlushUnderWay(done))
-        self._open[shelf] = _OpenDirectory(recorded, owed)
+        self._open[shelf] = _OpenDirectory(recorded, _Owed(parts, FlushUnderWay(done)))
         self._tell_owed(shelf)
 
     def _tell_owed(self, shelf: Shelf) -> bool:
@@ -228,23 +257,31 @@ class Flushes:
         owed = directory.owed
         if owed is None or shelf.catalog.full:  # what is told now would wait for the disk in memory
             return False
-        every = self._every() if owed.names is None else owed.names
-        part = every[owed.told : owed.told + TOLD_AT_ONCE]
-        self.tell(shelf, part, b"", directory.recorded + 1, owed.flush)
-        owed.told += len(part)
-        if owed.told < len(every):
+        left, number = TOLD_AT_ONCE, directory.recorded + 1
+        while owed.parts and left > 0:
+            names, key = owed.parts[0]
+            every = self._every() if names is None else names
+            part = every[owed.told : owed.told + left]
+            self.tell(shelf, part, key, number, owed.flush)
+            owed.told += len(part)
+            left -= max(1, len(part))
+            if owed.told >= len(every):
+                owed.parts.popleft()
+                owed.told = 0
+                if names is None:
+                    self.drop_unserved(shelf, number, owed.flush)
+        if owed.parts:
             return True
-        if owed.names is None:
-            owed.flush.waiting += 1
-            shelf.drop_unserved(owed.flush.noted)
         directory.owed = None
         owed.flush.noted(True)
         shelf.start_loading()
         return False
 
     def gone(self, shelf: Shelf) -> None:
-        """A directory is no longer open."""
+        """A directory is no longer open: it has not confirmed all flushes, nor will another in its place in time."""
         last = min([self._number, *(number - 1 for number in self._untold)])
+        for flush in (*self._under_way, *self._untold.values()):
+            flush.is_durable = False
         self._recorded[shelf.directory.superblock.directory_id] = self._open.pop(shelf).close(last)
 
     # --- in slices ---------------------------------------------------------------------------------
@@ -259,12 +296,11 @@ class Flushes:
         for _ in range(min(ANSWERED_AT_ONCE, len(self._answers))):
             flush, durable = self._answers.popleft()
             flush.noted(durable)
-        more = bool(self._answers)
         for shelf, directory in self._open.items():
             if not shelf.catalog.error:
                 directory.works_again()
-            more = self._tell_owed(shelf) or more  # a directory whose catalog is full is told more at a later tick
-        return more
+        # A directory whose catalog is full is told more at a later tick.
+        return any(self._tell_owed(shelf) for shelf in self._open) or bool(self._answers)
 
     def close(self) -> None:
         """Before the directories are closed: tell them the rest, for a second or two."""
@@ -298,7 +334,7 @@ class _Flush(FlushUnderWay):
 
     def look_for_closed(self) -> None:
         """Directories that are not open now drop it as they open: wait for those that will at once."""
-        self._durable = self._durable and not self._flushes.has_former
+        self.is_durable = self.is_durable and not self._flushes.has_former
         now = self._closed()
         self._known_closed.intersection_update(path for path, _ in now)
         for path, lasting in now:
@@ -306,7 +342,7 @@ class _Flush(FlushUnderWay):
                 continue
             self._known_closed.add(path)
             if lasting:
-                self._durable = False
+                self.is_durable = False
             else:
                 self._flushes.wait(path, self)
 
@@ -321,8 +357,7 @@ class _Flush(FlushUnderWay):
         self._flushes.told(self._number, self)
         done, self._done = self._done, None  # if this raises, the flush is over at its deadline
         for shelf in self._shelves if self._is_all else ():
-            self.waiting += 1
-            shelf.drop_unserved(self.noted)
+            self._flushes.drop_unserved(shelf, self._number, self)
         self._done = done
         self.noted(True)
 

@@ -88,7 +88,7 @@ class Shelf:
         self._hints = space.policies.hints
         self.turnover = space.policies.turnover
         self._events: Events | None = None
-        self._unrecorded: deque[tuple[Namespace, int, RowFields]] = deque()  # rows that could not be inserted: retried
+        self._unrecorded: dict[int, tuple[Namespace, RowFields]] = {}  # by slot: rows that could not be inserted
         self._checksum = array("Q")
         self._stored = array("I")
         self._codec = array("B")
@@ -266,7 +266,9 @@ class Shelf:
     def _insert_rows(self, namespace: Namespace, slots: list[int], rows: list[RowFields]) -> None:
         def inserted(ok: bool) -> None:
             if not ok:
-                self._unrecorded.extend((namespace, slot, row) for slot, row in zip(slots, rows, strict=True))
+                refused = zip(slots, rows, strict=True)
+                here = ((slot, row) for slot, row in refused if self._is_in(slot, namespace, row[0]))
+                self._unrecorded.update((slot, (namespace, row)) for slot, row in here)
 
         self.catalog.insert([place_of_slot(slot) for slot in slots], rows, inserted)
 
@@ -341,6 +343,8 @@ class Shelf:
         self.registry.drop_unserved(done)
 
     def _slot_left(self, slot: int) -> None:
+        if self._unrecorded:
+            self._unrecorded.pop(slot, None)  # else it would take the place of the row of the slot's next block
         self.slots.leave(slot)
 
     # --- what was put off ------------------------------------------------------------------------
@@ -378,10 +382,13 @@ class Shelf:
         if self.catalog.error:
             return
         for _ in range(min(len(self._unrecorded), ROWS_AT_ONCE)):
-            namespace, slot, row = self._unrecorded.popleft()
-            stored = self.find(namespace, row[0])
-            if stored is not None and stored.slot == slot:  # else it has gone meanwhile
+            slot, (namespace, row) = self._unrecorded.popitem()
+            if self._is_in(slot, namespace, row[0]):  # else it was dropped meanwhile
                 self._insert_rows(namespace, [slot], [row])
+
+    def _is_in(self, slot: int, namespace: Namespace, key: bytes) -> bool:
+        stored = self.find(namespace, key)
+        return stored is not None and stored.slot == slot
 
     # --- what is not well ------------------------------------------------------------------------
 

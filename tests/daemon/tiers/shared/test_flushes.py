@@ -223,18 +223,23 @@ async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_pat
 
 @played
 async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_path: Path) -> None:
-    loop, threads, busy = asyncio.get_running_loop(), ThreadPoolExecutor(1), threading.Event()
-    state = tmp_path / "state"
+    """What is in the file then is answered, however many flushes follow."""
+    loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    busy, state, answers = [threading.Event(), threading.Event()], tmp_path / "state", list[bool]()
     its = SharedFlushes(access_to(state))
     its._threads = threads
-    for name in (b"one", b"two"):
-        loop.run_in_executor(threads, busy.wait, 60)
-        its.begin([name], lambda durable: None)
-        its._save()
-    busy.set()
+    for name, one in zip((b"one", b"two"), busy, strict=True):
+        loop.run_in_executor(threads, one.wait, 60)
+        its._time_is_up(its.begin([name], answers.append))
+    busy[0].set()
+    while not answers:
+        await asyncio.sleep(0.001)
+    assert answers == [False], "the second is not in the file yet"
+    busy[1].set()
     while its._saving is not None:
         await asyncio.sleep(0.001)
     assert state.read_text().split() == [b"one".hex(), b"two".hex()]
+    assert answers == [False] * 2
 
 
 class Flusher:

@@ -39,7 +39,9 @@ class Shelf:
 
     def drop_unserved(self, done: Callable[[bool], None]) -> None:
         self.drops += 1
-        done(True)
+        self.asked.append(done)
+        if not self.hangs:
+            done(True)
 
 
 class Disks:
@@ -88,7 +90,7 @@ def whole(*names: str) -> list[tuple[str, bytes]]:
     return [(name, b"") for name in names]
 
 
-def test_a_directory_that_is_back_drops_the_namespaces_that_were_flushed_while_it_was_away() -> None:
+def test_a_directory_that_is_back_drops_what_was_flushed_while_it_was_away() -> None:
     disks = Disks("n", "m", "before", "never")
     one = disks.open(A, "1")
     disks.flush(["before"], b"k")
@@ -99,9 +101,21 @@ def test_a_directory_that_is_back_drops_the_namespaces_that_were_flushed_while_i
     disks.flush(["n"])
     assert disks.answers == [True, False, False], "the first may come back after a restart"
     disks.gone(other)
-    assert disks.open(A, "1").flushed == whole("m", "n")
+    assert disks.open(A, "1").flushed == [*whole("n"), ("m", b"k")]
     disks.flush(["n"])
     assert disks.answers[-1] is False, "the second is away now"
+
+
+def test_very_many_flushes_of_blocks_become_flushes_of_their_namespaces_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a tenant that flushes again and again while a disk is away would flush the others' blocks there."""
+    monkeypatch.setattr(nvme_flushes, "MAX_KEYS", 1)
+    disks = Disks("n", "m", "others")
+    disks.closed = [(A, True)]
+    for name, key in (("n", b"1"), ("n", b"2"), ("m", b"3"), ("m", b"4")):
+        disks.flush([name], key)
+    assert disks.open(A, "1").flushed == [*whole("n", "m"), ("m", b"4")]
 
 
 @pytest.mark.parametrize("is_all", [False, True])
@@ -114,7 +128,7 @@ def test_a_disk_that_was_never_seen_drops_all_that_was_flushed_in_this_life(is_a
     disks.gone(stranger)
     disks.open(B, "stranger")
     one = disks.open(A, "from an earlier life")
-    assert one.flushed == whole(*(disks.every if is_all else ["n", "m"]))
+    assert one.flushed == (whole(*disks.every) if is_all else [*whole("m"), ("n", b"k")])
     assert (one.drops, one.loads) == (int(is_all), 1)
 
 
@@ -136,7 +150,7 @@ def test_flushes_that_wait_for_a_directory_to_open_are_answered_in_slices(monkey
     disks = Disks("n")
     disks.closed = [(A, False)]
     for _ in range(5):
-        disks.flush(["n"], b"k")
+        disks.flush(["n"])
     assert disks.answers == []
     assert disks.open(A, "1").flushed == whole("n"), "once for all of them"
     told = [0]
@@ -190,7 +204,7 @@ def test_a_flush_takes_memory_until_each_open_disk_has_written_it_or_is_gone() -
     assert flush.settled
     other.asked[0](True)  # too late
     assert flush.settled
-    assert disks.open(B, "2").flushed == whole("n", "m")
+    assert disks.open(B, "2").flushed == [("n", b"k"), ("m", b"k")]
 
 
 def test_what_a_disk_could_not_write_at_first_is_written_once_it_works_again() -> None:
@@ -207,7 +221,7 @@ def test_what_a_disk_could_not_write_at_first_is_written_once_it_works_again() -
     assert flush.settled
     disks.gone(one)
     one = disks.open(A, "1")
-    assert one.flushed == whole("n"), "it has not said so"
+    assert one.flushed == [("n", b"k")], "it has not said so"
     disks.gone(one)
     assert disks.open(A, "1").flushed == []
 
@@ -234,7 +248,30 @@ def test_a_disk_that_goes_between_two_parts_of_a_flush_drops_all_of_it_when_it_i
     assert disks.answers == [], "not before the last part"
     flush.end()
     assert (disks.answers, flush.unconfirmed) == ([False], ("nvme",))
-    assert disks.open(A, "1").flushed == whole("n", "m")
+    assert disks.open(A, "1").flushed == [("n", b"k"), ("m", b"k")]
+
+
+def test_a_flush_is_not_durable_where_another_disk_takes_the_place_of_one_that_was_told() -> None:
+    """The new one has not recorded it when the last of the others has."""
+    disks = Disks("n")
+    slow, one = disks.open(A, "slow"), disks.open(B, "1")
+    slow.hangs = True
+    disks.flush(["n"])
+    disks.gone(one)
+    disks.open(B, "2").hangs = True
+    slow.asked[0](True)
+    assert disks.answers == [False]
+
+
+def test_what_is_dropped_unserved_is_written_too_before_a_flush_takes_no_memory() -> None:
+    disks = Disks("n")
+    one = disks.open(A, "1")
+    one.hangs = True
+    flush = disks.flush(["n"], named=False)
+    one.asked[0](True)
+    assert (disks.answers, flush.settled) == ([], False)
+    one.asked[1](True)
+    assert (disks.answers, flush.settled) == ([True], True)
 
 
 def test_a_directory_that_was_open_between_two_parts_is_told_again() -> None:
