@@ -96,6 +96,7 @@ class _OpenDirectory:
         self._telling = 0
         self._refused = 0  # the last change that could not be written at first: the catalog tries it again by itself
         self._presumed = math.inf  # the first flush of those written by such a trial, as it seems
+        self._failed = math.inf  # the first flush that it could not be told of
 
     def tell(self, change: int, number: int, of: FlushUnderWay, call: Callable[[Done], object]) -> None:
         """The next change, of the flush with that number: `call(done)` asks for it."""
@@ -103,8 +104,15 @@ class _OpenDirectory:
         of.unwritten += 1
         of.waiting += 1
         self._telling = change
-        call(partial(self._noted, change, of))
-        self._telling = 0
+        try:
+            call(partial(self._noted, change, of))
+        except BaseException:  # a bug of ours, which is the answer: it takes no memory, and is told again
+            self._changes.pop(change, None)
+            of.unwritten -= 1
+            self._failed = min(self._failed, number)
+            raise
+        finally:
+            self._telling = 0
 
     def _noted(self, change: int, of: FlushUnderWay, ok: bool) -> None:
         """The directory says whether a change is durable. If not, it retries that before any later one."""
@@ -135,7 +143,7 @@ class _OpenDirectory:
 
     def close(self, last: int) -> int:
         """It is open no more. It was told of all flushes up to the `last`; returns up to which it has recorded them."""
-        unsure = int(min(last + 1, self._presumed, self._written(next(reversed(self._changes), 0))))
+        unsure = int(min(last + 1, self._failed, self._presumed, self._written(next(reversed(self._changes), 0))))
         if self.owed is None:
             return unsure - 1
         self.owed.flush.answer(durable=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import compress
