@@ -8,6 +8,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -225,21 +226,6 @@ def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
         gate.set()
 
 
-def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Do `work` in a thread; returns the thread, and a list for what the work returned or raised."""
-    results: list[Any] = []
-
-    def perform() -> None:
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            results.append(error)
-
-    thread = threading.Thread(target=perform)
-    thread.start()
-    return thread, results
-
-
 @pytest.mark.parametrize("in_background", [False, True])
 def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
     open_connector: Open, monkeypatch: pytest.MonkeyPatch, in_background: bool
@@ -252,23 +238,22 @@ def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
     def sessions() -> int:
         return sum(one["name"] == "lingers" for one in watcher.client.stats()["sessions"])
 
-    with held_copies(monkeypatch) as (begun, gate):
+    with held_copies(monkeypatch) as (begun, gate), ThreadPoolExecutor() as threads:
         if in_background:
-            transfer = connector.store_async(chain, range(8))
-            thread, results = run(lambda: transfer.result(WAIT_S))
+            storing = threads.submit(connector.store_async(chain, range(8)).result, WAIT_S)
         else:
-            thread, results = run(lambda: connector.store(chain, range(8)))
+            storing = threads.submit(connector.store, chain, range(8))
         assert begun.wait(WAIT_S)
-        closing, _ = run(connector.close)
+        closing = threads.submit(connector.close)
         if not in_background:  # what a queue has begun may end
             wait_until(lambda: not connector.available)
             assert connector.store(chain, range(8)) == (0, 0, 8, False), "a closed connector begins nothing"
-            closing.join(WAIT_S)
+            closing.result(WAIT_S)
             assert (leases(watcher)["write"], sessions()) == (1, 1)
         gate.set()
-        for one in (closing, thread):
-            one.join(WAIT_S)
+        closing.result(WAIT_S)
+        stored = storing.result(WAIT_S)
     wait_until(lambda: sessions() == 0)
     assert leases(watcher) == {"write": 0, "quarantined": 0}
-    assert sum(results[0][:3]) == 8
-    assert watcher.match(chain).blocks == results[0].stored
+    assert sum(stored[:3]) == 8
+    assert watcher.match(chain).blocks == stored.stored

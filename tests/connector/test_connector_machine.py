@@ -7,7 +7,8 @@ happen between two requests or in the middle of a copy: flushes, a lost session,
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from memory_daemon import (
 
 import tiercache
 from tiercache.connector import loads, stores
+from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.copies.pool import CopyLost, Limit
 from tiercache.protocol import messages as m
 
@@ -44,7 +46,7 @@ engines = st.integers(0, 1)
 chains = st.integers(0, len(CHAINS) - 1)
 blocks = st.integers(0, BLOCKS - 1)
 events = st.sampled_from(
-    ["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "void", "cancel", "cancel", "expire", "lost"]
+    ["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "void", "disprove", "cancel", "cancel", "expire", "lost"]
 )
 """What happens in the middle of a copy."""
 
@@ -82,6 +84,15 @@ class Engine:
         assert mover is not None
         self.copier = mover.copier = WatchedCopier(mover.copier, self.client)
         self.known = self.pool()
+
+    def cancelled(self, jobs: JobQueue, begin: Callable[[], Transfer[Any]]) -> Any:
+        """The result of a transfer that is cancelled before its turn has come."""
+        gate = threading.Event()
+        jobs.begin_with(lambda: gate.wait(60))
+        transfer = begin()
+        transfer.cancel()
+        gate.set()
+        return transfer.result()
 
     def pool(self) -> np.ndarray[Any, Any]:
         return np.concatenate(self.layers, axis=1)
@@ -148,6 +159,17 @@ class ConnectorMachine(RuleBasedStateMachine):
                 assert result.stored == len(set(self.daemon.visible) - before)
                 assert not result.parent_missing
                 assert result.dropped == 0 or not self.daemon.free
+
+    @rule(engine=engines, chain=chains)
+    def cancel_in_the_queue(self, engine: int, chain: int) -> None:
+        """Nothing is copied then, and each lease ends at once."""
+        its, keys = self.engines[engine].connector, CHAINS[chain]
+        stored = self.engines[engine].cancelled(its._stores, lambda: its.store_async(keys, range(BLOCKS)))
+        assert stored == (0, 0, BLOCKS, False)
+        before = {*self.daemon.reads}
+        match = its.match(keys)
+        assert self.engines[engine].cancelled(its._loads, lambda: its.load_async(match, range(match.blocks))) == 0
+        assert {*self.daemon.reads} <= before
 
     @rule(engine=engines, chain=chains, first=blocks)
     def store_without_parent(self, engine: int, chain: int, first: int) -> None:
@@ -328,11 +350,14 @@ class ConnectorMachine(RuleBasedStateMachine):
                 its.client.lose_session()
             elif event == "restart":
                 self.restart()
-            elif event == "void" and source:
-                limit.annul()
+            elif event in ("void", "disprove") and source:
+                if event == "void":
+                    limit.annul()
+                else:
+                    limit.proof = lambda: False
                 self.daemon.voided |= {*self.daemon.copying}
                 its.write(source, [bytes([DIRT]) * BLOCK_BYTES] * len(source))  # the engine reuses them
-            elif event in ("void", "cancel"):
+            elif event in ("void", "disprove", "cancel"):
                 limit.stop()
             elif event == "expire":
                 self.silence()
@@ -377,3 +402,22 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 TestConnector = in_first_ring(ConnectorMachine, examples=250, steps=40)
 TestConnectorForLong = in_stress(ConnectorMachine)
+
+
+def test_a_ticket_of_a_former_life_of_the_daemon_is_a_miss() -> None:
+    """Although a lease of the new life has the same number."""
+    its, key = Engine(MemoryDaemon(lambda: 0.0, 8), lambda: 0.0, mapped=True), _A[: m.KEY_BYTES]
+
+    def match() -> tiercache.Match:
+        its.write([0], [content(1, key)])
+        assert its.connector.store(key, [0]).stored == 1
+        return its.connector.match(key)
+
+    former = match()
+    ticket = former.ticket()
+    assert its.connector.adopt(ticket).blocks == 1
+    its.client.lose_session()
+    its.client.recover(MemoryDaemon(lambda: 0.0, 8, generation=2))
+    present = match()
+    assert present.blocks == 1
+    assert its.connector.adopt(ticket).blocks == 0
