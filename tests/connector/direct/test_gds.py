@@ -140,12 +140,6 @@ def test_a_place_that_is_not_as_promised_is_not_written_to(disk: Disk, changes: 
     assert disk.calls == []
 
 
-def test_the_block_behind_the_good_ones_is_named_bad(disk: Disk) -> None:
-    extents = [disk.extent(0), disk.extent(1), disk.extent(2, checksum=5), disk.extent(3)]
-    assert disk.load(extents, [0, 1, 2, 3]) == DirectResult(2, True)
-    assert disk.loader.counters["direct_bad_blocks"] == 1
-
-
 def test_a_file_that_is_gone_or_short_is_a_failure_and_is_not_made(disk: Disk) -> None:
     assert disk.load([disk.extent(0, segment=7)], [0]) == DirectResult(0)
     assert disk.load([disk.extent(0, offset=BLOCKS * BLOCK)], [0]) == DirectResult(0)
