@@ -15,8 +15,9 @@ pytest.importorskip("zmq")
 pytest.importorskip("xxhash")
 
 import torch
+from block_copy_cases import GUARD
 from connector_cases import ARENA, REGION, Client, check_store_and_load, keys
-from copier_cases import GUARD, POOLS, WAIT_S
+from copier_cases import POOLS, WAIT_S
 from waiting import wait_until
 
 import tiercache

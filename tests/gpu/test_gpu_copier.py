@@ -14,7 +14,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
-from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, layers_of, segments_of
+from block_copy_cases import GUARD, PoolCase
+from copier_cases import POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, segments_of
 
 from tiercache.copies.copy_plan import Method
 from tiercache.copies.cuda import CudaCopier
@@ -53,8 +54,7 @@ def test_the_transfer_layer_copies_in_steps(device: str, arenas: list[Arena]) ->
 
 @pytest.mark.parametrize("pool", ["block-first, 64 KiB", "layer-first, 4 KiB pieces"])
 def test_memory_that_is_not_registered_works_too(pool: str, device: str) -> None:
-    shape, count, axis = POOLS[pool]
-    layers = layers_of(shape, count, device)
+    layers, axis = POOLS[pool].make(device), POOLS[pool].block_axis
     segments = segments_of(layers, axis)
     block_bytes = sum(length for _, _, length in segments)
     arena = Arena(3, block_bytes, registered=False)
@@ -69,7 +69,7 @@ def test_memory_that_is_not_registered_works_too(pool: str, device: str) -> None
 @pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED, Method.ZERO_COPY])
 def test_a_store_waits_for_the_kernels_before_it(method: Method, device: str, arenas: list[Arena]) -> None:
     """Compute that is still running writes the blocks; the store must carry its result."""
-    layers = layers_of((16, 1 << 15), 1, device)
+    layers = PoolCase("16 blocks", (16, 1 << 15)).make(device)
     segments = segments_of(layers, 0)
     arena = Arena(16, segments[0][2])
     arenas.append(arena)
@@ -90,7 +90,7 @@ def test_a_store_waits_for_the_kernels_before_it(method: Method, device: str, ar
 def test_a_copy_that_the_driver_refuses_fails_without_harm(device: str, arenas: list[Arena]) -> None:
     """A range that leaves its device allocation: an error in words, and the next copy works."""
     torch.cuda.empty_cache()  # so that the pool is an allocation of its own
-    layers = layers_of((2, 8 << 20), 1, device)
+    layers = PoolCase("2 blocks", (2, 8 << 20)).make(device)
     base, stride, length = segments_of(layers, 0)[0]
     arena = Arena(1, length + (8 << 20), chunk_bytes=64 << 20)
     arenas.append(arena)
