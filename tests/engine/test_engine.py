@@ -87,14 +87,6 @@ def test_loose_reuse_takes_generated_blocks_too() -> None:
     assert second.tokens == continuation(follow_up, 3)
 
 
-def test_tenants_with_other_salts_find_nothing() -> None:
-    cache = MemoryCache()
-    for salt in ("one", "two"):
-        with plain_engine(cache.connect, salt=salt) as engine:
-            assert engine.generate([plain_prompt(9)], greedy(1))[0].external_hit_tokens == 0
-    assert len(cache.blocks) == 8
-
-
 def test_the_model_is_announced_by_the_name_and_the_path_of_its_folder() -> None:
     cache = MemoryCache()
     with plain_engine(cache.connect, windows=(0, 4), pool_blocks=36) as engine:
