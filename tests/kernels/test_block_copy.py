@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-
 from tiercache.kernels import block_copy  # noqa: E402
 
 pytestmark = pytest.mark.kernels
