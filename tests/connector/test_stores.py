@@ -23,7 +23,7 @@ BLOCKS = 12
 SPEC = tiercache.NamespaceSpec(engine="t/1", layout="x", dtype="uint8", block_size=4, block_bytes=BLOCK)
 KEYS = tiercache.KeyChain(tiercache.root_key("stores"), 4, range(4 * BLOCKS)).packed()
 _encode = msgspec.msgpack.Encoder().encode
-H, P, F, N = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
+H, F, N = BlockState.HAVE, BlockState.FRAME, BlockState.NONE
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from tiercache.protocol.messages import Extent
 
 BLOCK = 8192
 BLOCKS = 32
-FAKES = Path(__file__).parent / "fakes"
 
 
 class Disk:
