@@ -60,12 +60,12 @@ def segments_of(layers: list[torch.Tensor], block_axis: int) -> Sequence[Segment
     return pool.segments
 
 
-def check_out_and_back(pool: str, method: Method | None, device: str) -> Arena:
+def check_out_and_back(pool: str, method: Method | None, device: str, *, registered: bool = True) -> Arena:
     """Blocks go to shuffled frames and come back into other blocks; nothing else changes."""
     layers, axis = POOLS[pool].make(device), POOLS[pool].block_axis
     segments = segments_of(layers, axis)
     block_bytes = sum(length for _, _, length in segments)
-    arena = Arena(40, block_bytes, chunk_bytes=64 << 10)
+    arena = Arena(40, block_bytes, chunk_bytes=64 << 10, registered=registered)
     copier = CudaCopier(
         device, segments, 24, method=method, staging_bytes=5 * block_bytes, memory=arena.memory, owner=layers
     )

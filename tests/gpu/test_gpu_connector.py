@@ -26,7 +26,8 @@ from tiercache.copies.host_memory import process_memory
 
 pytestmark = pytest.mark.gpu
 
-FORMS = ["block-first, 64 KiB", "layer-first, 4 KiB pieces"]
+FORMS = ["block-first, 64 KiB", "layer-first, 4 KiB pieces", "block-first, 1 KiB"]
+"""Copied directly, by way of staging memory, and by kernels over the bus."""
 ALL = list(range(24))
 
 
