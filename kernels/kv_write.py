@@ -3,7 +3,7 @@
 In a raw pool, or the raw tails of a quantised one, tokens are copied to their slots (`write_tokens`). A
 quantised pool takes whole blocks (`write_blocks`): one program holds all tokens of a block and one head in registers,
 new tokens from the batch and older ones from the tail, and writes their bytes as `kv_formats` describes them,
-bit for bit. The twins are `write_tokens_reference` and `BlockFormat.encode`.
+bit for bit. The twin of these is `BlockFormat.encode`; what is only copied needs none.
 """
 
 # What Triton compiles has no types of Python's.
@@ -285,13 +285,3 @@ def write_blocks(
 def _check(key: torch.Tensor, value: torch.Tensor) -> None:
     if key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError("key and value must be dense in their last axis")
-
-
-def write_tokens_reference(
-    pool: torch.Tensor, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    """The twin of `write_tokens` in plain torch."""
-    kept = slots >= 0
-    block, slot = slots[kept].long() // pool.shape[3], slots[kept].long() % pool.shape[3]
-    pool[:, layer, 0][block, slot] = key.transpose(0, 1)[kept].to(pool.dtype)
-    pool[:, layer, 1][block, slot] = value.transpose(0, 1)[kept].to(pool.dtype)

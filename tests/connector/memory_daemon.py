@@ -11,6 +11,7 @@ and each frame has one owner.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,13 +30,11 @@ from tiercache.protocol.namespaces import NamespaceSpec
 
 BLOCK_BYTES = 64
 GARBAGE = 0xEE
-Named = tuple[int, bytes]
-"""A block: its namespace and its key."""
 
 
-def content(namespace: int, key: bytes) -> bytes:
+def content(key: bytes) -> bytes:
     """The right bytes of a block."""
-    return hashlib.blake2b(key + bytes([namespace]), digest_size=BLOCK_BYTES).digest()
+    return hashlib.blake2b(key, digest_size=BLOCK_BYTES).digest()
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -53,17 +52,13 @@ class Trouble(Enum):
 
 @dataclass
 class Read:
-    """A read lease: of each namespace the frames of its blocks; `good` until one of them is dropped."""
+    """A read lease: the frames of its blocks; `good` until one of them is dropped."""
 
-    blocks: dict[int, list[Named]]
-    frames: dict[int, list[int]]
+    frames: list[int]
     holders: list[MemorySession]
     ends_s: float
+    resolvable: int
     good: bool = True
-    resolvable: int = 0
-
-    def all_frames(self) -> list[int]:
-        return [frame for frames in self.frames.values() for frame in frames]
 
 
 @dataclass
@@ -81,13 +76,13 @@ class Write:
     """A write lease and its blocks, by index."""
 
     session: MemorySession
-    blocks: list[Named]
+    blocks: list[bytes]
     frames: list[int]
     ends_s: float
 
 
 class MemoryDaemon:
-    """One life of a daemon with so many frames.
+    """One life of a daemon with so many frames, and one namespace.
 
     Attributes:
         visible: frame and parent of each block that a match finds.
@@ -102,9 +97,8 @@ class MemoryDaemon:
     def __init__(self, clock_s: Callable[[], float], frames: int, generation: int = 1) -> None:
         self.generation = generation
         self.memory = np.full((frames, BLOCK_BYTES), GARBAGE, np.uint8)
-        self.namespaces: dict[str, int] = {}
-        self.visible: dict[Named, tuple[int, bytes]] = {}
-        self.pending: dict[Named, Pending] = {}
+        self.visible: dict[bytes, tuple[int, bytes]] = {}
+        self.pending: dict[bytes, Pending] = {}
         self.reads: dict[int, Read] = {}
         self.writes: dict[int, Write] = {}
         self.quarantine: dict[int, dict[int, int]] = {}
@@ -114,7 +108,6 @@ class MemoryDaemon:
         self.late = False
         self.most = frames
         self.slow = 0
-        self.requests: list[m.AnyRequest] = []
         self.problems: list[str] = []
         self.voided: set[int] = set()
         self.ended: set[tuple[MemorySession, int]] = set()
@@ -131,25 +124,24 @@ class MemoryDaemon:
         for lease in [lease for lease, held in self.writes.items() if held.ends_s <= self._clock_s()]:
             self._end_write(lease, finished=False)
 
-    def flush(self, named: Named) -> None:
+    def flush(self, key: bytes) -> None:
         """Drop a block and all that follow it; leases over them are bad, and their frames have new owners at once."""
-        if named in self.visible:
-            frame, _ = self.visible.pop(named)
+        if key in self.visible:
+            frame, _ = self.visible.pop(key)
             for lease in self.reads.values():
-                lease.good &= frame not in lease.all_frames()
+                lease.good &= frame not in lease.frames
             self._set_free(frame)
-        for other in [other for other, (_, parent) in self.visible.items() if (other[0], parent) == named]:
+        for other in [other for other, (_, parent) in self.visible.items() if parent == key]:
             self.flush(other)
-        self._drop_held_below(named)
+        self._drop_held_below(key)
 
     def evict(self) -> None:
         """Drop one block that nothing holds and none follows."""
-        held = {frame for lease in self.reads.values() for frame in lease.all_frames()}
-        parents = {(name, parent) for (name, _), (_, parent) in self.visible.items()}
-        parents |= {(name, entry.parent) for (name, _), entry in self.pending.items()}
-        for named, (frame, _) in self.visible.items():
-            if frame not in held and named not in parents:
-                self.flush(named)
+        held = {frame for lease in self.reads.values() for frame in lease.frames}
+        parents = {parent for _, parent in self.visible.values()} | {entry.parent for entry in self.pending.values()}
+        for key, (frame, _) in self.visible.items():
+            if frame not in held and key not in parents:
+                self.flush(key)
                 return
 
     def end_session(self, session: MemorySession) -> None:
@@ -177,11 +169,11 @@ class MemoryDaemon:
         owners = [*self.free, *(frame for frame, _ in self.visible.values()), *self.quarantined()]
         owners += [entry.frame for entry in self.pending.values()]
         assert sorted(owners) == list(range(len(self.memory)))
-        for (namespace, key), (frame, parent) in self.visible.items():
-            assert self.memory[frame].tobytes() == content(namespace, key)
-            assert not parent or (namespace, parent) in self.visible
-        for named, entry in self.pending.items():
-            assert entry.complete or named in self.writes[entry.lease].blocks
+        for key, (frame, parent) in self.visible.items():
+            assert self.memory[frame].tobytes() == content(key)
+            assert not parent or parent in self.visible
+        for key, entry in self.pending.items():
+            assert entry.complete or key in self.writes[entry.lease].blocks
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -189,27 +181,24 @@ class MemoryDaemon:
         self, session: MemorySession, request: m.AnyRequest, payload: Any = None
     ) -> tuple[m.Reply, bytes | None]:
         """The reply, and its payload."""
-        self.requests.append(request)
         self.expire()
         ids = (request.request_id, self.generation)
+        over = m.Error(*ids, m.ErrorCode.UNKNOWN_LEASE.value, "it is over")
         match request:
-            case m.RegisterNamespace(spec=spec):
-                number = self.namespaces.setdefault(spec.fingerprint(), len(self.namespaces) + 1)
-                return m.Namespace(*ids, number, BLOCK_BYTES), None
+            case m.RegisterNamespace():
+                return m.Namespace(*ids, 1, BLOCK_BYTES), None
             case m.Match():
                 return self._match(session, request), None
-            case m.Resolve(lease=lease, namespace=namespace, first=first, count=count):
-                if lease not in self.reads:
-                    return m.Error(*ids, m.ErrorCode.UNKNOWN_LEASE.value, "it is over"), None
+            case m.Resolve(lease=lease) | m.Hold(lease=lease) | m.Read(lease=lease) if lease not in self.reads:
+                return over, None
+            case m.Resolve(lease=lease, first=first, count=count):
                 read = self.reads[lease]
-                there = read.frames[namespace][: read.resolvable]
-                read.resolvable += self.slow or len(read.frames[namespace])
+                there = read.frames[: read.resolvable]
+                read.resolvable += self.slow or len(read.frames)
                 frames = there[first : first + count]
-                more = not frames and first < len(read.frames[namespace])
+                more = not frames and first < len(read.frames)
                 return m.Frames(*ids, first, self._packed(frames), more=more), None
             case m.Hold(lease=lease):
-                if lease not in self.reads:
-                    return m.Error(*ids, m.ErrorCode.UNKNOWN_LEASE.value, "it is over"), None
                 self.reads[lease].holders.append(session)
                 self.ended.discard((session, lease))
                 return m.Done(*ids), None
@@ -219,7 +208,7 @@ class MemoryDaemon:
                 good = held is not None and session in held.holders and held.good
                 if held is not None:
                     self._let_go(lease, held, session)
-                    copied = {*self.copying} & {*held.all_frames()}
+                    copied = {*self.copying} & {*held.frames}
                     self._must(bool(held.holders) or not copied, "a lease is released while it is copied from")
                 return m.Released(*ids, good), None
             case m.Renew(leases=leases, ttl_ms=ttl_ms):
@@ -233,14 +222,12 @@ class MemoryDaemon:
                 self.ended.add((session, lease))
                 self._end_write(lease, finished=finished)
                 return m.Done(*ids), None
-            case m.Read(lease=lease, namespace=namespace, index=index, offset=offset, length=length):
-                if lease not in self.reads:
-                    return m.Error(*ids, m.ErrorCode.UNKNOWN_LEASE.value, "it is over"), None
-                frame = self.reads[lease].frames[namespace][index]
+            case m.Read(lease=lease, index=index, offset=offset, length=length):
+                frame = self.reads[lease].frames[index]
                 return m.Payload(*ids, length), self.memory[frame].tobytes()[offset : offset + length]
             case m.Write(lease=lease, index=index, offset=offset):
                 if lease not in self.writes:
-                    return m.Error(*ids, m.ErrorCode.UNKNOWN_LEASE.value, "it is over"), None
+                    return over, None
                 write = self.writes[lease]
                 data = np.frombuffer(bytes(payload), np.uint8)
                 self.memory[self.pending[write.blocks[index]].frame, offset : offset + len(data)] = data
@@ -248,51 +235,43 @@ class MemoryDaemon:
             case _:
                 return m.Done(*ids), None
 
-    def run(self, namespaces: Iterable[int], keys: bytes) -> int:
-        """The longest leading run that all namespaces have."""
-        found = 0
-        for key in split(keys):
-            if not all((namespace, key) in self.visible for namespace in namespaces):
-                break
-            found += 1
-        return found
+    def run(self, keys: bytes) -> int:
+        """How many leading blocks are visible."""
+        return sum(1 for _ in itertools.takewhile(self.visible.__contains__, split(keys)))
 
     def _match(self, session: MemorySession, request: m.Match) -> m.Reply:
         ids = (request.request_id, self.generation)
-        blocks = self.run(request.namespaces, request.keys)
+        blocks = self.run(request.keys)
         if not blocks or not request.ttl_ms:
             return m.Matched(*ids, blocks, 0, m.NO_LEASE)
-        keys = split(request.keys)[:blocks]
-        named = {number: [(number, key) for key in keys] for number in request.namespaces}
-        frames = {number: [self.visible[one][0] for one in ones] for number, ones in named.items()}
-        read = Read(named, frames, [session], self._clock_s() + request.ttl_ms / 1000)
-        self.reads[self._next_lease()] = read
+        frames = [self.visible[key][0] for key in split(request.keys)[:blocks]]
         there = min(blocks, request.resolve)
-        read.resolvable = there if self.slow else blocks
-        packed = [self._packed(ones[:there]) for ones in frames.values()] if request.resolve else []
+        read = Read(frames, [session], self._clock_s() + request.ttl_ms / 1000, there if self.slow else blocks)
+        self.reads[self._next_lease()] = read
+        packed = [self._packed(frames[:there])] if request.resolve else []
         below = min(self.slow, blocks)
         return m.Matched(*ids, blocks - below, below, self._leases, packed)
 
     def _reserve(self, session: MemorySession, request: m.Reserve) -> m.Reply:
         ids = (request.request_id, self.generation)
-        parent, number, keys = request.parent, request.namespace, split(request.keys)
-        if parent and (number, parent) not in {**self.visible, **self.pending}:
+        parent, keys = request.parent, split(request.keys)
+        if parent and parent not in {**self.visible, **self.pending}:
             return m.Reserved(*ids, m.NO_LEASE, b"", b"", parent_missing=True)
         lease, states = self._next_lease(), []
         write = Write(session, [], [], self._clock_s() + request.ttl_ms / 1000)
         for key in keys:
-            if (number, key) in self.visible:
+            if key in self.visible:
                 states.append(m.BlockState.HAVE)
-            elif (number, key) in self.pending:
+            elif key in self.pending:
                 states.append(m.BlockState.PENDING)
             elif self.free and len(write.frames) < self.most:
                 frame = self.free.pop(0)
-                self.pending[number, key] = Pending(frame, parent, lease)
+                self.pending[key] = Pending(frame, parent, lease)
                 write.frames.append(frame)
                 states.append(m.BlockState.FRAME)
             else:
                 break
-            write.blocks.append((number, key))
+            write.blocks.append(key)
             parent = key
         states += [m.BlockState.NONE] * (len(keys) - len(states))
         if not write.frames:
@@ -311,28 +290,28 @@ class MemoryDaemon:
             if write is None or entry is None or entry.lease != lease:
                 states.append(m.CommitState.DROPPED)
                 continue
-            named = write.blocks[index]
+            key = write.blocks[index]
             self._must(entry.frame not in self.copying, "a block is committed while it is copied")
             self._must(entry.frame not in self.voided, "a block is committed though its store was annulled")
-            self._must(self.memory[entry.frame].tobytes() == content(*named), "wrong bytes are committed")
+            self._must(self.memory[entry.frame].tobytes() == content(key), "wrong bytes are committed")
             entry.complete = True
-            self._show(named)
-            states.append(m.CommitState.VISIBLE if named in self.visible else m.CommitState.HELD)
+            self._show(key)
+            states.append(m.CommitState.VISIBLE if key in self.visible else m.CommitState.HELD)
         if write is not None and all(self._is_complete(one, lease) for one in write.blocks):
             del self.writes[lease]
         return bytes(states)
 
-    def _is_complete(self, named: Named, lease: int) -> bool:
-        entry = self.pending.get(named)
+    def _is_complete(self, key: bytes, lease: int) -> bool:
+        entry = self.pending.get(key)
         return entry is None or entry.lease != lease or entry.complete
 
-    def _show(self, named: Named) -> None:
+    def _show(self, key: bytes) -> None:
         """Make a complete block visible, and those that wait for it, if the block before it is."""
-        entry = self.pending[named]
-        if entry.complete and (not entry.parent or (named[0], entry.parent) in self.visible):
-            del self.pending[named]
-            self.visible[named] = (entry.frame, entry.parent)
-            for other in [one for one, waits in self.pending.items() if (one[0], waits.parent) == named]:
+        entry = self.pending[key]
+        if entry.complete and (not entry.parent or entry.parent in self.visible):
+            del self.pending[key]
+            self.visible[key] = (entry.frame, entry.parent)
+            for other in [one for one, waits in self.pending.items() if waits.parent == key]:
                 self._show(other)
 
     def _renew(self, lease: int, ttl_ms: int) -> bool:
@@ -351,12 +330,12 @@ class MemoryDaemon:
     def _end_write(self, lease: int, *, finished: bool) -> None:
         left = self.quarantine.pop(lease, {})
         write = self.writes.pop(lease, None)
-        for index, named in enumerate(write.blocks if write is not None else ()):
-            entry = self.pending.get(named)
+        for index, key in enumerate(write.blocks if write is not None else ()):
+            entry = self.pending.get(key)
             if entry is not None and entry.lease == lease and not entry.complete:
-                del self.pending[named]
+                del self.pending[key]
                 left[index] = entry.frame
-                self._drop_held_below(named)
+                self._drop_held_below(key)
         if finished:
             self._must(not {*left.values()} & {*self.copying}, "a lease is given up as finished while it is copied to")
             for frame in left.values():
@@ -364,8 +343,8 @@ class MemoryDaemon:
         elif left:
             self.quarantine[lease] = left
 
-    def _drop_held_below(self, named: Named) -> None:
-        for other in [one for one, entry in self.pending.items() if (one[0], entry.parent) == named]:
+    def _drop_held_below(self, key: bytes) -> None:
+        for other in [one for one, entry in self.pending.items() if entry.parent == key]:
             if self.pending[other].complete:
                 self._set_free(self.pending.pop(other).frame)
                 self._drop_held_below(other)
@@ -570,20 +549,12 @@ class WatchedCopier:
     meanwhile: Callable[[Limit], None] = field(default=lambda limit: None)
 
     def copy_in(self, addresses: Any, block_ids: Any, limit: Limit, after: Any = None) -> int:
-        return self._halves(
-            addresses,
-            limit,
-            lambda part: self.copier.copy_in(addresses[part], block_ids[part], limit, after),
-            out=False,
-        )
+        copy = self.copier.copy_in
+        return self._halves(addresses, limit, lambda part: copy(addresses[part], block_ids[part], limit), out=False)
 
     def copy_out(self, block_ids: Any, addresses: Any, limit: Limit, after: Any = None) -> int:
-        return self._halves(
-            addresses,
-            limit,
-            lambda part: self.copier.copy_out(block_ids[part], addresses[part], limit, after),
-            out=True,
-        )
+        copy = self.copier.copy_out
+        return self._halves(addresses, limit, lambda part: copy(block_ids[part], addresses[part], limit), out=True)
 
     def mark(self) -> Any:
         return None

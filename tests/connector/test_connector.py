@@ -8,6 +8,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,29 +36,19 @@ def test_the_example_of_the_module_runs() -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_what_is_stored_comes_back(open_connector: Open, mapped: bool) -> None:
-    connector = open_connector(name=f"mapped: {mapped}", map_arena=mapped)
+def test_blocks_that_are_larger_than_a_payload_come_back(open_connector: Open, mapped: bool) -> None:
+    pool = np.random.default_rng(0).integers(0, 256, (6, (5 << 20) + 8), np.uint8)
+    connector = open_connector(name=f"mapped: {mapped}", pool=tiercache.Pool.from_blocks(pool), map_arena=mapped)
     sessions = {one["name"]: one["mapped"] for one in connector.client.stats()["sessions"]}
     assert sessions[f"mapped: {mapped}"] == mapped
-    chain = chain_of(f"round trip {mapped}", 10)
-    expected = bytes_of(connector, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0])
-    assert connector.store(chain, [3, 1, 4, 2, 9, 6, 5, 8, 7, 0]) == (10, 0, 0, False)
-    match = connector.match(chain + chain_of("else", 3))
-    assert match.blocks == 10
-    assert connector.load(match, list(range(20, 30))) == 10
-    assert bytes_of(connector, list(range(20, 30))) == expected
-    assert connector.load(match, [20]) == 0  # a match is used up
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_blocks_larger_than_a_payload(open_connector: Open, mapped: bool) -> None:
-    pool = np.random.default_rng(0).integers(0, 256, (4, (5 << 20) + 8), np.uint8)
-    connector = open_connector(pool=tiercache.Pool.from_blocks(pool), map_arena=mapped)
     chain = chain_of(f"large {mapped}", 2)
     connector.flush(all_namespaces=True)
-    assert connector.store(chain, [0, 1]).stored == 2
-    assert connector.load(connector.match(chain), [3, 2]) == 2
-    assert np.array_equal(pool[[3, 2]], pool[[0, 1]])
+    assert connector.store(chain, [2, 0]) == (2, 0, 0, False)
+    match = connector.match(chain + chain_of("else", 3))
+    assert match.blocks == 2
+    assert connector.load(match, [3, 4]) == 2
+    assert np.array_equal(pool[[3, 4]], pool[[2, 0]])
+    assert connector.load(match, [5]) == 0, "a match is used up"
     connector.flush(all_namespaces=True)
 
 
@@ -225,21 +216,6 @@ def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
         gate.set()
 
 
-def run(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Do `work` in a thread; returns the thread, and a list for what the work returned or raised."""
-    results: list[Any] = []
-
-    def perform() -> None:
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            results.append(error)
-
-    thread = threading.Thread(target=perform)
-    thread.start()
-    return thread, results
-
-
 @pytest.mark.parametrize("in_background", [False, True])
 def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
     open_connector: Open, monkeypatch: pytest.MonkeyPatch, in_background: bool
@@ -252,23 +228,22 @@ def test_close_stops_a_store_and_leaves_nothing_in_quarantine(
     def sessions() -> int:
         return sum(one["name"] == "lingers" for one in watcher.client.stats()["sessions"])
 
-    with held_copies(monkeypatch) as (begun, gate):
+    with held_copies(monkeypatch) as (begun, gate), ThreadPoolExecutor() as threads:
         if in_background:
-            transfer = connector.store_async(chain, range(8))
-            thread, results = run(lambda: transfer.result(WAIT_S))
+            storing = threads.submit(connector.store_async(chain, range(8)).result, WAIT_S)
         else:
-            thread, results = run(lambda: connector.store(chain, range(8)))
+            storing = threads.submit(connector.store, chain, range(8))
         assert begun.wait(WAIT_S)
-        closing, _ = run(connector.close)
+        closing = threads.submit(connector.close)
         if not in_background:  # what a queue has begun may end
             wait_until(lambda: not connector.available)
             assert connector.store(chain, range(8)) == (0, 0, 8, False), "a closed connector begins nothing"
-            closing.join(WAIT_S)
+            closing.result(WAIT_S)
             assert (leases(watcher)["write"], sessions()) == (1, 1)
         gate.set()
-        for one in (closing, thread):
-            one.join(WAIT_S)
+        closing.result(WAIT_S)
+        stored = storing.result(WAIT_S)
     wait_until(lambda: sessions() == 0)
     assert leases(watcher) == {"write": 0, "quarantined": 0}
-    assert sum(results[0][:3]) == 8
-    assert watcher.match(chain).blocks == results[0].stored
+    assert sum(stored[:3]) == 8
+    assert watcher.match(chain).blocks == stored.stored

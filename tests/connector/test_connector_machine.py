@@ -7,7 +7,8 @@ happen between two requests or in the middle of a copy: flushes, a lost session,
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from memory_daemon import (
 
 import tiercache
 from tiercache.connector import loads, stores
+from tiercache.connector.jobs import JobQueue, Transfer
 from tiercache.copies.pool import CopyLost, Limit
 from tiercache.protocol import messages as m
 
@@ -44,7 +46,7 @@ engines = st.integers(0, 1)
 chains = st.integers(0, len(CHAINS) - 1)
 blocks = st.integers(0, BLOCKS - 1)
 events = st.sampled_from(
-    ["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "void", "cancel", "cancel", "expire", "lost"]
+    ["nothing"] * 4 + ["flush", "evict", "cut off", "restart", "void", "disprove", "cancel", "cancel", "expire", "lost"]
 )
 """What happens in the middle of a copy."""
 
@@ -83,6 +85,15 @@ class Engine:
         self.copier = mover.copier = WatchedCopier(mover.copier, self.client)
         self.known = self.pool()
 
+    def cancelled(self, jobs: JobQueue, begin: Callable[[], Transfer[Any]]) -> Any:
+        """The result of a transfer that is cancelled before its turn has come."""
+        gate = threading.Event()
+        jobs.begin_with(lambda: gate.wait(60))
+        transfer = begin()
+        transfer.cancel()
+        gate.set()
+        return transfer.result()
+
     def pool(self) -> np.ndarray[Any, Any]:
         return np.concatenate(self.layers, axis=1)
 
@@ -114,7 +125,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.daemon = MemoryDaemon(self.clock_s, frames)
         self.engines = [Engine(self.daemon, self.clock_s, mapped=mapped) for mapped in (True, False)]
         for its, keys in zip(self.engines, CHAINS, strict=False):
-            its.write(list(range(stored)), [content(1, key) for key in split(keys)[:stored]])
+            its.write(list(range(stored)), [content(key) for key in split(keys)[:stored]])
             its.connector.store(keys, range(stored))
 
     def clock_s(self) -> float:
@@ -127,11 +138,11 @@ class ConnectorMachine(RuleBasedStateMachine):
         self, engine: int, chain: int, first: int, count: int, event: str, trouble: Any, data: st.DataObject
     ) -> None:
         its, keys = self.engines[engine], CHAINS[chain]
-        first %= 1 + self.daemon.run([1], keys)
+        first %= 1 + self.daemon.run(keys)
         keys = keys[: (first + 1 + count) * m.KEY_BYTES]
         named = split(keys)[first:]
         ids = list(range(len(named)))
-        its.write(ids, [content(1, key) for key in named])
+        its.write(ids, [content(key) for key in named])
         before = set(self.daemon.visible)
         alone = not self.daemon.pending
         with self.during(its, event, trouble, data, keys, source=ids) as quiet:
@@ -143,23 +154,31 @@ class ConnectorMachine(RuleBasedStateMachine):
             assert min(result[:3]) >= 0
             assert not (result.parent_missing and result.stored + result.present)
             if quiet and alone:
-                now = [(1, key) in self.daemon.visible for key in named]
+                now = [key in self.daemon.visible for key in named]
                 assert result.stored + result.present == sum(now)
                 assert result.stored == len(set(self.daemon.visible) - before)
                 assert not result.parent_missing
                 assert result.dropped == 0 or not self.daemon.free
+
+    @rule(engine=engines, chain=chains)
+    def cancel_in_the_queue(self, engine: int, chain: int) -> None:
+        """Nothing is copied then, and each lease ends at once."""
+        its, keys = self.engines[engine].connector, CHAINS[chain]
+        stored = self.engines[engine].cancelled(its._stores, lambda: its.store_async(keys, range(BLOCKS)))
+        assert stored == (0, 0, BLOCKS, False)
+        before = {*self.daemon.reads}
+        match = its.match(keys)
+        assert self.engines[engine].cancelled(its._loads, lambda: its.load_async(match, range(match.blocks))) == 0
+        assert {*self.daemon.reads} <= before
 
     @rule(engine=engines, chain=chains, first=blocks)
     def store_without_parent(self, engine: int, chain: int, first: int) -> None:
         its, keys = self.engines[engine], CHAINS[chain]
         named = split(keys)
         first = min(first, BLOCKS - 1)
-        if (
-            first
-            and its.connector.available
-            and not {(1, named[first - 1])} & {*self.daemon.visible, *self.daemon.pending}
-        ):
-            its.write([0], [content(1, named[first])])
+        known = {*self.daemon.visible, *self.daemon.pending}
+        if first and its.connector.available and named[first - 1] not in known:
+            its.write([0], [content(named[first])])
             assert its.connector.store(keys, [0], first=first) == (0, 0, 1, True)
 
     @rule(engine=engines, chain=chains, trouble=troubles(m.Match), data=st.data())
@@ -167,7 +186,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         its, keys = self.engines[engine], CHAINS[chain]
         with self.during(its, "nothing", trouble, data, keys) as quiet:
             match = its.connector.match(keys)
-            assert match.blocks == self.daemon.run([1], keys) or (not quiet and match.blocks == 0)
+            assert match.blocks == self.daemon.run(keys) or (not quiet and match.blocks == 0)
             if match.blocks:
                 self.held.append(Held(its, match, keys, self.now_s + 600))
 
@@ -204,7 +223,7 @@ class ConnectorMachine(RuleBasedStateMachine):
                     good = its.connector.load(held.match, ids, first=first)
                 pool = its.pool()
                 for block, key in list(zip(ids, named, strict=False))[:good]:
-                    assert pool[block].tobytes() == content(1, key)
+                    assert pool[block].tobytes() == content(key)
                 most = min(len(ids), held.match.blocks - first)
                 if lease is None or not lease.good:
                     assert good == 0, "no daemon confirms these blocks"
@@ -245,7 +264,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         if what == "pace":
             self.daemon.late, self.daemon.slow, self.daemon.most = late, number % 3, 1 + number % 3
         elif what == "flush":
-            self.daemon.flush((1, split(CHAINS[chain])[number]))
+            self.daemon.flush(split(CHAINS[chain])[number])
         elif what == "evict":
             for _ in range(number + 1):
                 self.daemon.evict()
@@ -317,7 +336,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     ) -> Iterator[bool]:
         """What happens during a call of this engine; the value is true if nothing does and the engine is up."""
 
-        doomed = 1, split(keys)[data.draw(blocks) % (len(keys) // m.KEY_BYTES)] if event == "flush" else b""
+        doomed = split(keys)[data.draw(blocks) % (len(keys) // m.KEY_BYTES)] if event == "flush" else b""
 
         def meanwhile(limit: Limit) -> None:
             if event == "flush":
@@ -328,11 +347,14 @@ class ConnectorMachine(RuleBasedStateMachine):
                 its.client.lose_session()
             elif event == "restart":
                 self.restart()
-            elif event == "void" and source:
-                limit.annul()
+            elif event in ("void", "disprove") and source:
+                if event == "void":
+                    limit.annul()
+                else:
+                    limit.proof = lambda: False
                 self.daemon.voided |= {*self.daemon.copying}
                 its.write(source, [bytes([DIRT]) * BLOCK_BYTES] * len(source))  # the engine reuses them
-            elif event in ("void", "cancel"):
+            elif event in ("void", "disprove", "cancel"):
                 limit.stop()
             elif event == "expire":
                 self.silence()
@@ -377,3 +399,22 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 TestConnector = in_first_ring(ConnectorMachine, examples=250, steps=40)
 TestConnectorForLong = in_stress(ConnectorMachine)
+
+
+def test_a_ticket_of_a_former_life_of_the_daemon_is_a_miss() -> None:
+    """Although a lease of the new life has the same number."""
+    its, key = Engine(MemoryDaemon(lambda: 0.0, 8), lambda: 0.0, mapped=True), _A[: m.KEY_BYTES]
+
+    def match() -> tiercache.Match:
+        its.write([0], [content(key)])
+        assert its.connector.store(key, [0]).stored == 1
+        return its.connector.match(key)
+
+    former = match()
+    ticket = former.ticket()
+    assert its.connector.adopt(ticket).blocks == 1
+    its.client.lose_session()
+    its.client.recover(MemoryDaemon(lambda: 0.0, 8, generation=2))
+    present = match()
+    assert present.blocks == 1
+    assert its.connector.adopt(ticket).blocks == 0

@@ -37,16 +37,6 @@ def test_a_job_tells_how_long_it_was_worked_on_and_not_how_long_it_waited() -> N
     queue.close()
 
 
-def test_a_closed_queue_has_not_finished_while_it_is_at_work() -> None:
-    queue, began, go_on = JobQueue("test"), threading.Event(), threading.Event()
-    queue.begin_with(lambda: began.set() or go_on.wait(40))
-    assert began.wait(40)
-    queue.close()
-    assert not queue.finish(0)
-    go_on.set()
-    wait_until(lambda: queue.finish(0), "it has")
-
-
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_handler_of_a_signal_may_use_the_queue_while_its_thread_starts(
     closes: bool, monkeypatch: pytest.MonkeyPatch
@@ -83,23 +73,19 @@ def test_a_handler_of_a_signal_may_use_the_queue_while_its_thread_starts(
     assert performed == ([] if closes else names)
 
 
-def test_a_job_that_fails_unforeseen_is_a_miss_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_fails_unforeseen_is_a_miss_and_one_that_loses_its_copy_is_never_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     queue = JobQueue("test", 10)
-    jobs = [make(lambda: fail(KeyError("a bug"))), make(lambda: 7)]
+    jobs = [make(lambda: fail(KeyError("a bug"))), make(lambda: fail(CopyLost("the device broke"))), make(lambda: 7)]
     for job in jobs:
         queue.submit(job)
-    assert [job.result() for job in jobs] == [0, 7]
-    assert "a bug" in caplog.text
-    queue.close()
-
-
-def test_a_lost_copy_is_never_done(caplog: pytest.LogCaptureFixture) -> None:
-    job = make(lambda: fail(CopyLost("the device broke")))
-    job.perform()
-    assert not job.done()
+    assert [jobs[0].result(), jobs[2].result(), jobs[1].done()] == [0, 7, False]
     with pytest.raises(DeadlineExceeded):
-        job.result(0)
+        jobs[1].result(0)
+    assert "a bug" in caplog.text
     assert "the device broke" in caplog.text
+    queue.close()
 
 
 def test_closing_skips_what_has_not_begun_and_waits_for_what_has() -> None:
@@ -110,19 +96,28 @@ def test_closing_skips_what_has_not_begun_and_waits_for_what_has() -> None:
     queue.submit(first)
     queue.submit(second)
     assert begun.wait(40)
+    queue.stop()
+    assert not queue.finish(0), "it is at work"
     threading.Timer(0.02, gate.set).start()
     queue.close()
     assert (first.result(), second.result()) == (True, -1)
+    wait_until(lambda: queue.finish(0), "all is done")
 
 
-def test_a_queue_that_gets_no_thread_refuses_and_tries_again(no_threads: pytest.MonkeyPatch) -> None:
-    queue = JobQueue("test", 4)
+def test_a_queue_that_gets_no_thread_refuses_transfers_and_keeps_tasks(no_threads: pytest.MonkeyPatch) -> None:
+    queue, done = JobQueue("test", 4), list[int]()
     assert not queue.submit(make(lambda: 1))
     assert len(queue) == 0
+    queue.later(lambda: done.append(1))
+    queue.begin()
+    assert not queue.finish(0)
     no_threads.undo()
     later = make(lambda: 1)
     assert queue.submit(later)
     assert later.result() == 1
+    queue.begin_with(lambda: done.append(2))
+    assert queue.finish(30)
+    assert done == [1, 2]
     queue.close()
 
 
@@ -139,15 +134,3 @@ def test_all_is_done_in_order_though_some_of_it_fails(caplog: pytest.LogCaptureF
     assert background.finish(0)
     background.later(lambda: done.append(3))
     assert not background.finish(0), "a closed queue does nothing more"
-
-
-def test_tasks_that_get_no_thread_wait_for_one(no_threads: pytest.MonkeyPatch) -> None:
-    background, done = JobQueue("test"), list[int]()
-    background.later(lambda: done.append(1))
-    background.begin()
-    assert not background.finish(0)
-    no_threads.undo()
-    background.begin_with(lambda: done.append(2))
-    assert background.finish(30)
-    assert done == [1, 2]
-    background.close()

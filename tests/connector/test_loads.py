@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 from fake_daemon import FakeDaemon
-from memory_daemon import BLOCK_BYTES, MemoryClient, MemoryDaemon, content, split
 from waiting import hurried, wait_until
 
 import tiercache
@@ -60,47 +57,3 @@ def test_a_match_that_makes_no_sense_is_a_miss(daemon: FakeDaemon, case: str) ->
         wait_until(lambda: connector.available, "the client has found the daemon again")
         assert connector.load(connector.match(KEYS), range(COUNT, 2 * COUNT)) == COUNT
         assert (pool == 7).all()
-
-
-@pytest.fixture
-def memory() -> tuple[MemoryClient, tiercache.Connector]:
-    """A connector to a daemon in memory that has a chain."""
-    client: Any = MemoryClient(MemoryDaemon(lambda: 0.0, 8), lambda: 0.0)
-    spec = msgspec.structs.replace(SPEC, block_bytes=BLOCK_BYTES)
-    return client, tiercache.Connector(client, spec, tiercache.Pool.from_blocks(np.zeros((8, BLOCK_BYTES), np.uint8)))
-
-
-def fill(connector: tiercache.Connector, keys: bytes) -> None:
-    """Store a chain with its right bytes."""
-    right = [content(1, key) for key in split(keys)]
-    for block, data in enumerate(right):
-        ctypes.memmove(connector.pool.segments[0].base + block * BLOCK_BYTES, data, BLOCK_BYTES)  # type: ignore[union-attr]
-    assert connector.store(keys, range(len(right))).stored == len(right)
-
-
-def test_a_ticket_of_a_former_life_of_the_daemon_is_a_miss(memory: tuple[MemoryClient, tiercache.Connector]) -> None:
-    """Although a lease of the new life has the same number."""
-    client, connector = memory
-    fill(connector, KEYS)
-    former = connector.match(KEYS)
-    ticket = former.ticket()
-    assert connector.adopt(ticket).blocks == COUNT
-    client.lose_session()
-    client.recover(MemoryDaemon(lambda: 0.0, 8, generation=2))
-    fill(connector, KEYS[:32])
-    present = connector.match(KEYS)
-    assert present.blocks == 2
-    assert connector.adopt(ticket).blocks == 0
-
-
-def test_a_load_that_is_cancelled_in_the_queue_ends_its_lease(memory: tuple[MemoryClient, tiercache.Connector]) -> None:
-    client, connector = memory
-    fill(connector, KEYS)
-    gate = threading.Event()
-    connector._loads.begin_with(lambda: gate.wait(60))
-    transfer = connector.load_async(connector.match(KEYS), range(COUNT, 2 * COUNT))
-    transfer.cancel()
-    assert not transfer.done()
-    gate.set()
-    assert transfer.result() == 0
-    assert client.daemon.reads == {}

@@ -11,11 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 from fake_daemon import FakeDaemon
-from waiting import wait_until
 
 import tiercache
 from tiercache.connector import stores as storing
-from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.protocol import messages as m
 from tiercache.protocol.keys import name_blocks
 from tiercache.protocol.messages import BlockState
@@ -25,7 +23,7 @@ BLOCKS = 12
 SPEC = tiercache.NamespaceSpec(engine="t/1", layout="x", dtype="uint8", block_size=4, block_bytes=BLOCK)
 KEYS = tiercache.KeyChain(tiercache.root_key("stores"), 4, range(4 * BLOCKS)).packed()
 _encode = msgspec.msgpack.Encoder().encode
-H, P, F, N = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
+H, F, N = BlockState.HAVE, BlockState.FRAME, BlockState.NONE
 
 
 @pytest.fixture
@@ -71,67 +69,32 @@ def grants(daemon: FakeDaemon, *answers: list[BlockState]) -> list[tuple[int, in
     return asked
 
 
-def committed(daemon: FakeDaemon) -> list[list[int]]:
-    """The indices of each commit."""
-    seen = [request for request in daemon.seen(m.Commit) if isinstance(request, m.Commit)]
-    return [m.unpack_indices(request.blocks).tolist() for request in seen]
-
-
-def words(daemon: FakeDaemon) -> list[bool]:
-    """The `finished` flag of each abort: whether no copy is under way."""
-    return [request.finished for request in daemon.seen(m.Abort) if isinstance(request, m.Abort)]
-
-
-def store(connector: tiercache.Connector) -> storing.StoreResult:
-    return connector.store(KEYS, range(BLOCKS))
-
-
-def test_a_store_that_gets_some_frames_asks_for_as_many_again(daemon: FakeDaemon, connector: Any) -> None:
-    asked = grants(daemon, [F, F, F, N], *[[F, F, F]] * 3)
-    assert store(connector) == (12, 0, 0, False)
-    assert asked == [(0, 4), (3, 3), (6, 3), (9, 3)]
-
-
-def test_a_store_that_is_refused_while_it_commits_goes_on_with_half_of_that(daemon: FakeDaemon, connector: Any) -> None:
-    """The blocks being committed may have been as many as one client may have at a time."""
-    asked = grants(daemon, [F, F, F, F], [N], *[[F, F]] * 4)
-    assert store(connector) == (12, 0, 0, False)
-    assert asked == [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2), (10, 2)]
-
-
-@pytest.mark.parametrize("before", [0, 1], ids=["nothing", "present"])
-def test_a_store_that_is_refused_with_nothing_under_way_ends(daemon: FakeDaemon, connector: Any, before: int) -> None:
-    """Asking again would change nothing."""
-    asked = grants(daemon, *[[H, H, H, H]] * before, [N])
-    assert store(connector) == (0, 4 * before, BLOCKS - 4 * before, False)
-    assert asked == [(0, 4), (4, 4)][: before + 1]
+@pytest.mark.parametrize(
+    ("answers", "result", "asks"),
+    [
+        # It asks for as many again as it got.
+        ([[F, F, F, N], *[[F, F, F]] * 3], (12, 0, 0, False), [(0, 4), (3, 3), (6, 3), (9, 3)]),
+        # Half of that, for the blocks being committed may have been as many as one client may have at a time.
+        ([[F, F, F, F], [N], *[[F, F]] * 4], (12, 0, 0, False), [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2), (10, 2)]),
+        # With nothing under way asking again would change nothing.
+        ([[N]], (0, 0, 12, False), [(0, 4)]),
+        ([[H, H, H, H], [N]], (0, 4, 8, False), [(0, 4), (4, 4)]),
+    ],
+    ids=["some", "none while it commits", "none", "none after what is present"],
+)
+def test_a_store_that_gets_fewer_frames_than_it_asks_for(
+    daemon: FakeDaemon, connector: Any, answers: Any, result: Any, asks: list[tuple[int, int]]
+) -> None:
+    asked = grants(daemon, *answers)
+    assert connector.store(KEYS, range(BLOCKS)) == result
+    assert asked == asks
 
 
 def test_answers_for_other_blocks_than_were_committed_prove_nothing(daemon: FakeDaemon, connector: Any) -> None:
     daemon.rules[m.Commit] = lambda request, reply: [
         _encode(m.Committed(request.request_id, daemon.generation, bytes(3)))
     ]
-    assert store(connector).stored == 0
-
-
-@pytest.mark.parametrize("how", ["annulled", "disproved"])
-def test_what_was_annulled_while_it_was_copied_is_not_committed(
-    daemon: FakeDaemon, connector: Any, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    copy = CpuCopier._copy
-
-    def annulled(self: CpuCopier, block_ids: Any, addresses: Any, limit: Limit, **options: Any) -> int:
-        copied = copy(self, block_ids, addresses, limit, **options)
-        if how == "annulled":
-            limit.annul()
-        else:
-            limit.proof = lambda: False
-        return copied
-
-    monkeypatch.setattr(CpuCopier, "_copy", annulled)
-    assert store(connector).stored == 0
-    wait_until(lambda: True in words(daemon))  # its frames are free again
-    assert committed(daemon) == []
+    assert connector.store(KEYS, range(BLOCKS)).stored == 0
 
 
 @pytest.mark.parametrize("wanted", [True, False])

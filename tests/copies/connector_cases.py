@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from copier_cases import GUARD, POOLS, WAIT_S, layers_of
+from block_copy_cases import GUARD
+from copier_cases import POOLS, WAIT_S
 from waiting import wait_until
 
 import tiercache
@@ -24,8 +25,7 @@ class Client:
     """
 
     def __init__(self, address: str | Path, form: str, device: str, *, map_arena: bool = True) -> None:
-        shape, count, self.axis = POOLS[form]
-        self.layers = layers_of(shape, count, device)
+        self.layers, self.axis = POOLS[form].make(device), POOLS[form].block_axis
         pool = tiercache.Pool.from_layers(self.layers, self.axis)
         pool.device = device  # a stand-in for a GPU has another device name than its tensors
         spec = tiercache.NamespaceSpec(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import mmap
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from block_copy_cases import GUARD, PoolCase
 
 from tiercache.copies.copy_plan import Method
 from tiercache.copies.cuda import CudaCopier
 from tiercache.copies.host_memory import HostMemory
-from tiercache.copies.pool import GpuCopier, Limit, Pool
+from tiercache.copies.pool import GpuCopier, Limit, Pool, Segment
 from tiercache.kernels.block_copy import gather_blocks_reference
 
-GUARD = 0xA5
-"""Byte that fills everything that a copy must leave alone."""
 WAIT_S = 30.0
 
 
@@ -40,43 +40,32 @@ class Arena:
         self.memory.unregister(self.bytes.ctypes.data)
 
 
-def layers_of(shape: tuple[int, ...], count: int, device: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    length = int(np.prod(shape)) * 2
-    raw = [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator) for _ in range(count)]
-    return [item.view(torch.bfloat16).reshape(shape).to(device) for item in raw]
-
-
-def segments_of(layers: list[torch.Tensor], block_axis: int) -> list[tuple[int, int, int]]:
-    """As `tiercache.copies.pool.Pool` makes them."""
-    found = []
-    for layer in layers:
-        parts = layer if block_axis == 1 else layer[None]
-        for part in parts:
-            length = part[0].nbytes
-            found.append((part.data_ptr(), part.stride(0) * part.element_size(), length))
-    return found
-
-
-# name, shape of a layer, layers, block axis; blocks = 24 in all of them
 POOLS = {
-    "block-first, 64 KiB": ((24, 2, 16, 8, 128), 1, 0),
-    "block-first, 1 KiB": ((24, 512), 1, 0),
-    "block-first, 4 KiB: frames touch": ((24, 2048), 1, 0),
-    "block-first, odd": ((24, 3333), 1, 0),
-    "layer-first, 4 KiB pieces": ((2, 24, 16, 128), 8, 1),
-    "layer-first, 64 KiB pieces": ((2, 24, 32, 8, 128), 2, 1),
-    "layer-first, odd pieces": ((2, 24, 111), 3, 1),
+    case.name: case
+    for case in (
+        PoolCase("block-first, 64 KiB", (24, 2, 16, 8, 128)),
+        PoolCase("block-first, 1 KiB", (24, 512)),
+        PoolCase("block-first, 4 KiB: frames touch", (24, 2048)),
+        PoolCase("block-first, odd", (24, 3333)),
+        PoolCase("layer-first, 4 KiB pieces", (2, 24, 16, 128), layers=8, block_axis=1),
+        PoolCase("layer-first, 64 KiB pieces", (2, 24, 32, 8, 128), layers=2, block_axis=1),
+        PoolCase("layer-first, odd pieces", (2, 24, 111), layers=3, block_axis=1),
+    )
 }
+"""Pools of 24 blocks."""
 
 
-def check_out_and_back(pool: str, method: Method | None, device: str) -> Arena:
+def segments_of(layers: list[torch.Tensor], block_axis: int) -> Sequence[Segment]:
+    pool = Pool.from_layers(layers, block_axis)
+    return pool.segments
+
+
+def check_out_and_back(pool: str, method: Method | None, device: str, *, registered: bool = True) -> Arena:
     """Blocks go to shuffled frames and come back into other blocks; nothing else changes."""
-    shape, count, axis = POOLS[pool]
-    layers = layers_of(shape, count, device)
+    layers, axis = POOLS[pool].make(device), POOLS[pool].block_axis
     segments = segments_of(layers, axis)
     block_bytes = sum(length for _, _, length in segments)
-    arena = Arena(40, block_bytes, chunk_bytes=64 << 10)
+    arena = Arena(40, block_bytes, chunk_bytes=64 << 10, registered=registered)
     copier = CudaCopier(
         device, segments, 24, method=method, staging_bytes=5 * block_bytes, memory=arena.memory, owner=layers
     )
@@ -104,7 +93,7 @@ def check_out_and_back(pool: str, method: Method | None, device: str) -> Arena:
 
 def check_transfer_layer(device: str, registered: HostMemory) -> Arena:
     """The engine-neutral copier on top: steps of a few blocks, in order, complete."""
-    layers = layers_of((2, 24, 16, 8), 3, device)
+    layers = PoolCase("steps", (2, 24, 16, 8), layers=3).make(device)
     pool = Pool.from_layers(layers, block_axis=1)
     copier = GpuCopier(pool)
     copier._step = 5

@@ -23,26 +23,22 @@ def ten_copies() -> tuple[np.ndarray, np.ndarray, CopyRuns]:
     return source, target, merge_runs(source.ctypes.data + np.arange(10), there, 1)
 
 
-@pytest.mark.parametrize("limit", [1, 3, 5, 10, 4096])
-def test_copies_go_in_batches_of_limited_size(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "has_batches", "batched"),
+    [*((limit, True, True) for limit in (1, 3, 5, 10, 4096)), (4096, True, False), (4096, False, True)],
+)
+def test_copies_go_in_batches_of_limited_size_or_one_by_one(
+    limit: int, has_batches: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_driver, "MAX_BATCH", limit)
-    library = FakeLibrary()
-    source, target, runs = ten_copies()
-    assert Driver(library).copy(runs, STREAM, batched=True) == ""
-    assert (target == source[::-1]).all()
-    assert sum(library.batches) == 10
-    assert max(library.batches) <= limit
-
-
-@pytest.mark.parametrize(("has_batches", "batched"), [(True, False), (False, True)])
-def test_copies_go_one_by_one_where_there_are_no_batches(has_batches: bool, batched: bool) -> None:
     library = FakeLibrary(has_batches=has_batches)
     source, target, runs = ten_copies()
     driver = Driver(library)
     assert driver.batches is has_batches
     assert driver.copy(runs, STREAM, batched=batched) == ""
     assert (target == source[::-1]).all()
-    assert library.batches == []
+    assert sum(library.batches) == (10 if has_batches and batched else 0)
+    assert max(library.batches, default=0) <= limit
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -77,30 +73,20 @@ class Event:
         return self.looks < 0
 
 
-def copy_with(event: Event, error: str = "") -> CudaCopy:
-    return CudaCopy(event, error)  # type: ignore[arg-type]
-
-
-def test_a_copy_is_done_when_its_event_is() -> None:
-    copy = copy_with(Event(2))
+def test_a_copy_is_done_when_its_event_is_though_it_failed_or_is_late() -> None:
+    copy = CudaCopy(Event(2))
     assert [copy.done() for _ in range(4)] == [False, False, True, True]
-    assert copy_with(Event(5)).wait(60.0)
+    assert CudaCopy(Event(5)).wait(60.0)
     assert CudaCopy(None).done()
-
-
-def test_a_copy_that_is_not_done_in_time_is_said_to_be_in_use() -> None:
-    copy = copy_with(Event(1 << 60))
+    late = CudaCopy(Event(1 << 60))
     with pytest.raises(ArenaError, match="still in use"):
-        copy.wait(0.0)
-    assert not copy.done()
-
-
-def test_a_copy_that_failed_is_done_only_when_its_rest_is_over() -> None:
-    copy = copy_with(Event(1), "CUDA_ERROR_INVALID_VALUE in a copy of 7 bytes")
-    assert not copy.done()
+        late.wait(0.0)
+    assert not late.done()
+    failed = CudaCopy(Event(1), "CUDA_ERROR_INVALID_VALUE in a copy of 7 bytes")
+    assert not failed.done()
     with pytest.raises(ArenaError, match="INVALID_VALUE"):
-        copy.wait(60.0)
-    assert copy.done()
+        failed.wait(60.0)
+    assert failed.done()
 
 
 def test_without_cuda_a_copier_says_what_to_do() -> None:

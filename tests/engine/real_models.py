@@ -36,21 +36,25 @@ SaveModel = Callable[..., Path]
 """`save_model("LlamaConfig", option=...)` writes a model folder, once for equal options."""
 
 
+def random_model(config_class: str, seed: int, **options: Any) -> Any:
+    """A random model that transformers makes from a config; the same for the same arguments."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**{**COMMON, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():  # what is 0 at the start (sinks, biases) must count too
+            if not parameter.any():
+                parameter.normal_(std=0.3)
+    return model
+
+
 def model_saver(new_folder: Callable[[str], Path]) -> SaveModel:
     saved: dict[str, Path] = {}
 
     def save(config_class: str, **options: Any) -> Path:
         name = f"{config_class}{sorted(options.items(), key=str)}"
         if name not in saved:
-            torch.manual_seed(len(config_class))
-            config = getattr(transformers, config_class)(**{**COMMON, **options})
             folder = new_folder(config_class)
-            model = AutoModelForCausalLM.from_config(config)
-            with torch.no_grad():
-                for parameter in model.parameters():  # what is 0 at the start (sinks, biases) must count too
-                    if not parameter.any():
-                        parameter.normal_(std=0.3)
-            model.save_pretrained(folder, safe_serialization=True)
+            random_model(config_class, len(config_class), **options).save_pretrained(folder, safe_serialization=True)
             saved[name] = folder
         return saved[name]
 

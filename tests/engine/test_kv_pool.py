@@ -50,7 +50,7 @@ def test_a_window_that_no_sequence_outgrows_is_none(longest: int, sizes: list[in
 
 
 GIB = 1 << 30
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture

@@ -131,12 +131,6 @@ def shown(stops: list[str], *texts: str) -> tuple[str, bool]:
     return out + checker.flush(), False
 
 
-def test_a_stop_string_ends_the_text_wherever_it_is_split() -> None:
-    for split in range(8):
-        assert shown(["END"], "abENDcd"[:split], "abENDcd"[split:]) == ("ab", True)
-    assert shown(["END"], *"abENDcd") == ("ab", True)
-
-
 @given(
     texts=st.lists(st.text(alphabet="ab", max_size=4), max_size=8),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),

@@ -197,13 +197,6 @@ def test_a_window_that_only_the_config_knows_is_refused(llama: Path, tmp_path: P
         Engine(folder, SETTINGS)
 
 
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelRefused, match="t5 is an encoder-decoder"):
-        describe_model(tmp_path)
-
-
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="is not a folder"):
         Engine(tmp_path / "missing")
@@ -215,6 +208,9 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelRefused, match="transformers cannot read"):
         Engine(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ModelRefused, match="t5 is an encoder-decoder"):
+        describe_model(tmp_path)
 
 
 def test_rope_that_grows_with_the_text_limits_the_context(llama: Path, tmp_path: Path) -> None:
@@ -261,22 +257,32 @@ def test_weights_that_are_overwritten_in_their_files_change_nothing_in_an_engine
         assert [output.tokens for output in engine.generate(prompts, params)] != before
 
 
-def test_a_model_is_described_by_its_content(llama: Path, tmp_path: Path) -> None:
-    settings = EngineSettings(block_size=8, chunk_size=32)
-    [namespace], root = describe_model(llama, settings)
+def test_a_model_is_described_by_its_content_and_by_what_changes_blocks(llama: Path, tmp_path: Path) -> None:
+    small = {"block_size": 8, "chunk_size": 32}
+
+    def described(**changes: Any) -> tuple[Any, bytes]:
+        [space], root = describe_model(llama, EngineSettings(**{**small, **changes}))
+        return space, root
+
+    namespace, root = described()
     assert namespace.block_bytes == 3 * 2 * 8 * 2 * 16 * 4
     assert (namespace.layers, namespace.kv_heads, namespace.head_dim) == (3, 2, 16)
     moved = copy_with(llama, tmp_path)
-    assert describe_model(moved, settings) != ([namespace], root)  # copy_with wrote another config.json
+    assert describe_model(moved, EngineSettings(**small)) != ([namespace], root)  # copy_with wrote another config.json
     shutil.copy(llama / "config.json", moved)
-    assert describe_model(moved, settings) == ([namespace], root)
-    others = [
-        describe_model(llama, EngineSettings(block_size=8, chunk_size=64))[1],
-        describe_model(llama, EngineSettings(block_size=8, chunk_size=32, exact=False))[1],
-        describe_model(llama, EngineSettings(block_size=8, chunk_size=32, salt="tenant"))[1],
-        describe_model(llama, settings, epoch=1)[1],
-    ]
-    assert len({root, *others}) == 5
+    assert describe_model(moved, EngineSettings(**small)) == ([namespace], root)
+    window, sinks = {"attention_window": 20}, {"attention_window": 20, "attention_sinks": 9}
+    changed = ({"chunk_size": 64}, {"exact": False}, {"salt": "tenant"}, window, {"attention_window": 28}, sinks)
+    roots = [root, describe_model(llama, EngineSettings(**small), epoch=1)[1]]
+    roots += [described(**changes)[1] for changes in changed]
+    assert len(set(roots)) == 2 + len(changed)
+    windowed = described(**window, attention_sinks=5)
+    assert windowed == described(**window, attention_sinks=8), "sinks are whole blocks"
+    assert (windowed[0].group, windowed[0].window_blocks) == ("window", 1 + 3)
+    spaces = [described(kv_cache_dtype=name)[0] for name in ("auto", "fp8", "fp8_e5m2", "int8", "int4")]
+    assert len({space.fingerprint() for space in spaces}) == 5
+    assert [space.quantization for space in spaces] == ["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+    assert described(tier_dtype="int8")[0] == spaces[3]  # the same bytes, too
 
 
 def copy_with(model_dir: Path, target: Path, **changes: Any) -> Path:

@@ -39,13 +39,25 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_its_chunks() -> None:
         assert sequence_of(engine, long).computed == 8
 
 
-def test_short_prompts_share_a_step_and_their_ends_a_pass() -> None:
-    with plain_engine(max_num_batched_tokens=24, pool_blocks=32) as engine:
-        for seed in (1, 2, 3):
-            engine.add_request(plain_prompt(6, seed), greedy(2))
-        assert len(engine.step()) == 3
+@pytest.mark.parametrize(
+    ("settings", "prompts", "passes"),
+    [
         # Whole chunks and cut ones alone, since others may reuse them; the last pieces together.
-        assert engine._model.passes == [[(0, 4)]] * 3 + [[(4, 6)] * 3]
+        ({"max_num_batched_tokens": 24}, [6, 6, 6], [*[[(0, 4)]] * 3, [(4, 6)] * 3]),
+        ({"max_num_batched_tokens": 8}, [8, 8, 8], [[(0, 4)], [(4, 6)], [(6, 8)]]),  # another 4 would be too many
+        ({"enable_chunked_prefill": False}, [30], [*([(n, n + 4)] for n in range(0, 28, 4)), [(28, 30)]]),
+    ],
+    ids=["short prompts share a step", "a step has a budget", "without chunked prefill a prompt is one step"],
+)
+def test_what_a_step_computes_of_prompts(
+    settings: dict[str, Any], prompts: list[int], passes: list[list[tuple[int, int]]]
+) -> None:
+    with plain_engine(pool_blocks=64, **settings) as engine:
+        for seed, length in enumerate(prompts):
+            engine.add_request(plain_prompt(length, seed), greedy(2))
+        outputs = engine.step()
+        assert engine._model.passes == passes
+        assert len(outputs) == len(passes[-1]), "whose prompt has been computed, answers"
 
 
 def test_decodes_and_prompts_share_a_pass_when_reuse_is_loose() -> None:
@@ -55,21 +67,6 @@ def test_decodes_and_prompts_share_a_pass_when_reuse_is_loose() -> None:
         engine.add_request(plain_prompt(8, 1), greedy(1))
         engine.step()
         assert engine._model.passes == [[(0, 3)], [(3, 4), (0, 4)]]
-
-
-def test_a_step_computes_no_more_prompt_than_its_budget() -> None:
-    with plain_engine(max_num_batched_tokens=8, pool_blocks=64) as engine:
-        for seed in range(3):
-            engine.add_request(plain_prompt(8, seed), greedy(2))
-        engine.step()
-        assert engine._model.passes == [[(0, 4)], [(4, 6)], [(6, 8)]]  # another 4 would be too many
-
-
-def test_a_prompt_is_computed_in_one_step_without_chunked_prefill() -> None:
-    with plain_engine(enable_chunked_prefill=False, pool_blocks=32) as engine:
-        engine.add_request(plain_prompt(30), greedy(1))
-        assert len(engine.step()) == 1
-        assert [chunk for [chunk] in engine._model.passes] == [(n, n + 4) for n in range(0, 28, 4)] + [(28, 30)]
 
 
 def test_a_prompt_waits_for_the_same_blocks_that_another_one_computes() -> None:
@@ -146,20 +143,6 @@ def test_a_victim_is_swapped_by_what_each_group_needs(model: dict[str, Any], exa
         assert max(again) <= 2
         expected = [said(engine, plain_prompt(5, 1), 75)] + [said(engine, plain_prompt(5, 2), 40)] * 3
         assert [one.tokens for one in outputs[late] + outputs[early]] == expected
-
-
-def test_no_other_request_finds_what_a_victim_left() -> None:
-    with plain_engine(pool_blocks=12, chunk_size=2) as engine:
-        late = engine.add_request(plain_prompt(5, 1), greedy(12), priority=1)
-        engine.step()
-        for seed in (2, 3):
-            engine.add_request(plain_prompt(5, seed), greedy(8))
-        while not engine.stats()["preemptions"]:
-            engine.step()
-        chain = sequence_of(engine, late).chain
-        assert engine._blocks.block_of(chain.key(2)) is not None
-        engine.abort(late)
-        assert all(engine._blocks.block_of(chain.key(number)) is None for number in range(2, len(chain)))
 
 
 def test_a_load_under_way_gives_way_too() -> None:

@@ -11,7 +11,7 @@ from memory_cache import MemoryCache
 from plain_model import Watch, greedy
 from real_models import SaveModel, blocks_by_key, prompt_of, small_engine
 
-from tiercache.engine import Engine, EngineSettings, SamplingParams, describe_model
+from tiercache.engine import Engine, SamplingParams
 from tiercache.engine.tier_format import StagedCache
 from tiercache.errors import DaemonUnavailable
 
@@ -160,11 +160,3 @@ def test_what_a_tight_pool_forgets_and_finds_again_changes_no_token(
             assert [[one.tokens for one in forks] for forks in found] == expected
         assert engine.stats()["preemptions"] > 0
         assert engine.stats()["load_misses"] > 0
-
-
-def test_each_format_is_a_namespace_of_its_own(llama: Path) -> None:
-    names = ["auto", "fp8", "fp8_e5m2", "int8", "int4"]
-    spaces = [describe_model(llama, EngineSettings(kv_cache_dtype=name))[0][0] for name in names]
-    assert len({space.fingerprint() for space in spaces}) == 5
-    assert [space.quantization for space in spaces] == ["none", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
-    assert describe_model(llama, EngineSettings(tier_dtype="int8"))[0] == [spaces[3]]  # the same bytes, too

@@ -13,7 +13,7 @@ from plain_model import greedy
 from real_models import SaveModel, generated, prompt_of
 from transformers import AutoModelForCausalLM
 
-from tiercache.engine import Engine, EngineSettings, RequestOutput, describe_model
+from tiercache.engine import Engine, EngineSettings, RequestOutput
 from tiercache.engine.kv_pool import RAW, BatchSegment, KVLayout, KVPool
 from tiercache.engine.torch_attention import TorchPass
 from tiercache.errors import ConfigError
@@ -164,42 +164,33 @@ class PaperLlama:
     """A Llama that keeps keys as they were before they were turned, and turns them by their places in the cache."""
 
     def __init__(self, folder: Path, window: int, sinks: int) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.config, self.weights = model.config, model.state_dict()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.window, self.sinks = window, sinks
-
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ self.weights[f"{name}.weight"].T
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scaled = x * (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
-        return scaled * self.weights[f"{name}.weight"]
 
     def turned(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """`x` `[..., head_dim]` at `places`, which lack the last dimension."""
         half = x.shape[-1] // 2
-        theta = self.config.rope_parameters["rope_theta"]
+        theta = self.model.config.rope_parameters["rope_theta"]
         angles = places[..., None] * theta ** (-torch.arange(half) / half)
         first, second = x[..., :half], x[..., half:]
         return torch.cat(
             [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
         )
 
+    @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """`[token, vocabulary]`."""
-        x = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
-        for layer in range(self.config.num_hidden_layers):
-            name = f"model.layers.{layer}"
-            x = x + self.linear(self.attend(self.norm(x, f"{name}.input_layernorm"), name), f"{name}.self_attn.o_proj")
-            y = self.norm(x, f"{name}.post_attention_layernorm")
-            gate = torch.nn.functional.silu(self.linear(y, f"{name}.mlp.gate_proj"))
-            x = x + self.linear(gate * self.linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
-        return self.linear(self.norm(x, "model.norm"), "lm_head")
+        x = self.model.model.embed_tokens(torch.tensor(tokens))
+        for layer in self.model.model.layers:
+            x = x + self.attend(layer.input_layernorm(x), layer.self_attn)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.model.lm_head(self.model.model.norm(x))
 
-    def attend(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        count, head_dim = len(x), self.config.head_dim
+    def attend(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        count, head_dim = len(x), self.model.config.head_dim
         query, key, value = (
-            self.linear(x, f"{name}.self_attn.{part}_proj").view(count, -1, head_dim).transpose(0, 1) for part in "qkv"
+            project(x).view(count, -1, head_dim).transpose(0, 1)
+            for project in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
         group = len(query) // len(key)
         p, t = torch.arange(count)[:, None], torch.arange(count)[None]
@@ -212,7 +203,7 @@ class PaperLlama:
         scores = (queries * keys[:, None]).sum(-1) * head_dim**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out = weights @ value[:, None]
-        return out.reshape(len(query), count, head_dim).transpose(0, 1).reshape(count, -1)
+        return layer.o_proj(out.reshape(len(query), count, head_dim).transpose(0, 1).reshape(count, -1))
 
 
 def check_streaming(paper: PaperLlama, prompt: list[int], output: RequestOutput) -> None:
@@ -255,15 +246,6 @@ def test_a_chat_outlives_the_model_and_the_pool(save_model: SaveModel) -> None:
     limited = EngineSettings(**{**STREAMING, "max_model_len": 200})
     with Engine(folder, limited) as engine, pytest.raises(ConfigError, match="exceed the 200 tokens"):
         engine.generate([prompt], greedy(51))
-
-
-def test_blocks_have_names_of_their_own(llama: Path) -> None:
-    options = ({}, {"attention_window": 20}, {"attention_window": 28}, {"attention_window": 20, "attention_sinks": 9})
-    described = {describe_model(llama, EngineSettings(**SMALL, **changes))[1] for changes in options}
-    assert len(described) == 4
-    [namespace], root = describe_model(llama, EngineSettings(**SMALL, attention_window=20, attention_sinks=5))
-    assert ([namespace], root) == describe_model(llama, EngineSettings(**SMALL, attention_window=20, attention_sinks=8))
-    assert (namespace.group, namespace.window_blocks) == ("window", 1 + 3)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from real_models import random_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-transformers.utils.logging.disable_progress_bar()
+from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<end>", "<|system|>", "<|user|>", "<|assistant|>")
 END = 256
@@ -51,21 +49,9 @@ def word_tokenizer() -> Any:
 
 def write_model(folder: Path) -> Path:
     """Write the model; greedy answers are long, and differ with the prompt."""
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=MAX_CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=END,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": MAX_CONTEXT}
+    special = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": None}
+    model = random_model("LlamaConfig", 5, **sizes, **special)
     tokenizer = byte_tokenizer()
     printable = {token for token in range(256) if " " <= tokenizer.decode([token]) <= "~"}
     assert len(printable) == 95

@@ -15,8 +15,9 @@ pytest.importorskip("zmq")
 pytest.importorskip("xxhash")
 
 import torch
+from block_copy_cases import GUARD
 from connector_cases import ARENA, REGION, Client, check_store_and_load, keys
-from copier_cases import GUARD, POOLS, WAIT_S
+from copier_cases import POOLS, WAIT_S
 from waiting import wait_until
 
 import tiercache
@@ -25,7 +26,8 @@ from tiercache.copies.host_memory import process_memory
 
 pytestmark = pytest.mark.gpu
 
-FORMS = ["block-first, 64 KiB", "layer-first, 4 KiB pieces"]
+FORMS = ["block-first, 64 KiB", "layer-first, 4 KiB pieces", "block-first, 1 KiB"]
+"""Copied directly, by way of staging memory, and by kernels over the bus."""
 ALL = list(range(24))
 
 

@@ -14,14 +14,14 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
-from copier_cases import GUARD, POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, layers_of, segments_of
+from block_copy_cases import GUARD, PoolCase
+from copier_cases import POOLS, WAIT_S, Arena, check_out_and_back, check_transfer_layer, segments_of
 
 from tiercache.copies.copy_plan import Method
 from tiercache.copies.cuda import CudaCopier
 from tiercache.copies.cuda_lane import CudaCopy
 from tiercache.copies.host_memory import HostMemory, process_memory
 from tiercache.errors import ArenaError
-from tiercache.kernels.block_copy import gather_blocks_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -53,44 +53,13 @@ def test_the_transfer_layer_copies_in_steps(device: str, arenas: list[Arena]) ->
 
 @pytest.mark.parametrize("pool", ["block-first, 64 KiB", "layer-first, 4 KiB pieces"])
 def test_memory_that_is_not_registered_works_too(pool: str, device: str) -> None:
-    shape, count, axis = POOLS[pool]
-    layers = layers_of(shape, count, device)
-    segments = segments_of(layers, axis)
-    block_bytes = sum(length for _, _, length in segments)
-    arena = Arena(3, block_bytes, registered=False)
-    copier = CudaCopier(device, segments, 24, memory=arena.memory)
-    assert copier.copy_out([5, 0, 23], arena.addresses([2, 0, 1])).wait(WAIT_S)
-    expected = gather_blocks_reference(layers, [5, 0, 23], axis).cpu().numpy()
-    assert (arena.bytes[[2, 0, 1], :block_bytes] == expected).all()
-    assert copier.copy_in(arena.addresses([2, 0, 1]), [1, 2, 3]).wait(WAIT_S)
-    assert (gather_blocks_reference(layers, [1, 2, 3], axis).cpu().numpy() == expected).all()
-
-
-@pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED, Method.ZERO_COPY])
-def test_a_store_waits_for_the_kernels_before_it(method: Method, device: str, arenas: list[Arena]) -> None:
-    """Compute that is still running writes the blocks; the store must carry its result."""
-    layers = layers_of((16, 1 << 15), 1, device)
-    segments = segments_of(layers, 0)
-    arena = Arena(16, segments[0][2])
-    arenas.append(arena)
-    copier = CudaCopier(device, segments, 16, method=method, memory=arena.memory)
-    compute = torch.cuda.Stream(device)
-    work = torch.ones(4096, 4096, device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(compute):
-        for _ in range(200):
-            work = (work @ work).clamp_(0, 1)
-        layers[0].view(torch.uint8).fill_(0x3C)
-        mark = copier.mark()
-    copy = copier.copy_out(range(16), arena.addresses(list(range(16))), mark)
-    assert copy.wait(WAIT_S)
-    assert (arena.bytes == 0x3C).all()
+    check_out_and_back(pool, None, device, registered=False)
 
 
 def test_a_copy_that_the_driver_refuses_fails_without_harm(device: str, arenas: list[Arena]) -> None:
     """A range that leaves its device allocation: an error in words, and the next copy works."""
     torch.cuda.empty_cache()  # so that the pool is an allocation of its own
-    layers = layers_of((2, 8 << 20), 1, device)
+    layers = PoolCase("2 blocks", (2, 8 << 20)).make(device)
     base, stride, length = segments_of(layers, 0)[0]
     arena = Arena(1, length + (8 << 20), chunk_bytes=64 << 20)
     arenas.append(arena)

@@ -20,6 +20,7 @@ import torch
 from checksum_cases import *  # noqa: F403 - the tests
 from checksum_cases import noise, unsigned
 from cluster import BLOCK_BYTES, POOL_BLOCKS, Cluster, content
+from direct_case import damage, store_on_disk
 
 import tiercache
 from tiercache.connector.direct.backend import KvikioBackend
@@ -116,13 +117,6 @@ class GpuCluster(Cluster):
         self.gpu.close()
         super().stop()
 
-    def store_on_disk(self, name: str, blocks: int) -> bytes:
-        chain = chain_of(name, blocks)
-        assert self.store(chain).stored == blocks
-        self.wait_written()
-        self.flush_dram()
-        return chain
-
     def expect(self, places: list[int], chain: bytes) -> None:
         for number, place in enumerate(places):
             wanted = torch.from_numpy(content(key_of(chain, number)).copy())
@@ -130,7 +124,7 @@ class GpuCluster(Cluster):
 
 
 def test_blocks_come_from_disk_to_device(cluster: GpuCluster) -> None:
-    chain = cluster.store_on_disk("a", 100)
+    chain = store_on_disk(cluster, "a", 100)
     places = list(range(100))[::-1]
     assert cluster.gpu.load(cluster.gpu.match(chain), places) == 100
     cluster.expect(places, chain)
@@ -139,7 +133,7 @@ def test_blocks_come_from_disk_to_device(cluster: GpuCluster) -> None:
 
 
 def test_a_load_waits_for_kernels_that_use_the_blocks(cluster: GpuCluster, device: str) -> None:
-    chain = cluster.store_on_disk("a", 4)
+    chain = store_on_disk(cluster, "a", 4)
     match = cluster.gpu.match(chain)
     torch.cuda._sleep(int(1e9))
     before = cluster.gpu_pool[:4].clone()  # queued behind the sleep: it must see the old bytes
@@ -150,13 +144,8 @@ def test_a_load_waits_for_kernels_that_use_the_blocks(cluster: GpuCluster, devic
 
 
 def test_a_bad_block_never_counts_as_good(cluster: GpuCluster) -> None:
-    chain = cluster.store_on_disk("a", 20)
-    segment = next((cluster.directories[0] / "segments").glob("*.seg"))
-    with segment.open("r+b") as file:
-        file.seek(7 * BLOCK_BYTES + 99)
-        byte = file.read(1)[0]
-        file.seek(7 * BLOCK_BYTES + 99)
-        file.write(bytes([byte ^ 1]))
+    chain = store_on_disk(cluster, "a", 20)
+    damage(cluster, 7)
     good = cluster.gpu.load(cluster.gpu.match(chain), range(20))
     assert good <= 7
     cluster.expect(list(range(good)), chain)

@@ -9,49 +9,35 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-
 from tiercache.kernels import block_copy  # noqa: E402
 
 pytestmark = pytest.mark.kernels
 
 
-def pool() -> Any:
-    """Four blocks of 32 bytes."""
-    return block_copy.PoolTable.from_layers([torch.zeros(4, 8, dtype=torch.int32)])
+def frames(count: int, length: int = 32, dtype: Any = torch.uint8) -> Any:
+    return torch.empty(count, length, dtype=dtype)
 
 
-def test_a_block_with_holes_is_refused() -> None:
-    with pytest.raises(ValueError, match="not one run of bytes"):
-        block_copy.PoolTable.from_layers([torch.zeros(5, 4, 8)[:, :, :4]])
-
-
-@pytest.mark.parametrize("ids", [[4], [-1], [0, 1, 1 << 40]])
-def test_block_ids_outside_the_pool_are_refused(ids: list[int]) -> None:
-    table = pool()
-    frames = torch.empty(len(ids), table.block_bytes, dtype=torch.uint8)
-    with pytest.raises(IndexError, match="pool of 4 blocks"):
-        block_copy.gather_blocks(table, ids, frames)
-
-
-def test_a_scatter_into_one_block_twice_is_refused() -> None:
-    table = pool()
-    with pytest.raises(IndexError, match="repeated"):
-        block_copy.scatter_blocks(table, [1, 2, 1], torch.empty(3, table.block_bytes, dtype=torch.uint8))
+GATHER, SCATTER = block_copy.gather_blocks, block_copy.scatter_blocks
 
 
 @pytest.mark.parametrize(
-    ("frames", "text"),
+    ("copy", "ids", "frames", "error", "text"),
     [
-        (torch.empty(2, 32, dtype=torch.uint8), "1 block ids for 2 frames"),
-        (torch.empty(1, 31, dtype=torch.uint8), "frames of 31 bytes for blocks of 32"),
-        (torch.empty(1, 32, dtype=torch.int8), "contiguous uint8"),
-        (torch.empty(1, 64, dtype=torch.uint8)[:, ::2], "contiguous uint8"),
+        (GATHER, [4], frames(1), IndexError, "pool of 4 blocks"),
+        (GATHER, [-1], frames(1), IndexError, "pool of 4 blocks"),
+        (GATHER, [0, 1, 1 << 40], frames(3), IndexError, "pool of 4 blocks"),
+        (SCATTER, [1, 2, 1], frames(3), IndexError, "repeated"),
+        (GATHER, [0], frames(2), ValueError, "1 block ids for 2 frames"),
+        (GATHER, [0], frames(1, 31), ValueError, "frames of 31 bytes for blocks of 32"),
+        (GATHER, [0], frames(1, dtype=torch.int8), ValueError, "contiguous uint8"),
+        (GATHER, [0], frames(1, 64)[:, ::2], ValueError, "contiguous uint8"),
     ],
 )
-def test_frames_that_do_not_fit_are_refused(frames: Any, text: str) -> None:
-    table = pool()
-    with pytest.raises(ValueError, match=text):
-        block_copy.gather_blocks(table, [0], frames)
+def test_copies_that_do_not_fit_are_refused(copy: Any, ids: list[int], frames: Any, error: Any, text: str) -> None:
+    pool = block_copy.PoolTable.from_layers([torch.zeros(4, 8, dtype=torch.int32)])
+    with pytest.raises(error, match=text):
+        copy(pool, ids, frames)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +52,5 @@ def test_frames_that_do_not_fit_are_refused(frames: Any, text: str) -> None:
 def test_segments_that_make_no_pool_are_refused(rows: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         block_copy.PoolTable.from_segments(*rows, device="cpu")
+    with pytest.raises(ValueError, match="not one run of bytes"):
+        block_copy.PoolTable.from_layers([torch.zeros(5, 4, 8)[:, :, :4]])

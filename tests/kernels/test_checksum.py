@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from tiercache.protocol.checksums import (
     mix,
 )
 
-HERE = Path(__file__).parent
 MASK = (1 << 64) - 1
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.kernels, pytest.mark.engine]
 TESTS = Path(__file__).resolve().parent.parent
 FILES = {
-    "kernels/interpreted_kernels.py": (39, 23),
+    "kernels/interpreted_kernels.py": (37, 23),
     "copies/interpreted_copier.py": (21, 19),
     "engine/interpreted_engine.py": (4, 6),
 }

@@ -16,8 +16,6 @@ from tiercache.kernels.kv_tiles import PagedKv, TileFormat  # noqa: E402
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
-BLOCK, KV_HEADS, LAYERS, GROUP = 16, 8, 32, 4
-
 
 @pytest.mark.parametrize(("start", "end"), [(0, 40), (33, 40), (39, 40)])
 def test_the_twin_is_torchs_own_attention(start: int, end: int) -> None:

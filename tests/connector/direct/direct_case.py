@@ -59,27 +59,29 @@ class DirectCluster(Cluster):
         """Blocks in DRAM."""
         return int(self.connector.client.stats()["tiers"]["dram"]["blocks"])
 
-    def store_on_disk(self, name: str, blocks: int) -> bytes:
-        """A chain that is on NVMe and no longer in DRAM."""
-        chain = chain_of(name, blocks)
-        assert self.store(chain).stored == blocks
-        self.wait_written()
-        self.flush_dram()
-        return chain
-
     def is_right(self, number: int, chain: bytes, block: int) -> bool:
         """Whether a pool block holds what belongs under a key."""
         return bool(np.array_equal(self.pool[number], content(key_of(chain, block))))
 
-    def damage(self, block: int) -> None:
-        """Flip a bit of the n-th slot of the first segment, behind the daemon's back."""
-        segment = next((self.directories[0] / "segments").glob("*.seg"))
-        with segment.open("r+b") as file:
-            file.seek(block * BLOCK_BYTES + 777)
-            byte = file.read(1)[0]
-            file.seek(block * BLOCK_BYTES + 777)
-            file.write(bytes([byte ^ 16]))
-
     def direct(self, name: str) -> int:
         """A counter of the connector."""
         return self.connector.counters[f"direct_{name}"]
+
+
+def store_on_disk(cluster: Cluster, name: str, blocks: int) -> bytes:
+    """A chain that is on NVMe and no longer in DRAM."""
+    chain = chain_of(name, blocks)
+    assert cluster.store(chain).stored == blocks
+    cluster.wait_written()
+    cluster.flush_dram()
+    return chain
+
+
+def damage(cluster: Cluster, block: int) -> None:
+    """Flip a bit of the n-th slot of the first segment, behind the daemon's back."""
+    segment = next((cluster.directories[0] / "segments").glob("*.seg"))
+    with segment.open("r+b") as file:
+        file.seek(block * BLOCK_BYTES + 777)
+        byte = file.read(1)[0]
+        file.seek(block * BLOCK_BYTES + 777)
+        file.write(bytes([byte ^ 16]))

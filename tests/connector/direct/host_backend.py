@@ -65,38 +65,39 @@ class HostBackend:
         os.close(file)
 
     def read(self, file: int, offset: int, address: int, length: int) -> int:
-        """See `Backend`. An unaligned address (4096) costs a copy."""
+        """See `Backend`."""
         with self._lock:
             index, self.reads = self.reads, self.reads + 1
         fault = self._fault(index)
-        wanted = self._suffer(fault, offset, length)
-        count = _read_direct(file, offset, address, wanted) if wanted else 0
-        if fault is Fault.WRONG:
-            _bytes_at(address, length)[-1] ^= 1
+        moved = self._suffer(fault, offset, length)
+        with mmap.mmap(-1, length) as area, memoryview(area) as view:
+            count = _move_all(os.preadv, file, offset, view[:moved])
+            view[-1] ^= fault is Fault.WRONG
+            _bytes_at(address, length)[:count] = view[:count]
         return count
 
     def write(self, file: int, offset: int, address: int, length: int) -> int:
-        """See `Backend`. An unaligned address (4096) costs a copy."""
+        """See `Backend`."""
         with self._lock:
             index, self.writes = self.writes, self.writes + 1
         fault = self._write_fault(index)
-        wanted = self._suffer(fault, offset, length)
-        return _write_direct(file, offset, address, wanted, fault is Fault.WRONG) if wanted else 0
+        moved = self._suffer(fault, offset, length)
+        with mmap.mmap(-1, length) as area, memoryview(area) as view:
+            view[:] = _bytes_at(address, length)
+            view[-1] ^= fault is Fault.WRONG
+            return _move_all(os.pwritev, file, offset, view[:moved])
 
     def _suffer(self, fault: Fault | None, offset: int, length: int) -> int:
         """Inject the fault; returns how many bytes to move, maybe after a while."""
         if fault is Fault.ERROR:
             raise DirectFailed(f"{length} bytes at {offset}: as was asked for")
         if fault is Fault.HANG:
-            self._hang()
+            with self._lock:
+                self.hanging += 1
+            self._resume.wait(HANG_S)
+            with self._lock:
+                self.hanging -= 1
         return length - PAGE_BYTES if fault is Fault.SHORT else length
-
-    def _hang(self) -> None:
-        with self._lock:
-            self.hanging += 1
-        self._resume.wait(HANG_S)
-        with self._lock:
-            self.hanging -= 1
 
     def resume(self) -> None:
         """Let hanging operations, and later ones that would hang, continue."""
@@ -113,26 +114,6 @@ class HostBackend:
 
 def _bytes_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-
-
-def _read_direct(file: int, offset: int, address: int, length: int) -> int:
-    target = _bytes_at(address, length)
-    if address % PAGE_BYTES == 0:
-        return _move_all(os.preadv, file, offset, target)
-    with mmap.mmap(-1, length) as area, memoryview(area) as view:
-        count = _move_all(os.preadv, file, offset, view)
-        target[:count] = view[:count]
-    return count
-
-
-def _write_direct(file: int, offset: int, address: int, length: int, spoiled: bool) -> int:
-    source = _bytes_at(address, length)
-    if address % PAGE_BYTES == 0 and not spoiled:
-        return _move_all(os.pwritev, file, offset, source)
-    with mmap.mmap(-1, length) as area, memoryview(area) as view:
-        view[:] = source
-        view[-1] ^= spoiled
-        return _move_all(os.pwritev, file, offset, view)
 
 
 def _move_all(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, view: memoryview) -> int:

@@ -23,7 +23,6 @@ from tiercache.protocol.messages import Extent
 
 BLOCK = 8192
 BLOCKS = 32
-FAKES = Path(__file__).parent / "fakes"
 
 
 class Disk:
@@ -138,12 +137,6 @@ def test_an_extent_that_is_not_as_promised_ends_the_run(disk: Disk, changes: dic
 def test_a_place_that_is_not_as_promised_is_not_written_to(disk: Disk, changes: dict[str, int]) -> None:
     assert disk.store([disk.extent(0), disk.extent(2, **changes)], [0, 1]) == []
     assert disk.calls == []
-
-
-def test_the_block_behind_the_good_ones_is_named_bad(disk: Disk) -> None:
-    extents = [disk.extent(0), disk.extent(1), disk.extent(2, checksum=5), disk.extent(3)]
-    assert disk.load(extents, [0, 1, 2, 3]) == DirectResult(2, True)
-    assert disk.loader.counters["direct_bad_blocks"] == 1
 
 
 def test_a_file_that_is_gone_or_short_is_a_failure_and_is_not_made(disk: Disk) -> None:

@@ -90,4 +90,4 @@ def test_what_hangs_for_ever_is_killed(probe: Probe, monkeypatch: pytest.MonkeyP
     assert found.mode is Mode.COMPAT
     assert "hung and was killed after 2 s" in found.reason
     command = ["ps", "--ppid", str(os.getpid()), "-o", "args"]
-    assert "gds_stage" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "probe_stage" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,17 +25,8 @@ BACKWARDS = list(range(BLOCKS))[::-1]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[DirectCluster] = []
-
-    def start(*arguments: Any, **settings: Any) -> DirectCluster:
-        made.append(DirectCluster(tmp_path, *arguments, **{"stores": True, **settings}))
-        return made[-1]
-
-    yield start
-    for cluster in made:
-        cluster.backend.resume()
-        cluster.stop()
+def make(make: Make) -> Make:
+    return partial(make, stores=True)
 
 
 def store_backwards(cluster: DirectCluster, chain: bytes) -> tiercache.StoreResult:

@@ -115,14 +115,11 @@ def test_more_or_fewer_places_than_can_be_are_given_back(places: int) -> None:
     assert (writer.aborted, writer.let_go) == ([True], [7])
 
 
-def test_a_lease_whose_write_is_lost_is_not_said_to_be_finished() -> None:
+def test_a_write_that_is_lost_is_not_said_to_be_finished_and_an_answer_about_others_is_refused() -> None:
     writer = Writer(Session(), CopyLost("as the test wants it"))
     with pytest.raises(CopyLost):
         writer.write()
     assert writer.aborted == [False]
-
-
-def test_an_answer_about_other_blocks_than_were_committed_is_refused() -> None:
     writer = Writer(Session(committed(1)))
     with pytest.raises(ProtocolError, match="4 blocks were committed and 1 answered"):
         writer.write()

@@ -29,34 +29,22 @@ def hashes(first: int, count: int) -> list[str]:
     return [hashlib.sha256(b"%d" % number).hexdigest() for number in range(first, first + count)]
 
 
+DEVICE_POOL: dict[str, Any] = {
+    "size": 256,
+    "page_size": PAGE,
+    "dtype": torch.bfloat16,
+    "layer_num": 3,
+    "device": "cpu",
+    "enable_memory_saver": False,
+}
+
+
 def mla_host(layout: str = "page_first") -> Any:
-    return host_of(
-        MLATokenToKVPool(
-            size=256,
-            page_size=PAGE,
-            dtype=torch.bfloat16,
-            kv_lora_rank=64,
-            qk_rope_head_dim=16,
-            layer_num=3,
-            device="cpu",
-            enable_memory_saver=False,
-        ),
-        layout,
-    )
+    return host_of(MLATokenToKVPool(kv_lora_rank=64, qk_rope_head_dim=16, **DEVICE_POOL), layout)
 
 
 def mha_host(layout: str = "page_first") -> Any:
-    pool = MHATokenToKVPool(
-        size=256,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        head_num=2,
-        head_dim=32,
-        layer_num=3,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    return host_of(pool, layout)
+    return host_of(MHATokenToKVPool(head_num=2, head_dim=32, **DEVICE_POOL), layout)
 
 
 def host_of(pool: Any, layout: str) -> Any:

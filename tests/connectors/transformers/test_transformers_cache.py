@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from waiting import wait_until
 import tiercache
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.errors import ModelRefused
+from tiercache.http.affinity import Affinity, Query, UnknownModel
 
 pytestmark = pytest.mark.engine
 MLA = {
@@ -176,25 +179,25 @@ def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:
     assert cache.restore(long[:, :60]).get_seq_length() == 0, "its K was computed with the scaling of the long prompt"
 
 
-@pytest.mark.parametrize(
-    ("config_class", "options", "words"),
-    [
-        ("MambaConfig", {"state_size": 8}, "only K and V per layer"),
-        (
-            "LlamaConfig",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type is dynamic",
-        ),
-        (
-            "Qwen3NextConfig",
-            {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
-            "only K and V per layer",
-        ),
-        ("LlamaConfig", {"is_causal": False}, "attend to later ones"),
-        ("MoshiConfig", {"sliding_window": 40}, "masks of moshi do not have its sliding window"),
-        ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 512}, "attend to later ones"),
-    ],
-)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("MambaConfig", {"state_size": 8}, "only K and V per layer"),
+    (
+        "Qwen3NextConfig",
+        {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+        "only K and V per layer",
+    ),
+    (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type is dynamic",
+    ),
+    ("LlamaConfig", {"is_causal": False}, "attend to later ones"),
+    ("MoshiConfig", {"sliding_window": 40}, "masks of moshi do not have its sliding window"),
+    ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 512}, "attend to later ones"),
+]
+
+
+@pytest.mark.parametrize(("config_class", "options", "words"), REFUSED)
 def test_models_that_are_no_plain_decoders_are_refused(
     open_cache: Open, config_class: str, options: dict[str, Any], words: str
 ) -> None:
@@ -202,43 +205,64 @@ def test_models_that_are_no_plain_decoders_are_refused(
         open_cache(tiny_model(config_class, **options))
 
 
-def test_a_model_whose_cache_is_not_all_its_state_is_refused(open_cache: Open) -> None:
-    """A model that remembers more than K and V computes something else from a restored prefix."""
-    model = tiny_model("LlamaConfig")
-    embed = model.model.embed_tokens
-    original = embed.forward
-    seen: list[float] = [0.0]
+def remember(model: Any) -> None:
+    """The model keeps more than K and V, and computes something else from a restored prefix."""
+    embed, seen = model.model.embed_tokens.forward, [0.0]
 
-    def remember(ids: torch.Tensor) -> torch.Tensor:
-        hidden = original(ids) + seen[0]
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        hidden = embed(ids) + seen[0]
         seen[0] = 0.5 * ids.shape[1]
         return hidden
 
-    embed.forward = remember
-    with pytest.raises(ModelRefused, match="computes something else from a restored prefix"):
-        open_cache(model, model_id="one that remembers")
+    model.model.embed_tokens.forward = forward
 
 
-def test_attention_that_looks_ahead_is_refused_though_the_config_does_not_say_so(open_cache: Open) -> None:
+def look_ahead(model: Any) -> None:
+    """Attention to later tokens, though the config does not say so."""
+    embed = model.model.embed_tokens.forward
+    model.model.embed_tokens.forward = lambda ids: embed(ids) + 0.1 * embed(ids[:, 20:]).sum(1, keepdim=True)
+
+
+SPOILT: list[tuple[Callable[[Any], None], str]] = [
+    (remember, "computes something else from a restored prefix"),
+    (look_ahead, "attend to later ones|something else from a restored prefix"),
+    (lambda model: setattr(model.model, "rope_deltas", None), "keeps positions of one call for the next"),
+    # Each rank of tensor parallelism has some of the heads: under one `model_id` it would find another rank's.
+    (lambda model: setattr(model, "_tp_size", 2), "divided among processes"),
+    (lambda model: setattr(model.lm_head.weight, "device_mesh", "as a DTensor has"), "divided among processes"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILT)
+def test_models_that_are_not_what_their_config_says_are_refused(
+    open_cache: Open, spoil: Callable[[Any], None], words: str
+) -> None:
     model = tiny_model("LlamaConfig")
-    embed = model.model.embed_tokens
-    original = embed.forward
-    embed.forward = lambda ids: original(ids) + 0.1 * original(ids[:, 20:]).sum(1, keepdim=True)
-    with pytest.raises(ModelRefused, match=r"attend to later ones|something else from a restored prefix"):
-        open_cache(model, model_id="one that looks ahead")
-    model.model.rope_deltas = None
-    embed.forward = original
-    with pytest.raises(ModelRefused, match="keeps positions of one call for the next"):
-        open_cache(model)
+    spoil(model)
+    with pytest.raises(ModelRefused, match=words):
+        open_cache(model, model_id="a model of this kind")
 
 
-def test_a_rank_of_tensor_parallelism_is_refused(open_cache: Open) -> None:
-    """Each rank has some of the heads; under one `model_id` it would find another rank's."""
-    model = tiny_model("LlamaConfig")
-    model._tp_size = 2  # what transformers sets
-    with pytest.raises(ModelRefused, match="divided among processes"):
-        open_cache(model, model_id="one of two ranks")
-    model._tp_size = 1
-    model.lm_head.weight.device_mesh = "as a DTensor has"  # type: ignore[assignment]
-    with pytest.raises(ModelRefused, match="divided among processes"):
-        open_cache(model, model_id="one of two ranks")
+def test_the_affinity_query_says_what_restore_then_finds(open_cache: Open, daemon: tiercache.LaunchedDaemon) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(100)
+    cache = open_cache(model, salt="s3cret")
+    with tiercache.Client.connect(daemon.address, map_arena=False, request_timeout_s=30.0) as client:
+        affinity = Affinity(client)
+
+        def matched(name: str, salt: str = "s3cret") -> int | None:
+            """None until the cache has announced the model."""
+            with suppress(UnknownModel):
+                return int(affinity.ask(Query(model=name, tokens=ids[0].tolist(), salt=salt))["matched"])
+            return None
+
+        wait_until(lambda: matched("LlamaForCausalLM") == 0)
+        greedy(cache, ids, max_new_tokens=1)
+        before = cache.watch.content.hex()
+        assert (matched("LlamaForCausalLM"), matched(before), matched(before, salt="")) == (96, 96, 0)
+        assert cache.restore(ids).known_tokens == 96
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+        assert cache.restore(ids).known_tokens == 0  # other weights, and another name
+        after = cache.watch.content.hex()
+        assert before != after
+        wait_until(lambda: matched(after) == 0)

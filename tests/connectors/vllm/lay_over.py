@@ -1,6 +1,6 @@
 """Makes an environment with another version of vLLM for a CPU: its Python over the binaries of one that has been built.
 
-    python tests/vllm/lay_over.py 0.33.0 .venv-vllm .venv-vllm-0.33
+    python tests/connectors/vllm/lay_over.py 0.33.0 .venv-vllm .venv-vllm-0.33
 
 For versions without a wheel for the CPU. Run by the Python of the environment that has the binaries, whose packages the
 new one shares: it has some 60 MB of its own, with what `requirements-<version>.txt` adds.

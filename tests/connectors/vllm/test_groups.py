@@ -24,24 +24,14 @@ from tiercache.errors import ModelRefused
 from tiercache.protocol.namespaces import NamespaceSpec
 
 
-class FullAttentionSpec(SimpleNamespace):
-    """Known by its name, as vLLM's are."""
+def kind(name: str) -> Any:
+    """The spec of a kind of layers, which is known by its name, as vLLM's are."""
+    return type(name, (SimpleNamespace,), {})
 
 
-class SlidingWindowSpec(SimpleNamespace):
-    """The same."""
-
-
-class MambaSpec(SimpleNamespace):
-    """The same."""
-
-
-class ChunkedLocalAttentionSpec(SimpleNamespace):
-    """The same."""
-
-
-class SlidingWindowMLASpec(SimpleNamespace):
-    """The same; DeepSeek V4's compressors have it."""
+FullAttentionSpec, SlidingWindowSpec, MambaSpec = map(kind, ("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"))
+ChunkedLocalAttentionSpec = kind("ChunkedLocalAttentionSpec")
+SlidingWindowMLASpec = kind("SlidingWindowMLASpec")  # DeepSeek V4's compressors have it
 
 
 def config(*specs: Any) -> Any:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-from tiny_vllm import SPEC, ByHand, TinyCache
+from tiny_vllm import SPEC, TinyCache, looked_up_by_hand
 
-from tiercache.connectors.vllm import lookups
 from tiercache.connectors.vllm.lookups import LONGEST_WAIT, SLOW_LOOKUP_S, MatchLookups
 from tiercache.protocol.messages import KEY_BYTES
 
@@ -37,9 +34,9 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with mock.patch.object(lookups, "JobQueue", ByHand):
+    rig: Rig
+    with looked_up_by_hand(lambda: rig.now_s):
         rig = Rig()
-    with mock.patch.object(lookups, "time", SimpleNamespace(monotonic=lambda: rig.now_s)):
         yield rig
 
 

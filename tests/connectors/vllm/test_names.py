@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from tiny_vllm import SIZE, SPEC
 
-from tiercache.connectors.vllm import names
-from tiercache.connectors.vllm import names as vllm_names
+from tiercache.connectors.vllm import names as naming
 from tiercache.connectors.vllm.names import Names, check_hashes
 from tiercache.connectors.weights import files
 from tiercache.errors import ModelRefused
@@ -59,7 +58,7 @@ def adapter(folder: Path, number: int, **options: Any) -> Any:
 
 def test_requests_wait_for_the_model_but_no_longer_than_they_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, waits = 100.0, []
-    monkeypatch.setattr(vllm_names, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(naming, "time", SimpleNamespace(monotonic=lambda: now_s))
     names = names_of(folder, wait_s=60.0)
     named = threading.Event()
     event = SimpleNamespace(set=named.set, wait=lambda seconds: waits.append(seconds) or named.is_set())
@@ -161,12 +160,12 @@ def test_what_changes_while_it_is_read_has_no_name(
 
 
 def test_cards_are_announced_when_they_change_and_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "MAX_CARDS", 2)
+    monkeypatch.setattr(naming, "MAX_CARDS", 2)
     announced: list[list[ModelCard]] = []
     connector: Any = SimpleNamespace(namespace=SPEC, announce=announced.append)
     model = SimpleNamespace(model="/models/m", served_model_name=["served", "m"])
     config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
-    its = names.Cards(config, connector, [SPEC], 2 * SIZE)
+    its = naming.Cards(config, connector, [SPEC], 2 * SIZE)
     for content, adapter in ((b"1", ""), (b"1", ""), (b"1", "a"), (b"2", ""), (b"2", "b"), (b"1", "a")):
         its.add(content, adapter, f"/{adapter}")
     assert [[(card.content, card.adapter) for card in every] for every in announced] == [

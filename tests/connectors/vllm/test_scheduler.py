@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from machines import in_first_ring, in_stress
-from tiny_vllm import SIZE, TinyCopy, TinyRequest, TinyVllm, adapter
+from tiny_vllm import SIZE, TinyCopy, TinyRequest, TinyVllm, adapter, step_output
 from waiting import wait_until
 
 import tiercache
@@ -190,16 +190,8 @@ def give_blocks(vllm: TinyVllm, one: Any, tokens: int) -> None:
 
 def orders_of(vllm: TinyVllm, tokens: dict[str, int] | None = None, new: tuple[Any, ...] = ()) -> Any:
     """The orders of a step with `tokens` of each request, of which some are `new`."""
-    tokens = tokens or {}
-    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
-    started = [
-        SimpleNamespace(req_id=one.request_id, num_computed_tokens=one.num_computed_tokens, block_ids=()) for one in new
-    ]
-    fields = {"num_scheduled_tokens": tokens, "total_num_scheduled_tokens": sum(tokens.values())}
-    output = SimpleNamespace(
-        **fields, scheduled_new_reqs=started, scheduled_cached_reqs=cached, kv_cache_block_copies=None
-    )
-    orders = vllm.planner.step(output)
+    started = [(one.request_id, one.num_computed_tokens, ()) for one in new]
+    orders = vllm.planner.step(step_output(tokens or {}, started))
     vllm.planner.check_integrity()
     return orders
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tiny_vllm import step_output
 
 from tiercache.connectors.vllm.orders import BlockRun, Orders, WorkerReport
 from tiercache.connectors.vllm.stores import MAX_JOBS, TURN_STEPS, EngineFacts, StorePlanner
@@ -57,25 +58,11 @@ class Engine:
         `starts`: requests of which so many tokens are there already, and all of their blocks.
         """
         orders = Orders()
-        cached = SimpleNamespace(
-            req_ids=list(new),
-            num_computed_tokens=[0] * len(new),
-            resumed_req_ids=set(),
-            new_block_ids=[(blocks,) for blocks in new.values()],
-        )
-        started = [
-            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=(ids,))
-            for name, (computed, ids) in (starts or {}).items()
-        ]
-        for name, (computed, _) in (starts or {}).items():
+        started = [(name, computed, ids) for name, (computed, ids) in (starts or {}).items()]
+        for name, computed, _ in started:
             if name in self.requests:
                 self.requests[name].num_computed_tokens = computed
-        output = SimpleNamespace(
-            num_scheduled_tokens=tokens,
-            scheduled_new_reqs=started,
-            scheduled_cached_reqs=cached,
-            kv_cache_block_copies=None,
-        )
+        output = step_output(tokens, started, [(name, 0, blocks) for name, blocks in new.items()])
         self.stores.step(output, orders)
         for name, count in tokens.items():
             self.requests[name].num_computed_tokens += count

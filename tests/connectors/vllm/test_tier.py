@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-from tiny_vllm import GARBAGE, SIZE, SPEC, ByHand, TinyCache
+from tiny_vllm import GARBAGE, SIZE, SPEC, TinyCache, looked_up_by_hand
 
-from tiercache.connectors.vllm import lookups
 from tiercache.connectors.vllm import tier as tier_parts
 from tiercache.connectors.vllm.groups import GroupPart
 from tiercache.connectors.vllm.names import keys_of
@@ -63,9 +61,9 @@ class Tier:
 
 @pytest.fixture
 def tier() -> Iterator[Tier]:
-    with mock.patch.object(lookups, "JobQueue", ByHand):
+    tier: Tier
+    with looked_up_by_hand(lambda: tier.now_s):
         tier = Tier()
-    with mock.patch.object(lookups, "time", SimpleNamespace(monotonic=lambda: tier.now_s)):
         yield tier
     tier.lookups.close()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -76,6 +77,14 @@ class ByHand:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+
+@contextmanager
+def looked_up_by_hand(clock_s: Callable[[], float]) -> Iterator[None]:
+    """Meanwhile lookups have this clock, and those that are made now are done when somebody says so."""
+    time = SimpleNamespace(monotonic=clock_s)
+    with mock.patch.object(lookups, "JobQueue", ByHand), mock.patch.object(lookups, "time", time):
+        yield
 
 
 class FoundBlocks:
@@ -371,6 +380,29 @@ class TinyRequest:
             HASHED[self.block_hashes[-1]] = tokens
 
 
+Scheduled = tuple[str, int, Sequence[int] | None]
+"""A request of a step: its name, how many of its tokens were computed before, and blocks that it is given."""
+
+
+def step_output(tokens: dict[str, int], new: Iterable[Scheduled] = (), cached: Iterable[Scheduled] = ()) -> Any:
+    """What vLLM tells its connectors of a step that computes `tokens` of each request, of which some are `new`."""
+    known = list(cached)
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=(ids,)) for name, computed, ids in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, *_ in known],
+            num_computed_tokens=[computed for _, computed, _ in known],
+            new_block_ids=[(ids,) if ids else None for *_, ids in known],
+            resumed_req_ids=set(),
+        ),
+        kv_cache_block_copies=None,
+    )
+
+
 class TinyVllm:
     """The engine. Requests arrive by `add` and go by `abort`; `step` is one step of it.
 
@@ -382,11 +414,11 @@ class TinyVllm:
         """`facts`: fields of `EngineFacts`."""
         self.cache = TinyCache()
         self.now_s = 100.0
-        self._patches = [mock.patch.object(lookups, "JobQueue", ByHand)]
-        clock = SimpleNamespace(monotonic=lambda: self.now_s)
-        self._patches += [mock.patch.object(module, "time", clock) for module in (lookups, scheduler, worker)]
-        for patch in self._patches:
-            patch.start()
+        self._patches = ExitStack()
+        self._patches.enter_context(looked_up_by_hand(lambda: self.now_s))
+        for module in (scheduler, worker):
+            clock = SimpleNamespace(monotonic=lambda: self.now_s)
+            self._patches.enter_context(mock.patch.object(module, "time", clock))
         self.tables: dict[str, list[Block]] = {}
         self.pool = TinyPool(blocks)
         self.cells = [[GARBAGE] * SIZE for _ in range(blocks)]
@@ -441,23 +473,11 @@ class TinyVllm:
 
     def step(self) -> Orders:
         """Schedule, compute, and handle the results."""
-        new, cached, tokens = [], [], dict[str, int]()
+        new, cached, tokens = list[Scheduled](), list[Scheduled](), dict[str, int]()
         left = self._schedule_running(cached, tokens)
         if len(self.running) < MOST_RUNNING and left:
             self._schedule_waiting(new, tokens, left)
-        output = SimpleNamespace(
-            num_scheduled_tokens=tokens,
-            total_num_scheduled_tokens=sum(tokens.values()),
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[name for name, *_ in cached],
-                num_computed_tokens=[computed for _, computed, *_ in cached],
-                new_block_ids=[(ids,) if ids else None for *_, ids in cached],
-                resumed_req_ids=set(),
-            ),
-            kv_cache_block_copies=None,
-        )
-        orders = self.planner.step(output)
+        orders = self.planner.step(step_output(tokens, new, cached))
         self.planner.check_integrity()
         for request in self.running:
             request.num_computed_tokens += tokens.get(request.request_id, 0)
@@ -471,7 +491,7 @@ class TinyVllm:
                 self._answer(request)
         return orders
 
-    def _schedule_running(self, cached: list[tuple[str, int, list[int]]], tokens: dict[str, int]) -> int:
+    def _schedule_running(self, cached: list[Scheduled], tokens: dict[str, int]) -> int:
         left = BUDGET
         for request in list(self.running):
             if request not in self.running or not left:
@@ -497,7 +517,7 @@ class TinyVllm:
         request.num_computed_tokens, request.num_preemptions = 0, request.num_preemptions + 1
         self.waiting.appendleft(request)
 
-    def _schedule_waiting(self, new: list[Any], tokens: dict[str, int], left: int) -> None:
+    def _schedule_waiting(self, new: list[Scheduled], tokens: dict[str, int], left: int) -> None:
         for request in sorted(self.waiting, key=lambda one: one.request_id not in self.tables):  # who has blocks first
             if len(self.running) == MOST_RUNNING or not left or (request.loads and not self._loaded(request)):
                 continue
@@ -532,12 +552,7 @@ class TinyVllm:
             self.running.append(request)
             tokens[request.request_id] = count
             left -= count
-            ids = ([each.block_id for each in table],)
-            new.append(
-                SimpleNamespace(
-                    req_id=request.request_id, num_computed_tokens=request.num_computed_tokens, block_ids=ids
-                )
-            )
+            new.append((request.request_id, request.num_computed_tokens, [each.block_id for each in table]))
 
     def _left_for(self, request: TinyRequest) -> int:
         """Free blocks that are left when all requests that load, with this one, have all that they will ever need."""
@@ -698,8 +713,7 @@ class TinyVllm:
     def close(self) -> None:
         self.planner.close()
         self.worker.close()
-        for patch in self._patches:
-            patch.stop()
+        self._patches.close()
 
 
 def adapter(number: int, path: str, **options: Any) -> Any:

@@ -50,6 +50,20 @@ def test_hits_give_the_tokens_that_vllm_computes_itself(
         assert {space["block_bytes"] for space in statistics(daemon)["namespaces"]} == {token_bytes * BLOCK}
 
 
+def test_divided_experts_give_the_same_tokens_from_the_cache(start: Start, tmp_path: Path) -> None:
+    """Each rank has half of the experts whole, and half of the heads."""
+    model = save_model(tmp_path / "model", "Qwen3MoeConfig", **EXPERTS)
+    long = prompt(700, "parallel")
+    right = start(model=model).generate([long], 16)[0][0]
+    with launch("64MiB", region="32MiB") as daemon:
+        sizes = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+        engine = start(daemon.address, {"module": "experts_on_cpu"}, model=model, **sizes)
+        assert engine.generate([long], 16) == ([right], [0])
+        engine.await_hits(long)
+        assert engine.regenerate([long], 16) == ([right], [700 // BLOCK * BLOCK])
+        engine.close()
+
+
 def save_mimo(folder: Path) -> str:
     """A random MiMo: a Qwen 2 with one more layer, which drafts a token from the one before and the model's state."""
     torch.manual_seed(1)

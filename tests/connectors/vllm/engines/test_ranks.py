@@ -66,7 +66,7 @@ def test_each_rank_stores_its_shard(
         held = tmp_path / "held"
         held.mkdir()
         pids = engine.ask("count")["pids"]
-        assert engine.ask("hold", way="out", folder=str(held))["done"]
+        assert engine.ask("hold", folder=str(held))["done"]
         engine.order_generate([prompt(600, "killed")])
         wait_until(lambda: len(list(held.iterdir())) == 2)
         assert statistics(own)["leases"]["write"] == 2

@@ -5,21 +5,12 @@ What becomes of it with daemons that fail is in `test_faults`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_engines import (
-    BLOCK,
-    Engine,
-    launch,
-    prompt,
-    stored_blocks,
-    wait_until,
-)
+from vllm_engines import BLOCK, Engine, launch, prompt, stored_blocks, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-Start = Callable[..., Engine]
 PROMPTS = [prompt(600, f"tier {number}") for number in range(8)]
 """They need 8 x 18 chunks, and vLLM's own memory has room for 40."""
 FOUND = 600 // BLOCK * BLOCK

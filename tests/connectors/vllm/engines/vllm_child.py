@@ -9,9 +9,8 @@ makes that engine, and answers the lines that follow.
     "lora": [name, number, folder], "salt": "...", "embeds": a seed of random ones in place of the tokens,
     "images": [[seeds of those of each prompt]], "media_ids": [[their ids]]; also answers the tokens that were "drafted"
 {"op": "abort", "prompt": [...]} -> {"loading": true}, if that request was being loaded when it was aborted
-{"op": "hold", "way": "in", "folder": "..."}
-    the next copy from the cache (`out`: to it) says so with a file `held...` there, and goes on when there is a file
-    `go`
+{"op": "hold", "folder": "..."}
+    the copies to the cache say so with a file `held...` there, and never go on
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,26 +66,15 @@ def is_available(worker: Any) -> bool:
     return all(connector.available for connector in worker_groups(worker))
 
 
-def hold(worker: Any, way: str, folder: str) -> None:
-    """In the process of a rank: see above. The copy is done where it would have been, by the thread that does it."""
-    import time
-
-    connector = worker_groups(worker)[0]
-    copier = connector._own_mover().copier  # rule: a copy of a real connector
-    name = f"copy_{way}"
-    copy: Callable[..., int] = getattr(copier, name)
+def hold(worker: Any, folder: str) -> None:
+    """In the process of a rank: see above."""
 
     def held(*arguments: Any) -> int:
-        setattr(copier, name, copy)
         (Path(folder) / f"held {os.getpid()}").touch()
-        deadline_s = time.monotonic() + 250
-        while not (Path(folder) / "go").exists() and time.monotonic() < deadline_s:
-            time.sleep(0.005)  # rule: the gate is another process's file
-        copied = copy(*arguments)
-        (Path(folder) / "copied").touch()
-        return copied
+        threading.Event().wait()
+        return 0
 
-    setattr(copier, name, held)
+    worker_groups(worker)[0]._own_mover().copier.copy_out = held  # rule: a copy of a real connector
 
 
 def scale(worker: Any, factor: float = 1.3) -> bool:
@@ -116,7 +105,7 @@ class Child:
         self.connector = connector = ours(self.core.scheduler.connector)
         self.offloading = getattr(connector, "connector_scheduler", None)
         self.tier = self.offloading.manager.secondary_tiers[0] if self.offloading is not None else None
-        self.happened = {"preemptions": 0, "flushes": 0}
+        self.preemptions = 0
         self.drafted: list[int] = []
         self._count_what_happens()
 
@@ -129,19 +118,17 @@ class Child:
         preempt, step = self.core.scheduler._preempt_request, getattr(self.scheduler, "step", None)
 
         def count_preemption(*arguments: Any, **options: Any) -> None:
-            self.happened["preemptions"] += 1
+            self.preemptions += 1
             preempt(*arguments, **options)
 
-        def count_flush(output: Any) -> Any:
+        def note_drafts(output: Any) -> Any:
             assert step is not None
-            orders = step(output)
-            self.happened["flushes"] += len(orders.flush)
             self.drafted += [token for ids in output.scheduled_spec_decode_tokens.values() for token in ids]
-            return orders
+            return step(output)
 
         self.core.scheduler._preempt_request = count_preemption
         if self.scheduler is not None:
-            self.scheduler.step = count_flush
+            self.scheduler.step = note_drafts
 
     def end(self) -> None:
         """Close the connectors, and end the processes of other ranks."""
@@ -224,7 +211,7 @@ class Child:
         return {"loading": loading}
 
     def hold(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.llm.collective_rpc(hold, args=(order["way"], order["folder"]))
+        self.llm.collective_rpc(hold, args=(order["folder"],))
         return {"done": True}
 
     def scale(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -241,17 +228,16 @@ class Child:
             tier.check_integrity()
             idle = not (tier._jobs or tier.orphans or tier._lookups._requests or tier._lookups._finding)
             available = all(connector.available for connector in (tier._lookups.connector, *tier._groups))
-            return {"served": True, "idle": idle, "available": available}
+            return {"idle": idle, "available": available}
         if scheduler is None:
-            return {"served": False}
+            return {}
         scheduler.check_integrity()
         idle, jobs = not (scheduler._requests or scheduler._loads or scheduler._leased), len(scheduler.stores._jobs)
         available = scheduler.connector.available and all(self.llm.collective_rpc(is_available))
-        declined = scheduler.costs.declined_blocks if scheduler.costs is not None else 0
         steps = self.llm.llm_engine.vllm_config.max_concurrent_batches
         block_size = scheduler.connector.namespace.block_size
-        counts = {"jobs": jobs, "declined": declined, "steps": steps, "block_size": block_size, **self.happened}
-        return {"served": True, "idle": idle, "available": available, **counts}
+        counts = {"jobs": jobs, "steps": steps, "block_size": block_size, "preemptions": self.preemptions}
+        return {"idle": idle, "available": available, **counts}
 
 
 ORDERS: dict[str, Callable[[Child, dict[str, Any]], dict[str, Any]]] = {
