@@ -121,7 +121,8 @@ class PrefixCache:
         blocks = parse_bytes(staging) // spec.block_bytes
         if blocks < 1:
             raise ConfigError(f"staging is {staging}: must hold a block, {spec.block_bytes} bytes")
-        self._staging = torch.empty(blocks, spec.block_bytes // dtype.itemsize, dtype=dtype, device=model.device)
+        with torch.inference_mode(False):  # calls in and outside of that mode write to it
+            self._staging = torch.empty(blocks, spec.block_bytes // dtype.itemsize, dtype=dtype, device=model.device)
         self.watch = ModelWatch(model, model_id, salt)
         pool = Pool.from_blocks(self._staging)
         self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
@@ -217,7 +218,9 @@ class PrefixCache:
                 return cache
             end_s = time.monotonic() + self.connector.load_timeout_s
             rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
-            matches = [self.connector.match(row.chain.packed()) for row in rows]
+            matches = self._match(rows, end_s)
+            if not matches:
+                return cache
             kept = min(row.pad + match.blocks * self._block_size for row, match in zip(rows, matches, strict=True))
             kept = min(kept, length - 1)
             named = kept
@@ -232,6 +235,19 @@ class PrefixCache:
             cache.update(keys[:, :, :kept], values[:, :, :kept], layer)
         cache.known_tokens, cache.named_tokens = kept, min(kept, named)
         return cache
+
+    def _match(self, rows: list[_Row], end_s: float) -> list[Match]:
+        """What is stored of each row; nothing where that restores nothing, or was not known by `end_s`."""
+        matches = list[Match]()
+        for row in rows:
+            matches.append(self.connector.match(row.chain.packed()))
+            if not (row.pad or matches[-1].blocks) or time.monotonic() > end_s:
+                break
+        if len(matches) == len(rows) and any(match.blocks for match in matches):
+            return matches
+        for match in matches:
+            self.connector.release(match)
+        return []
 
     @torch.no_grad()
     def store(
@@ -262,15 +278,22 @@ class PrefixCache:
             return 0
         try:
             if (self.watch.root(), self.watch.changes) != (cache.root, cache.changes):
-                return 0  # computed, in part at least, by weights that are gone, if they are not back by now
+                # computed, in part at least, by weights that are gone, if they are not back by now
+                self._say("what the model computes has changed since the call began: nothing of it is stored")
+                return 0
         except ModelRefused as error:
             self._say(str(error))
             return 0
         with self._alone() as alone:
             if not alone:
                 return 0
-            rows = self._rows(cache.root, tokens[:, :length], attention_mask)
-            stored = sum(self._store_row(row, cache, index) for index, row in enumerate(rows))
+            rows, stored = self._rows(cache.root, tokens[:, :length], attention_mask), 0
+            end_s = time.monotonic() + self.connector.load_timeout_s
+            for index, row in enumerate(rows):
+                if time.monotonic() > end_s:
+                    self._say(f"the daemon is slow: not all is stored within {self.connector.load_timeout_s:g} s")
+                    break
+                stored += self._store_row(row, cache, index)
         if hint is not None:
             for row in rows:
                 self.connector.hint(row.chain.packed(), hint)

@@ -126,6 +126,7 @@ class Code:
             described = [values.value(part) for part in _functions_of(value) or [value]]
         except ModelRefused as error:
             raise ModelRefused(f"{where} is {error}") from None
+        self._check(not values.tensors, f"{where} has a tensor that is no part of the model")
         new = {id(function): function for function in values.functions if id(function) not in self._reached}
         self._reached |= new
         self._left += new.values()

@@ -25,6 +25,8 @@ PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 PROBE_TOKENS = 24
 PROBE_CUT = 16
 PROBE_PADDING = 11
+GENERATE_CUTS = (PROBE_CUT, PROBE_TOKENS - 1)
+"""What is restored when `generate` is tried: it computes several tokens behind it, and a single one."""
 SERVED_SETTINGS: dict[str, Any] = {
     "do_sample": False,
     "num_beams": 1,
@@ -75,7 +77,8 @@ def constant_rope_tokens(config: Any) -> int:
         if entry.get("rope_type") == "longrope":
             name = "original_max_position_embeddings"
             limit = min(limit, int(entry.get(name) or getattr(text, name, None) or text.max_position_embeddings))
-    return limit
+    # Doge's attention chooses keys once there are more: equal ones by the length of the sequence.
+    return min(limit, int(getattr(text, "keep_window_size", None) or limit))
 
 
 def try_model(model: Any) -> tuple[list[LayerShape], torch.dtype]:
@@ -111,15 +114,16 @@ def try_generate(model: Any) -> bool:
     mask = torch.ones_like(tokens)
     try:
         alone = _generated(model, tokens, mask, DynamicCache())
-        restored = _generated(model, tokens, mask, _first(alone, PROBE_CUT))
+        restored = [_generated(model, tokens, mask, _first(alone, cut)) for cut in GENERATE_CUTS]
     except Exception as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelRefused(f"{type(model).__name__} cannot generate from a restored prefix: {what}") from error
-    if not _alike(alone, restored):
+    if not all(_alike(alone, one) for one in restored):
         raise ModelRefused(f"generate of {model.config.model_type} computes something else from a restored prefix")
+    tokens, mask = torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1)
+    begun = [DynamicCache(), *(_first(alone, cut, PROBE_PADDING) for cut in GENERATE_CUTS)]
     try:
-        padded = _generated(model, torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1), DynamicCache())
-        return _alike(alone, padded, skipped=PROBE_PADDING)
+        return all(_alike(alone, _generated(model, tokens, mask, one), skipped=PROBE_PADDING) for one in begun)
     except Exception:
         # A model that cannot do it is served without padding.
         logger.debug("%s was tried with padding", type(model).__name__, exc_info=True)
@@ -137,10 +141,12 @@ def _generated(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Dyna
     return cache
 
 
-def _first(cache: DynamicCache, tokens: int) -> DynamicCache:
+def _first(cache: DynamicCache, tokens: int, padding: int = 0) -> DynamicCache:
+    """The first tokens of a cache, behind zeros for padding."""
     part = DynamicCache()
     for layer_id, layer in enumerate(cache.layers):
-        part.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], layer_id)
+        first = (torch.nn.functional.pad(one[:, :, :tokens], (0, 0, padding, 0)) for one in (layer.keys, layer.values))
+        part.update(*first, layer_id)
     return part
 
 

@@ -47,6 +47,8 @@ _IGNORED = frozenset(vars(torch.nn.Module())) | {
     "_fsdp_plan",
     "_name_or_path",
     "_previous_max_cache_length",
+    "_compiled_call",
+    "_last_compile_config",
     "architectures",
     "model_tags",
     "transformers_version",
@@ -58,6 +60,7 @@ _AS_TEXT = frozenset({bool, float, complex, bytes, torch.dtype, torch.device, to
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _BY_CLASS = ("transformers.", "accelerate.", "bitsandbytes.", "torch.autograd.grad_mode.")
+_CASTS = "accelerate.hooks.LayerwiseCastingHook"
 _INSIDE = ("hooks", "SCB", "threshold")
 """Attributes of objects that are else described by their class: a sequence of Accelerate's hooks, 8-bit scales."""
 _STATES = ("quant_state", "state2")
@@ -150,6 +153,8 @@ class Values:
             return [name, value.name]
         if issubclass(kind, (PretrainedConfig, QuantizationConfigMixin)) and package:
             return self.part(name, value)
+        if name == _CASTS:
+            raise ModelRefused("a hook that casts the weights during each call: cast them once, with model.to(dtype)")
         if package and name.startswith(self._by_class):
             inner = {key: one for key, one in getattr(value, "__dict__", {}).items() if key in _INSIDE}
             return [name, version_of(package), self.value(inner, depth + 1)]

@@ -2,8 +2,8 @@
 
 Everything that can change is checked where it cannot be bypassed:
 
-- tensors: address, PyTorch's count of writes, and a sample of the bytes (`sample`). Writes through `.data` or in
-  inference mode move neither of the first two;
+- tensors: which objects they are, address, PyTorch's count of writes, and a sample of the bytes (`sample`). Writes
+  through `.data` or in inference mode move none of the others;
 - modules: their types and attributes (the scale of a LoRA, an epsilon), configs and hooks (`values`), and which of them
   are shared or have tied weights;
 - code: methods of classes and the functions that these call (`code`);
@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -67,13 +68,31 @@ _REGISTERED = (
 """Tables of functions, and the attribute of a config that says which of them is used."""
 
 
+class _Tensors:
+    """Some tensors as they were; equal to those that nobody has replaced or, as far as can be seen, written.
+
+    An address does not tell tensors apart: the next one may be put where one was freed.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]], sample: bytes) -> None:
+        self._which = [weakref.ref(tensor) for _, tensor in tensors]
+        self._seen = [(_address(tensor), _writes(tensor)) for _, tensor in tensors], sample
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Tensors) or self._seen != other._seen:
+            return False
+        pairs = ((one(), same()) for one, same in zip(self._which, other._which, strict=True))
+        return all(one is same and one is not None for one, same in pairs)
+
+
 class _Look(NamedTuple):
     """A snapshot of a model. Two equal snapshots compute the same."""
 
     form: list[tuple[torch.dtype, torch.device]]  # of each tensor
-    tensors: list[tuple[int, int]]
-    sample: bytes
-    beside: tuple[list[int], bytes]  # writes to tensors that are attributes, and their sample
+    tensors: _Tensors
+    beside: _Tensors  # those that are attributes
     values: list[Any]  # config and attributes, in a form that is the same in every process
     aliases: list[tuple[str, str]]
     objects: Same  # attributes that only a `model_id` names
@@ -87,7 +106,7 @@ def _parts(model: Any) -> _Parts:
     Leaves out the frequencies that a long RoPE replaces as it goes. They are made of the config and of others, which
     stay: `original_inv_freq`.
     """
-    exchanged = "longrope" in str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", ""))
+    long_ropes = _long_ropes(model.config)
     found = _Parts({}, [], [], [])
     first: dict[int, str] = {}
     left: list[tuple[str, Any]] = [("", model)]
@@ -102,7 +121,7 @@ def _parts(model: Any) -> _Parts:
         if "_parameters" not in own:
             raise ModelRefused(f"{name or 'the model'} is of {type(module).__name__}, whose parts cannot be seen")
         for key, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
-            if tensor is None or (exchanged and key.endswith("inv_freq") and "original" not in key):
+            if tensor is None or key in _exchanged(own, long_ropes):
                 continue
             if (known := first.setdefault(id(tensor), dot + key)) != dot + key:
                 found.aliases.append((dot + key, known))
@@ -110,6 +129,22 @@ def _parts(model: Any) -> _Parts:
             found.tensors.append((dot + key, tensor))
             found.tensors.extend((f"{dot}{key}.{part}", beside) for part, beside in tensors_beside(tensor))
         left.extend((dot + key, child) for key, child in reversed(own["_modules"].items()) if child is not None)
+    return found
+
+
+def _long_ropes(config: Any) -> list[str]:
+    """What the names of the buffers of a long RoPE begin with: nothing, or a kind of layer."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {"": rope, **{f"{kind}_": one for kind, one in rope.items() if isinstance(one, dict)}}
+    return [begin for begin, one in kinds.items() if one.get("rope_type") == "longrope"]
+
+
+def _exchanged(own: dict[str, Any], long_ropes: list[str]) -> set[str]:
+    """The buffers of a module that its long RoPE replaces. Of no module that lacks the ones they are made of."""
+    found = set()
+    for begin in long_ropes:
+        if (name := f"{begin}original_inv_freq") in own or name in own["_buffers"]:
+            found |= {f"{begin}inv_freq", f"{begin}long_inv_freq"}
     return found
 
 
@@ -235,12 +270,10 @@ class ModelWatch:
         taken = self._sample.take(parts.tensors)
         values, described = self._read(parts)
         parts.beside.extend(values.tensors)
-        writes = [_writes(tensor) for _, tensor in values.tensors]
         return _Look(
             [(tensor.dtype, tensor.device) for _, tensor in parts.tensors],
-            [(_address(tensor), _writes(tensor)) for _, tensor in parts.tensors],
-            taken.digest(),
-            (writes, self._sample.take(values.tensors).digest()),
+            _Tensors(parts.tensors, taken.digest()),
+            _Tensors(values.tensors, self._sample.take(values.tensors).digest()),
             described,
             parts.aliases,
             Same(values.objects),
@@ -280,7 +313,7 @@ class ModelWatch:
         if look.form != self._form:
             raise ModelRefused("its tensors are others now, or of another type, or elsewhere: make a new cache")
         before = self._last or look
-        written = (look.tensors, look.sample) != (before.tensors, before.sample)
+        written = look.tensors != before.tensors
         if not self._weights or written:
             if self._model_id and written:
                 self._private = os.urandom(KEY_BYTES).hex()

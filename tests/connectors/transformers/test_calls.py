@@ -179,7 +179,7 @@ def test_a_cache_that_fails_in_any_way_is_a_miss(
     def fail(*_: object) -> None:
         raise RuntimeError("of some kind")
 
-    monkeypatch.setattr(cache, "_load_row" if part == "restore" else "_store_row", fail)
+    monkeypatch.setattr(cache, "_match" if part == "restore" else "_store_row", fail)
     assert greedy(cache, ids) == greedy(model, ids)
     assert "RuntimeError: of some kind" in caplog.text
 

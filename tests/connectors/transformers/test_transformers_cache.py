@@ -105,6 +105,31 @@ def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     assert greedy(cache, ids, attention_mask=mask) == expected
 
 
+def test_padding_that_a_model_sees_once_something_is_cached_goes_without_the_cache(open_cache: Open) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = tiny_model("GitConfig", vision_config={**vision, "image_size": 28, "patch_size": 14})
+    ids, mask = prompt(60), torch.ones(1, 60, dtype=torch.long)
+    ids[:, :21] = mask[:, :21] = 0
+    cache = open_cache(model)
+    assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
+
+
+def test_a_batch_waits_no_longer_for_a_slow_daemon_than_a_load_may_take(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(60).repeat(3, 1)
+    cache = open_cache(model)
+    greedy(cache, ids)
+    monkeypatch.setattr(cache.connector, "load_timeout_s", -1.0)
+    match, store = cache.connector.match, cache.connector.store
+    asked = list[str]()
+    monkeypatch.setattr(cache.connector, "match", lambda keys: asked.append("match") or match(keys))
+    monkeypatch.setattr(cache.connector, "store", lambda *keys, **how: asked.append("store") or store(*keys, **how))
+    assert greedy(cache, ids) == greedy(model, ids)
+    assert asked == ["match"], "and nothing was stored after that time"
+
+
 def test_other_weights_are_another_model(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)
@@ -157,6 +182,10 @@ def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:
             assert greedy(cache, ids) == expected
             assert cache.connector.counters["loaded_blocks"] == 3
             cache.close()
+
+
+def test_attention_that_chooses_keys_is_served_up_to_where_it_does(open_cache: Open) -> None:
+    assert open_cache(tiny_model("DogeConfig", keep_window_size=64)).watch.limit == 64
 
 
 def test_long_rope_is_served_up_to_the_trained_length(open_cache: Open) -> None:

@@ -125,6 +125,20 @@ def test_a_write_to_one_element_of_a_tensor_that_is_an_attribute_is_noticed(
     assert before == watch.root() != changed
 
 
+@pytest.mark.parametrize("model_id", ["", "named"])
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor])
+def test_another_tensor_is_noticed_at_the_same_address_too(model_id: str, kind: type[torch.Tensor]) -> None:
+    """A large one is often put where the one before it was, and few of its rows may differ."""
+    model, rows = tiny_model("LlamaConfig"), torch.zeros(5000, 2)
+    model.model.norm.rows = kind(rows)
+    watch = ModelWatch(model, model_id, "")
+    before = watch.root()
+    rows.data[1234] = 1.0  # as the bytes of the next one, which PyTorch does not count
+    model.model.norm.rows = None
+    model.model.norm.rows = kind(rows)
+    assert watch.root() != before
+
+
 class Factor:
     """What somebody may keep in a module."""
 
@@ -266,6 +280,11 @@ FOREIGN: dict[str, tuple[Place, Callable[[Any], Any], str]] = {
         ROTATE,
         lambda model: functools.partial(scaled_silu),
         "modeling_llama.rotate_half is the function",
+    ),
+    "partial with a tensor": (
+        (norm_class, "further"),
+        lambda model: functools.partial(silu, torch.ones(1)),
+        "LlamaRMSNorm.further has a tensor",
     ),
     "wrapped function of PyTorch": (
         (lambda model: torch.nn.functional, "silu"),
@@ -478,6 +497,20 @@ def test_the_frequencies_of_a_long_rope_are_part_of_the_name(change: str) -> Non
     with pytest.raises(ModelRefused, match="of another type"):
         watch.root()
     assert ModelWatch(one, "", "").root() != ModelWatch(other, "", "").root()
+
+
+def test_the_frequencies_beside_those_of_a_long_rope_are_part_of_the_name() -> None:
+    """Only one kind of its layers has a long RoPE."""
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    long |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    ropes = {"full_attention": long, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    model = tiny_model("Gemma3TextConfig", num_hidden_layers=2, layer_types=[*ropes], rope_parameters=ropes)
+    watch = ModelWatch(model, "", "")
+    before = watch.root()
+    model.model.rotary_emb.full_attention_inv_freq = torch.ones(8)  # as a long prompt leaves it
+    assert watch.root() == before
+    model.model.rotary_emb.sliding_attention_inv_freq.mul_(0.1)
+    assert watch.root() != before
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor|.*torch.ao")
