@@ -1,12 +1,28 @@
-"""`daemon/PROTOCOL.md` says what the code does."""
+"""`daemon/PROTOCOL.md` says what the code does; keys, checksums and hints are what they should be."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import struct
+from typing import Any
 
 import msgpack
+import msgspec
+import numpy as np
+import pytest
 from raw_client import ROOT, content_id, next_key, root_key
+
+from tiercache.connector.connector import check_keys
+from tiercache.protocol import messages
+from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum, block_seed
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.keys import KeyChain
+from tiercache.protocol.keys import content_id as code_content_id
+from tiercache.protocol.keys import root_key as code_root_key
+from tiercache.protocol.messages import MAX_HINT_MS, Priority
+from tiercache.protocol.namespaces import NamespaceSpec
 
 
 def _document() -> str:
@@ -23,15 +39,6 @@ def _vectors() -> dict[str, bytes]:
 
 
 def test_the_documented_vectors_are_what_the_code_computes() -> None:
-    import msgspec
-
-    from tiercache.protocol import messages
-    from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum
-    from tiercache.protocol.keys import KeyChain
-    from tiercache.protocol.keys import content_id as code_content_id
-    from tiercache.protocol.keys import root_key as code_root_key
-    from tiercache.protocol.namespaces import NamespaceSpec
-
     plain = code_root_key("demo")
     salted = code_root_key("demo", salt="s3cret", epoch=2, extra=[("lora", "b7"), ("config", "9f")])
     chain = KeyChain(plain, 4, [1, 2, 3, 4, 100, 200, 300, 400_000])
@@ -89,10 +96,6 @@ def _lanes(data: bytes, seed: int) -> int:
 
 
 def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
-    import msgspec
-
-    from tiercache.protocol import messages
-
     limits = re.findall(r"^\| `([A-Z_]+)` +\| ([0-9 ]+) ", _section("Limits"), re.MULTILINE)
     assert len(limits) > 10
     for name, value in limits:
@@ -110,8 +113,6 @@ def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
 
 
 def test_keys_do_not_depend_on_the_pieces_in_which_tokens_come() -> None:
-    from tiercache.protocol.keys import KeyChain
-
     root, tokens = root_key("demo"), list(range(40))
     whole = KeyChain(root, 4, tokens)
     for step in (1, 3, 4, 7):
@@ -119,3 +120,64 @@ def test_keys_do_not_depend_on_the_pieces_in_which_tokens_come() -> None:
         became_full = [pieces.extend(tokens[at : at + step]) for at in range(0, 40, step)]
         assert sum(became_full) == len(pieces) == 10
         assert pieces.packed() == whole.packed()
+
+
+# --- what is no token id and no key is refused, not rounded: other tokens' blocks would be found -----
+
+
+@pytest.mark.parametrize(
+    "tokens", [[0.9, 1.9], [True, False], [-1], [1 << 32], [1 << 70], np.array([0, np.nan]), ["1"]]
+)
+def test_what_is_no_token_id_is_refused(tokens: Any) -> None:
+    with pytest.raises(ValueError, match="token ids must be integers from 0 to 4294967295"):
+        KeyChain(bytes(16), 2, tokens)
+
+
+def test_keys_that_are_no_bytes_are_refused() -> None:
+    for keys in (b"", bytearray(16), memoryview(bytes(32))):
+        check_keys(keys)
+    with pytest.raises(TypeError, match="keys are bytes"):
+        check_keys("x" * 16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="these are 17 bytes"):
+        check_keys(bytes(17))
+
+
+# --- the checksum identifies the block to which bytes belong -----------------------------------------
+
+
+KEY, NAMESPACE = bytes(range(16)), "0123456789abcdef" * 2
+
+
+def test_seeds_and_checksums_never_change() -> None:
+    """These values are pinned: with others every block that is on a disk would be a miss."""
+    seed = block_seed(KEY, NAMESPACE, 2 << 20, 0, CHECKSUM_XXH3)
+    assert (CHECKSUM_XXH3, seed) == (1, 0xA3B198A56BAC82BB)
+    assert block_checksum(b"tiercache", seed) == 0x642134EE32F5ABE8
+    assert block_seed(KEY, NAMESPACE, 2 << 20, 0) == seed
+
+
+def test_every_field_has_its_say() -> None:
+    fields = [(KEY, KEY[::-1]), (NAMESPACE, NAMESPACE[::-1]), (4096, 4097), (0, 0x21), (1, 2)]
+    seeds = {block_seed(*choice) for choice in itertools.product(*fields)}  # type: ignore[arg-type]
+    assert len(seeds) == 2 ** len(fields)
+
+
+# --- what a hint may say -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["return_in_s", "ttl_s"])
+def test_a_time_is_a_positive_number(name: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is"):
+        Hint(**{name: seconds})  # type: ignore[arg-type]
+
+
+def test_what_a_hint_may_say() -> None:
+    with pytest.raises(ValueError, match="give only one of them"):
+        Hint(done=True, return_in_s=3)
+    with pytest.raises(ValueError, match="says nothing"):
+        Hint()
+    with pytest.raises(ValueError, match="7 is not a valid"):
+        Hint(priority=7)  # type: ignore[arg-type]
+    assert Hint(ttl_s=1e300).fields() == {"done": False, "return_in_ms": 0, "ttl_ms": MAX_HINT_MS, "priority": 0}
+    assert Hint(return_in_s=1e-9, priority=Priority.HIGH).fields()["return_in_ms"] == 1
