@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from chains import chain_of
+from fault_engine import Engine
 from waiting import wait_until
 
 import tiercache
@@ -21,40 +22,31 @@ SPEC = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", b
 
 
 class Host:
-    """A daemon, and a client with a pool."""
+    """A daemon, and an engine whose prompts have 32 blocks."""
 
     def __init__(self, run_dir: Path, store: str, **settings: Any) -> None:
         settings = {"shared_lookup_timeout": "1s", **settings}
         self.daemon = tiercache.launch("32MiB", run_dir=run_dir, shared=store, **settings)
         self.address = self.daemon.address
-        self.pool = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        self.connector = tiercache.connect(self.address, namespace=SPEC, pool=tiercache.Pool.from_blocks(self.pool))
+        self.engine = Engine(self.address, SPEC, BLOCKS, request_timeout_s=60.0)
+        self.connector = self.engine.connector
 
-    def store(self, name: str, blocks: int = BLOCKS) -> None:
-        """Store a prompt."""
-        self.pool[:] = content(name)
-        assert self.connector.store(keys(name)[: 16 * blocks], list(range(blocks))).stored == blocks
+    def store(self, name: str) -> None:
+        assert self.engine.store(chain_of(name, BLOCKS)).stored == BLOCKS
 
-    def share(self, name: str, found: int = BLOCKS) -> None:
+    def share(self, name: str) -> None:
         """Store a prompt, and wait until the store of all hosts has its blocks."""
         written = self.shared("written_blocks")
         self.store(name)
-        wait_until(lambda: self.shared("written_blocks") == written + found, "the blocks in the store")
+        wait_until(lambda: self.shared("written_blocks") == written + BLOCKS, "the blocks in the store")
 
     def load(self, name: str) -> int:
         """Good blocks of a prompt; all of them are compared."""
-        self.pool[:] = 0
-        found = self.connector.match(keys(name))
-        if not found.blocks:
-            self.connector.release(found)
-            return 0
-        good = self.connector.load(found, list(range(found.blocks)))
-        assert (self.pool[:good] == content(name)[:good]).all()
-        return good
+        return self.engine.load(chain_of(name, BLOCKS))
 
-    def finds(self, name: str, blocks: int = BLOCKS) -> None:
-        """Wait until so many blocks are found: a look-up may come too late for one request."""
-        wait_until(lambda: self.load(name) == blocks, f"{blocks} blocks of {name}")
+    def finds(self, name: str) -> None:
+        """Wait until all blocks are found: a look-up may come too late for one request."""
+        wait_until(lambda: self.load(name) == BLOCKS, f"the blocks of {name}")
 
     def stats(self) -> dict[str, Any]:
         tree: dict[str, Any] = self.connector.client.stats()
@@ -67,19 +59,8 @@ class Host:
         self.connector.flush(tier="dram")
 
     def close(self) -> None:
-        self.connector.close()
+        self.engine.close()
         self.daemon.close()
-
-
-def keys(name: str) -> bytes:
-    chain = tiercache.KeyChain(tiercache.root_key(name), block_size=4)
-    chain.extend(range(4 * BLOCKS))
-    return chain.packed()
-
-
-def content(name: str) -> Any:
-    seed = int.from_bytes(name.encode(), "little") % (1 << 32)
-    return np.random.default_rng(seed).integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_rig import BLOCK_BYTES, BLOCKS, SPEC, Host, brief, keys
+from chains import chain_of
+from daemon_rig import BLOCK_BYTES, BLOCKS, SPEC, Host, brief
 from prometheus_client.parser import text_string_to_metric_families
 from s3_rig import KEY, SECRET, FakeServer
 from valkey_rig import ValkeyServer
@@ -99,7 +100,8 @@ def test_a_flush_of_the_store_is_one_for_every_host(
     hosts: tuple[Host, Host], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = hosts
-    options = {"namespace": ["--namespace", SPEC.fingerprint()[:8]], "prefix": ["--prefix", keys(what)[-16:].hex()]}
+    last = chain_of(what, BLOCKS)[-16:].hex()
+    options = {"namespace": ["--namespace", SPEC.fingerprint()[:8]], "prefix": ["--prefix", last]}
     a.share(what)
     b.finds(what)
     a.forget_dram()  # what a host still has it sends again when it is asked for

@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from s3_rig import KEY, SECRET, FakeServer, free_port
+from s3_rig import KEY, SECRET, FakeServer
 from store_calls import content, put, read, soon
-from valkey_rig import Certificates
+from valkey_rig import Certificates, free_port
 from waiting import wait_until
 
 from tiercache.daemon.tiers.shared.stores.names import file_name
-from tiercache.daemon.tiers.shared.stores.objects import connection
-from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection, object_store_error
-from tiercache.daemon.tiers.shared.stores.objects.settings import parse_object_url
+from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
 from tiercache.errors import ConfigError
@@ -156,14 +154,6 @@ def test_why_no_server_answers_is_told(tmp_path: Path, fake: FakeServer, connect
             ObjectsStore(f"s3://bucket?ca={bad}")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(ValueError("one\ntwo"), "one"), (ValueError(), "ValueError"), (ValueError(300 * "x"), 200 * "x")],
-)
-def test_an_error_is_told_by_its_first_line_or_its_type(error: Exception, words: str) -> None:
-    assert connection._cause(error) == words
-
-
 def test_a_deletion_goes_on_after_what_is_missing(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     """Where a server ends at it."""
 
@@ -270,31 +260,3 @@ def test_the_documented_lifecycle_rule_is_for_values_and_not_for_notes() -> None
     assert f"prefix/{ObjectConnection._value(b'tc1:block')}".startswith(prefix)
     assert not f"prefix/{ObjectConnection._note(b'tc1:notes')}".startswith(prefix)
     assert rule["Expiration"]["Days"] > 0
-
-
-ATTEMPT = "Generic S3 error: Error performing {verb} http://127.0.0.1:1/kvb/p/{name} in {ms}ms, after 1 retries, "
-FIRST = ATTEMPT + "max_retries: 1, retry_timeout: 3s  - HTTP error: error sending request"
-SOURCES = {
-    "Connection refused": """ConnectError( "tcp connect error", 127.0.0.1:1,
-        Os { code: 111, kind: ConnectionRefused, message: "Connection refused", }, )""",
-    "failed to lookup address information: Name or service not known": """ConnectError( "dns error",
-        Custom { kind: Uncategorized,
-            error: "failed to lookup address information: Name or service not known", }, )""",
-    "its certificate is of a CA that this host does not trust": """Custom { kind: Other,
-        error: Custom { kind: InvalidData, error: InvalidCertificate(
-            UnknownIssuer, ), }, }""",
-    "HTTP error: error sending request": "",
-}
-
-
-@pytest.mark.parametrize("cause", SOURCES)
-def test_one_cause_is_one_text_whatever_was_asked_and_however_long_it_took(cause: str) -> None:
-    settings = parse_object_url("s3://kvb/p?endpoint=http://127.0.0.1:1")
-    texts = set()
-    for verb, name, ms in (("GET", "notes/a", "20.7"), ("PUT", "values/b-9f", "21.66")):
-        first = FIRST.format(verb=verb, name=name, ms=ms)
-        error = object_store_error(settings, Exception(f"{first}\n\nDebug source:\n{SOURCES[cause]}"))
-        assert error.problem is StoreProblem.UNREACHABLE
-        texts.add(error.text)
-    [text] = texts
-    assert text.startswith(f"s3://kvb/p: {cause}: ")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from fake_valkey import GOOD, VALUE, FakeServer, Peer, bulk, failing, names, replies
-from valkey_rig import connect, got, new_put, soon
+from store_calls import soon, value_of
 
-from tiercache.daemon.tiers.shared.stores.store import Fate, NotReplicated, StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import Fate, NotReplicated, Put, StoreError, StoreProblem
 
 MIB = 1 << 20
 
@@ -39,7 +39,7 @@ MIB = 1 << 20
 def test_errors_of_the_whole_store(error: bytes, problem: StoreProblem) -> None:
     """In the middle of a pipeline: the rest is read and told, and the call fails."""
     with FakeServer(replies(GOOD, error + b"\r\n", GOOD, b"$-1\r\n", b":1\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(4)
         told = failing(lambda: connection.get(wanted, [], soon()))
         assert told.problem is problem
@@ -51,21 +51,19 @@ def test_errors_of_the_whole_store(error: bytes, problem: StoreProblem) -> None:
         else:
             assert connection.exists([b"x"], [], soon()).there == [True]
             assert len(server.peers) == 1
-        connection.close()
 
 
 def test_errors_of_one_value() -> None:
     ok = b"+OK\r\n"
     error = b"-ERR string exceeds maximum allowed size (proto-max-bulk-len)\r\n"
     with FakeServer(replies(ok, error, ok, GOOD, b"-WRONGTYPE Operation\r\n", GOOD)) as server:
-        connection = connect(server.url)
-        puts = [new_put(b"v%d" % number, VALUE) for number in range(3)]
+        connection = server.connect()
+        puts = [Put(b"v%d" % number, [VALUE]) for number in range(3)]
         connection.put(puts, [], soon())
         assert [put.fate for put in puts] == [Fate.DONE, Fate.REFUSED, Fate.DONE]
         wanted = names(3)
         connection.get(wanted, [], soon())
         assert [get.fate for get in wanted] == [Fate.DONE, Fate.REFUSED, Fate.DONE]
-        connection.close()
 
 
 def test_nothing_is_sent_behind_an_error() -> None:
@@ -76,10 +74,9 @@ def test_nothing_is_sent_behind_an_error() -> None:
             peer.send(b"-OOM\r\n")
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
-        puts = [new_put(b"v%d" % number, bytes(MIB)) for number in range(100)]
+        connection = server.connect()
+        puts = [Put(b"v%d" % number, [bytes(MIB)]) for number in range(100)]
         assert failing(lambda: connection.put(puts, [], soon())).problem is StoreProblem.FULL
-        connection.close()
     assert server.peers[0].received_bytes < 20 * MIB
 
 
@@ -93,10 +90,9 @@ def test_nothing_is_sent_behind_an_error() -> None:
 )
 def test_a_server_that_repeats_the_password(reply: bytes) -> None:
     with FakeServer(replies(reply)) as server:
-        connection = connect(server.url.replace("//", "//me:hunter2@"))
+        connection = server.connect(server.url.replace("//", "//me:hunter2@"))
         error = failing(lambda: connection.exists([b"x"], [], soon()))
         assert "hunter2" not in error.text
-        connection.close()
 
 
 # --- lengths, and other nonsense ---
@@ -114,7 +110,7 @@ def test_a_server_that_repeats_the_password(reply: bytes) -> None:
 def test_lengths_that_are_much_too_long(reply: bytes, fate: Fate) -> None:
     """No memory is made for them, and what is behind them is not waited for."""
     with FakeServer(replies(GOOD, reply)) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(3)
         tracemalloc.start()
         try:
@@ -125,7 +121,6 @@ def test_lengths_that_are_much_too_long(reply: bytes, fate: Fate) -> None:
         assert [get.fate for get in wanted] == [Fate.DONE, fate, Fate.UNKNOWN]
         connection.get(wanted[:1], [], soon())
         assert len(server.peers) == 2
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -158,26 +153,24 @@ def test_what_is_no_answer_to_get(reply: bytes) -> None:
         peer.swallow()
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(2)
         assert failing(lambda: connection.get(wanted, [], soon())).problem is StoreProblem.PROTOCOL
         assert Fate.DONE not in [get.fate for get in wanted]
         connection.get(wanted[:1], [], soon())
-        assert got(wanted[0]) == VALUE
-        connection.close()
+        assert value_of(wanted[0]) == VALUE
 
 
 @pytest.mark.parametrize("reply", [b":2\r\n", b"+OK\r\n", b"$1\r\n1\r\n", b"$-1\r\n"])
 def test_what_is_no_answer_to_others(reply: bytes) -> None:
     with FakeServer(replies(reply, reply)) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.PROTOCOL
         assert failing(lambda: connection.delete([b"x"], soon())).problem is StoreProblem.PROTOCOL
         if reply != b"+OK\r\n":
-            put = new_put(b"x", VALUE)
+            put = Put(b"x", [VALUE])
             assert failing(lambda: connection.put([put], [], soon())).problem is StoreProblem.PROTOCOL
             assert put.fate is Fate.UNKNOWN
-        connection.close()
 
 
 # --- flushes, and the replicas of the server ---
@@ -219,11 +212,10 @@ def primary(seen: list[list[bytes]], info: bytes, wait: bytes = b":1\r\n") -> Ca
 def test_a_flush_waits_for_the_replicas_that_keep_up(replicas: list[bytes], awaited: bytes) -> None:
     seen: list[list[bytes]] = []
     with FakeServer(primary(seen, replication(*replicas), b":2\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         for _ in range(3):
             assert connection.set_note(b"n", b"v", soon()) == b"v"
         connection.delete([b"n"], soon())
-        connection.close()
     waits = [[WAIT, awaited, b"1000"]] if awaited else []
     changes = [*[[b"SET", b"n", b"v"]] * 3, [b"UNLINK", b"n"]]
     assert seen == [INFO, *[words for change in changes for words in (change, *waits)]], "they are counted once"
@@ -240,7 +232,7 @@ def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() 
             peer.send(answers[words[0]])
 
     with FakeServer(script) as server:
-        connection, late = connect(server.url), connect(server.url)
+        connection, late = server.connect(), server.connect()
         assert connection.replicated_note(b"n", soon()) == b"v"
         assert seen == [INFO, [b"GETEX", b"n", b"PX", b"3600000"], [b"GETEX", b"n", b"PERSIST"], [WAIT, b"1", b"1000"]]
         assert isinstance(failing(lambda: late.replicated_note(b"n", soon())), NotReplicated)
@@ -259,11 +251,10 @@ def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() 
 def test_a_server_that_tells_nothing_of_its_replicas_is_told_of_flushes(refused: bytes, error: bytes) -> None:
     answers = {b"INFO": replication(ONLINE), WAIT: b":1\r\n", refused: error + b"\r\n"}
     with FakeServer(primary([], answers[b"INFO"], answers[WAIT])) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert connection.set_note(b"n", b"v", soon()) == b"v"
         connection.delete([b"n"], soon())
         assert len(server.peers) == 1
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -277,9 +268,8 @@ def test_a_server_that_tells_nothing_of_its_replicas_is_told_of_flushes(refused:
 def test_a_wait_that_ends_otherwise_has_not_been_waited(error: bytes) -> None:
     """A fail-over in the midst of it: the new primary lacks the flush."""
     with FakeServer(primary([], replication(ONLINE), error + b"\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert isinstance(failing(lambda: connection.set_note(b"n", b"v", soon())), NotReplicated)
-        connection.close()
 
 
 def test_a_server_that_ends_before_its_replicas_have_a_flush() -> None:
@@ -293,21 +283,16 @@ def test_a_server_that_ends_before_its_replicas_have_a_flush() -> None:
                 return
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert failing(lambda: connection.set_note(b"n", b"v", soon())).problem is StoreProblem.UNREACHABLE
         assert connection.set_note(b"n", b"v", soon()) == b"v"
-        connection.close()
 
 
 def test_a_wait_that_the_deadline_cuts_short_says_nothing_about_the_replicas() -> None:
     with FakeServer(primary([], replication(ONLINE), b":0\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         late = failing(lambda: connection.set_note(b"n", b"v", soon()))
         assert isinstance(late, NotReplicated)
         assert late.text.endswith("1 of 1 replicas have not taken a flush in 1.0 s")
         cut = failing(lambda: connection.set_note(b"n", b"v", soon(1.0)))
         assert (type(cut), cut.problem) == (StoreError, StoreProblem.TIMEOUT)
-        connection.close()
-
-
-# --- how much is under way ---

@@ -1,17 +1,21 @@
-"""What a server may do to us with time, and by breaking off: late, slow and torn answers."""
+"""What a server may do to us with time, and by breaking off: late, slow and torn answers; and how far it goes ahead."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fake_valkey import ENOUGH_S, GOOD, SIZE, VALUE, FakeServer, Peer, failing, names
-from valkey_rig import connect, got, new_put, soon
+from store_calls import soon, value_of
+from valkey_rig import connect
 
-from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, Put, StoreProblem
+from tiercache.daemon.tiers.shared.stores.valkey.commands import ShortCommand
+from tiercache.daemon.tiers.shared.stores.valkey.exchange import Exchange, PipelineWindow
 from tiercache.daemon.tiers.shared.stores.valkey.line import MOST_LOOKUPS
 
 MIB = 1 << 20
@@ -31,11 +35,10 @@ def test_a_drip(start: bytes) -> None:
         peer.drip(b"1")
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(1)
         assert failing(lambda: connection.get(wanted, [], soon(0.3))).problem is StoreProblem.TIMEOUT
         assert wanted[0].fate is Fate.UNKNOWN
-        connection.close()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -55,12 +58,11 @@ def test_an_answer_to_no_question(at_once: bool) -> None:
         peer.swallow()
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert connection.exists([b"x"], [], soon()).there == [True]
         assert sent.wait(ENOUGH_S)
         assert connection.exists([b"y"], [], soon()).there == [True]
         assert len(server.peers) == 2
-        connection.close()
 
 
 @pytest.fixture
@@ -112,15 +114,14 @@ def test_a_reset_within_a_value() -> None:
         peer.reset()
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(3)
         arrived: list[Get] = []
         assert failing(lambda: connection.get(wanted, [], soon(), arrived.append)).problem is StoreProblem.UNREACHABLE
         assert wanted[1].fate is wanted[2].fate is Fate.UNKNOWN
-        assert all(get.fate is Fate.DONE and got(get) == VALUE for get in arrived)
+        assert all(get.fate is Fate.DONE and value_of(get) == VALUE for get in arrived)
         server.refuse()
         assert failing(lambda: connection.get(wanted, [], soon())).problem is StoreProblem.UNREACHABLE
-        connection.close()
 
 
 @pytest.mark.stress
@@ -128,7 +129,7 @@ def test_closed_by_another_thread() -> None:
     """In the middle of a value, and of a put that the server does not read."""
     for call in (
         lambda line: line.get(names(1), [], soon()),
-        lambda line: line.put([new_put(b"v", b"x" * (64 * MIB))], [], soon()),
+        lambda line: line.put([Put(b"v", [b"x" * (64 * MIB)])], [], soon()),
     ):
         reached = threading.Event()
 
@@ -139,7 +140,7 @@ def test_closed_by_another_thread() -> None:
             peer.ending.wait(60)
 
         with FakeServer(script) as server:
-            connection = connect(server.url)
+            connection = server.connect()
 
             def close(connection: Connection = connection, reached: threading.Event = reached) -> None:
                 reached.wait(ENOUGH_S)
@@ -151,3 +152,40 @@ def test_closed_by_another_thread() -> None:
             closing.join()
             assert failing(lambda call=call, line=connection: call(line)).problem is StoreProblem.UNREACHABLE
             assert len(server.peers) == 1
+
+
+# --- how far requests go ahead of their replies ------------------------------------------------------
+
+
+class Asked(ShortCommand):
+    def read(self, first: bytes, line: Any) -> None:
+        assert first == b"+OK"
+
+
+class Line:
+    """A server that answers when it is asked for a reply."""
+
+    def __init__(self) -> None:
+        self.requests: deque[bytes] = deque()
+        self.most_under_way = self.answered = 0
+
+    def send(self, parts: list[bytes]) -> None:
+        self.requests += parts
+        self.most_under_way = max(self.most_under_way, len(self.requests))
+
+    def read_line(self) -> bytes:
+        self.answered += 1
+        self.requests.popleft()
+        return b"+OK"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reply_bytes", "most"), [(30, 1, 3), (25, 1, 4), (1, 20, 2), (1, 25, 2), (150, 1, 1), (1, 60, 1)]
+)
+def test_no_more_is_under_way_than_the_window_holds_or_one_command(
+    request_bytes: int, reply_bytes: int, most: int
+) -> None:
+    line: Any = Line()
+    commands = [Asked(b"", bytes(request_bytes), reply_bytes) for _ in range(20)]
+    Exchange(line, commands, PipelineWindow(request_bytes=100, reply_bytes=50)).run()
+    assert (line.most_under_way, line.answered) == (most, 20)
