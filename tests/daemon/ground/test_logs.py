@@ -150,9 +150,3 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(3 * logs.MAX_ALIKE):
         alike.admit(record(f"line {number}"), 20.0)
     assert len(alike._kinds) <= 5, "texts that differ each time take no more memory"
-
-
-# --- what is said ------------------------------------------------------------------------------------
-
-
-# --- with a real daemon ------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from played import played
 
 from tiercache.daemon.ground.counters import Counters
 from tiercache.daemon.requests import remote
@@ -58,6 +58,9 @@ class Site:
         self.gate.router.peer = self.keys[key]
         return self.gate._serve(b"1", header, [])
 
+    def close(self) -> None:
+        self.gate.close()
+
     def hello(self, key: str, name: str = "engine") -> RemoteSession | None:
         before = set(self.sessions)
         self.says(key, encode(Hello(1, 1, INSTANCE, name, 0, False)))
@@ -75,19 +78,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys"
 
 
-def play(directory: Path, scenario: Callable[[Site], None], **options: Any) -> None:
-    async def run() -> None:
-        site = Site(directory, **options)
-        try:
-            scenario(site)
-        finally:
-            site.gate.close()
-
-    asyncio.run(run())
-
-
-def test_tenants_are_never_one_engine_whatever_they_say(directory: Path) -> None:
-    def scenario(site: Site) -> None:
+@played
+async def test_tenants_are_never_one_engine_whatever_they_say(directory: Path) -> None:
+    with closing(Site(directory)) as site:
         first, again, other = site.hello("a"), site.hello("a"), site.hello("b")
         assert first is not None
         assert again is not None
@@ -98,22 +91,20 @@ def test_tenants_are_never_one_engine_whatever_they_say(directory: Path) -> None
             "a client of another host is not a local engine"
         )
 
-    play(directory, scenario)
 
-
-def test_a_key_that_was_removed_is_refused_at_once(directory: Path) -> None:
-    def scenario(site: Site) -> None:
+@played
+async def test_a_key_that_was_removed_is_refused_at_once(directory: Path) -> None:
+    with closing(Site(directory)) as site:
         assert site.hello("a") is not None
         directory.joinpath(CLIENTS_DIR, "a.toml").unlink()
         assert site.hello("a") is None
         assert site.counters.sessions_refused == 1
         assert site.hello("b") is not None
 
-    play(directory, scenario)
 
-
-def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) -> None:
-    def scenario(site: Site) -> None:
+@played
+async def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) -> None:
+    with closing(Site(directory)) as site:
         silent, talks = site.hello("a"), site.hello("a")
         assert silent is not None
         assert talks is not None
@@ -125,11 +116,10 @@ def test_silence_ends_a_session_and_each_request_puts_that_off(directory: Path) 
         assert site.handled == [header]
         assert site.ended == [silent]
 
-    play(directory, scenario)
 
-
-def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory: Path) -> None:
-    def scenario(site: Site) -> None:
+@played
+async def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory: Path) -> None:
+    with closing(Site(directory, max_sessions=16)) as site:
         assert [site.hello("a") is not None for _ in range(5)] == [True] * 4 + [False]
         assert site.hello("b") is not None
         for number in range(7):  # of further tenants
@@ -138,5 +128,3 @@ def test_a_tenant_has_a_quarter_of_the_sessions_and_other_hosts_three(directory:
         for number in range(7):
             del site.sessions[bytes([number])]
         assert site.hello("b") is not None
-
-    play(directory, scenario, max_sessions=16)

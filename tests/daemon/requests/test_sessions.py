@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from played import played
 
 from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.ground.counters import Counters
@@ -28,19 +30,15 @@ class Ends:
 
     def __init__(self) -> None:
         self.ended: list[Session] = []
-        self.quarantine = False
-        self.fails = False
 
     def session_ended(self, session: Session) -> None:
         self.ended.append(session)
-        if self.fails:
-            raise RuntimeError("a bug of ours")
 
     def process_ended(self, session: Session) -> None:
         raise AssertionError("this process lives")
 
     def has_quarantine(self, session: Session) -> bool:
-        return self.quarantine
+        return False
 
 
 class Rig:
@@ -110,27 +108,24 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def play(path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]], max_sessions: int = 8) -> None:
-    """Run the scenario; afterwards every descriptor must be closed again."""
-
-    async def run() -> None:
-        before = descriptors()
-        rig = Rig(path, max_sessions)
-        try:
-            await scenario(rig)
-        finally:
-            for client in rig.clients:
-                client.close()
-            rig.ends.quarantine = rig.ends.fails = False
-            rig.gate.close()
-        assert not rig.gate.sessions
-        assert descriptors() == before
-
-    asyncio.run(run())
+@asynccontextmanager
+async def gate_at(path: Path, max_sessions: int = 8) -> AsyncIterator[Rig]:
+    """Afterwards every descriptor must be closed again."""
+    before = descriptors()
+    rig = Rig(path, max_sessions)
+    try:
+        yield rig
+    finally:
+        for client in rig.clients:
+            client.close()
+        rig.gate.close()
+    assert not rig.gate.sessions
+    assert descriptors() == before
 
 
-def test_sessions_are_limited_and_silent_connections_count(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
+@played
+async def test_sessions_are_limited_and_silent_connections_count(tmp_path: Path) -> None:
+    async with gate_at(tmp_path, max_sessions=2) as rig:
         await rig.session()
         silent = rig.connect()
         assert "2 sessions are open: raise max_sessions" in await rig.refused()
@@ -141,21 +136,18 @@ def test_sessions_are_limited_and_silent_connections_count(tmp_path: Path) -> No
         await rig.session()
         assert rig.counters.sessions_refused == 2
 
-    play(tmp_path, scenario, max_sessions=2)
 
-
-def test_a_silent_connection_is_closed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@played
+async def test_a_silent_connection_is_closed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "HELLO_TIMEOUT_S", 0.01)
-
-    async def scenario(rig: Rig) -> None:
+    async with gate_at(tmp_path) as rig:
         assert await rig.answer(rig.connect()) is None
         assert not rig.gate._greeting
 
-    play(tmp_path, scenario)
 
-
-def test_regions_go_to_clients_that_map_them(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
+@played
+async def test_regions_go_to_clients_that_map_them(tmp_path: Path) -> None:
+    async with gate_at(tmp_path) as rig:
         mapped, _ = await rig.session(map_arena=True)
         other, _ = await rig.session()
         fd = create_region(4096, "test")
@@ -166,13 +158,11 @@ def test_regions_go_to_clients_that_map_them(tmp_path: Path) -> None:
         rig.gate._regions[0][0].unmap()
         os.close(fd)
 
-    play(tmp_path, scenario)
 
-
-def test_a_client_that_does_not_read_its_regions_is_cut(tmp_path: Path) -> None:
+@played
+async def test_a_client_that_does_not_read_its_regions_is_cut(tmp_path: Path) -> None:
     """Else it would be given frames that it cannot map."""
-
-    async def scenario(rig: Rig) -> None:
+    async with gate_at(tmp_path) as rig:
         _, session = await rig.session(map_arena=True)
         session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         fd = create_region(4096, "test")
@@ -183,14 +173,11 @@ def test_a_client_that_does_not_read_its_regions_is_cut(tmp_path: Path) -> None:
         region.unmap()
         os.close(fd)
 
-    play(tmp_path, scenario)
 
-
-def test_a_packet_after_hello_ends_the_session_and_its_descriptors_are_closed(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
+@played
+async def test_a_packet_after_hello_ends_the_session_and_its_descriptors_are_closed(tmp_path: Path) -> None:
+    async with gate_at(tmp_path) as rig:
         client, session = await rig.session()
         send_packet(client, b"x", [client.fileno()])
         assert await rig.answer(client) is None
         assert not session.open
-
-    play(tmp_path, scenario)
