@@ -13,8 +13,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 import pytest
 from chains import chain_of
-from fault_blocks import spec_of
-from fault_engine import Engine
+from fault_engine import Engine, spec_of
 from fault_peer import Peer
 from fault_processes import Daemon
 from waiting import wait_until
