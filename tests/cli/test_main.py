@@ -1,15 +1,23 @@
-"""The command line without a daemon: exit statuses, one-line errors, and outputs that cannot be written."""
+"""The command line without a daemon: exit statuses, one-line errors, outputs that cannot be written, and help."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, DEADLINE_S, Run, assert_refused, run_process
+import typer.main
+from command_line import COMMAND, DEADLINE_S, Run, assert_refused
 
+from tiercache.cli import completion
+from tiercache.cli.app import app
+from tiercache.cli.commands import COMMANDS as LISTED
+from tiercache.cli.commands import PURPOSES, WITH_PARSER
 from tiercache.config.daemon_config import load_config
 
 
@@ -92,6 +100,114 @@ def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
     assert child.returncode == 0
 
 
-def test_the_processes_exit_with_the_status() -> None:
-    done = run_process("ping", "--address", "/nowhere")
-    assert_refused((done.returncode, done.stdout, done.stderr), "no daemon at /nowhere", status=1)
+# --- help of every command: sentences, defaults, an exit status, examples; and what it loads ---------
+
+
+MOST_COLUMNS = 100
+COMMANDS = [*LISTED, "bench codec"]
+Help = Callable[[str], str]
+
+
+@pytest.fixture
+def help_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> Help:
+    """The help of a command, on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def one(command: str) -> str:
+        status, out, err = run(*command.split(), "--help")
+        assert (status, err) == (0, "")
+        return out
+
+    return one
+
+
+def test_the_list_of_commands_goes_by_purpose(help_of: Help, run: Run) -> None:
+    text = help_of("")
+    places = [text.index(f"\n{purpose}:\n") for purpose in PURPOSES]
+    assert places == sorted(places)
+    for name in LISTED:
+        assert re.search(rf"^  {name} +[A-Z][a-z]+ ", text, re.MULTILINE), name
+        if name not in WITH_PARSER:
+            about = " ".join(help_of(name).split("\n\n")[1].split())
+            assert about.startswith(LISTED[name].about)
+    assert "\n  stats " in run()[1]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_help_says_what_one_needs(command: str, help_of: Help) -> None:
+    text = help_of(command)
+    assert [line for line in text.splitlines() if len(line) > MOST_COLUMNS] == []
+    assert re.search(r"[A-Z][^\n]+[a-z].*[.:]\n", text), "a sentence"
+    examples = text[text.lower().index("examples:") :].strip().splitlines()[1:]
+    assert f"tiercache {command}".strip() in examples[0]
+    if command != "bench":
+        status = " ".join(text.lower()[text.lower().index("exit status:") :].partition("examples:")[0].split())
+        assert re.match(r"exit status: 0 \w+", status), status
+    for option in re.findall(r"^  (--[a-z-]+) +(?:<\w+>|[A-Z|a-z]+)\n? +([^\n]*)", text, re.MULTILINE):
+        assert option[1], f"{option[0]} is not explained"
+
+
+def output_of(program: str) -> str:
+    """What a program prints in a fresh interpreter."""
+    start = "import sys; from tiercache.cli.main import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", start + program], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded"),
+    [
+        (["--help"], {"typer"}),
+        (["unpin", "--help"], {"typer", "tiercache.cli.pin"}),
+        (["serve", "--help"], {"tiercache.cli.serve"}),
+    ],
+)
+def test_only_the_command_that_is_asked_for_is_imported(arguments: list[str], loaded: set[str]) -> None:
+    watched = ["typer", "tiercache.cli.ping", "tiercache.cli.pin", "tiercache.cli.serve", "torch", "starlette"]
+    out = output_of(f"main({arguments}); print(*[name for name in {watched} if name in sys.modules])")
+    assert set(out.splitlines()[-1].split()) == loaded
+
+
+# --- completion of commands, options and values in three shells --------------------------------------
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[completion.Command]:
+    return completion.commands(typer.main.get_command(app).make_context("tiercache", ["ping"]))
+
+
+ASK = 'source "$1"; shift; COMP_WORDS=(tiercache "$@"); COMP_CWORD=$#; _tiercache; printf "%s\\n" "${COMPREPLY[@]}"'
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ins", "inspect"),
+        ("flush --ti", "--tier"),
+        ("flush --tier ", "all dram shared"),
+        ("stats --watch --j", "--json"),
+        ("bench ", "codec"),
+        ("bench codec --bl", "--block-bytes"),
+        ("daemon --log-format j", "json"),
+        ("check --config /etc/hostnam", "/etc/hostname"),
+        ("pin --ttl ", ""),
+        ("completion z", "zsh"),
+    ],
+)
+def test_bash_completes(typed: str, offered: str, tmp_path: Path, commands: list[completion.Command]) -> None:
+    script = tmp_path / "completion.bash"
+    script.write_text(completion.bash(commands))
+    command = ["bash", "-c", ASK, "bash", str(script), *typed.split(" ")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.stderr, done.stdout.split()) == ("", offered.split())
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_scripts_are_what_their_shell_reads(shell: str, run: Run) -> None:
+    status, script, _ = run("completion", shell)
+    assert (status, "tiercache" in script) == (0, True)
+    if (program := shutil.which(shell)) is not None:
+        subprocess.run([program, "-n"], input=script, text=True, timeout=DEADLINE_S, check=True)

@@ -37,12 +37,11 @@ def content(key: bytes, spec: NamespaceSpec) -> bytes:
     return (line * (spec.block_bytes // LINE_BYTES + 1))[: spec.block_bytes]
 
 
-def whose(data: bytes, keys: bytes, specs: list[NamespaceSpec]) -> str:
+def whose(data: bytes, keys: bytes, spec: NamespaceSpec) -> str:
     """For messages: which of these blocks the first line of `data` belongs to."""
-    for spec in specs:
-        for number in range(len(keys) // KEY_BYTES):
-            if content(key_of(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
-                return f"block {number} of rank {spec.tp_rank}"
+    for number in range(len(keys) // KEY_BYTES):
+        if content(key_of(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
+            return f"block {number}"
     return "no known writer"
 
 
@@ -80,7 +79,7 @@ class Engine:
         for number in range(good):
             got = self.pool[number].tobytes()
             right = got == content(key_of(keys, number), self.spec)
-            assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, [self.spec])}"
+            assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, self.spec)}"
         return good
 
     def load_match(self, match: Match, keys: bytes, timeout_s: float | None = None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
-from server_process import TIMEOUT_S, ServerProcess
+from server_process import POST, TIMEOUT_S, ServerProcess
 from waiting import wait_until
 
 from tiercache.engine import SamplingParams
 from tiercache.serve.failures import ApiError
 from tiercache.serve.requests import check_size
 
-POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 pytestmark = pytest.mark.engine
 FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32", "--arena", "64MiB")
 MODEL = "tiny-chat"
@@ -283,10 +281,8 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: ServerProcess, client: 
     between = server.metric("generation_tokens_total")
     assert between - before < 4 * 980
     body = json.dumps({"prompt": PROMPT, "max_tokens": 980, "temperature": 0}).encode()
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as connection:
-        head = f"{POST}Content-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
+    with server.connect() as connection:
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: server.metric("num_requests_running") == 1, "the request runs")
     server.wait_until_idle()
     assert server.metric("generation_tokens_total") - between < 980

@@ -1,7 +1,8 @@
-"""Beginnings and ends of a server: what it refuses to start with, its drain, the death of its daemon."""
+"""Beginnings and ends of a server, and its troubles: its drain, a step that hangs, the death of its daemon."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,16 +10,16 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from openai import APIError, RateLimitError
-from server_process import ServerProcess
+from openai import APIError, InternalServerError, RateLimitError
+from server_process import POST, ServerProcess
 from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
 from tiercache.engine import LLM, SamplingParams
-from tiercache.engine.llm import Generation
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--pool-blocks", "640", "--block-size", "8", "--chunk-size", "32")
@@ -32,9 +33,8 @@ GREEDY: dict[str, Any] = {"model": "tiny-chat", "temperature": 0, "prompt": PROM
 
 
 def refuses_connections(server: ServerProcess) -> bool:
-    host, port = server.url.removeprefix("http://").split(":")
     try:
-        socket.create_connection((host, int(port)), 5).close()
+        server.connect().close()
     except ConnectionRefusedError:
         return True
     return False
@@ -51,26 +51,13 @@ def test_sigterm_finishes_what_runs_and_good_blocks_survive(model_dir: Path, tmp
         reasons = [part.choices[0].finish_reason for part in stream]
         assert reasons.count("length") == 4
         assert server.wait() == 0, server.log.read_text()
-    good = _generate(model_dir, tmp_path / "nvme")
-    assert good.cached_tokens == len(PROMPT) // 8 * 8
-
-
-def _generate(model_dir: Path, nvme: Path) -> Generation:
-    """The answer of another process, with the blocks that it finds on the disk."""
+    sizes: dict[str, Any] = {"pool_blocks": 64, "block_size": 8, "chunk_size": 32, "load_timeout_s": 50}
     with (
-        tiercache.launch("64MiB", nvme=str(nvme), nvme_size="2GiB") as daemon,
-        LLM(
-            model_dir,
-            pool_blocks=64,
-            block_size=8,
-            chunk_size=32,
-            daemon=daemon.address,
-            always_load=True,
-            load_timeout_s=50,
-        ) as llm,
+        tiercache.launch("64MiB", nvme=str(tmp_path / "nvme"), nvme_size="2GiB") as daemon,
+        LLM(model_dir, daemon=daemon.address, always_load=True, **sizes) as llm,
     ):
         [answer] = llm.generate(PROMPT, SamplingParams(max_tokens=20))
-        return answer
+        assert answer.cached_tokens == len(PROMPT) // 8 * 8, "another process finds the blocks on the disk"
 
 
 @pytest.mark.stress
@@ -177,3 +164,90 @@ def test_a_model_that_is_not_there_is_said_before_torch_is_loaded(
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path), "--port", "0"]) == 1
     assert "no tokenizer" in capsys.readouterr().err
+
+
+# --- a server in trouble: a step that hangs, half a request, connections that stand still ------------
+
+
+# A pool for one sequence of the longest kind and a little more, so that other requests' blocks do not stay.
+SMALL = ("--pool-blocks", "144", "--block-size", "8", "--chunk-size", "32")
+
+# Steps hang while the file is there. Connections are swept often, and the kernel keeps little of what is not read.
+HANGS = """
+import os, socket, time
+from tiercache.engine.model import HostedModel
+from tiercache.ground import listening
+from tiercache.serve import app, server
+forward = HostedModel.forward
+def hanging(*arguments):
+    while os.path.exists({file!r}):
+        time.sleep(0.01)
+    return forward(*arguments)
+HostedModel.forward = hanging
+server.SWEEP_S = 1
+app.BODY_TIMEOUT_S = 5.0
+bind = listening.bind
+def bind_small(*arguments):
+    listener = bind(*arguments)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    return listener
+listening.bind = bind_small
+"""
+
+
+@pytest.mark.stress
+def test_a_step_that_hangs_is_said_and_survived(model_dir: Path, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    limits = ("--stall-timeout", "6", "--max-num-seqs", "8", "--no-cache")
+    patch = HANGS.format(file=str(hangs))
+    with ServerProcess(model_dir, tmp_path / "log", *SMALL, *limits, patch=patch) as server:
+        expected = server.client.completions.create(**GREEDY, max_tokens=20).choices[0].text
+        _check_half_a_head(server)
+        _check_unread_body(server)
+        _check_unread_answer(server)
+        hangs.touch()
+        with pytest.raises(InternalServerError, match="the engine has not advanced for") as caught:
+            server.client.completions.create(**GREEDY)
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_stalled")
+        assert caught.value.response.headers["retry-after"] == "10"
+        assert server.health() == (503, "engine_stalled")
+        with pytest.raises(InternalServerError, match="send the request again later"):
+            server.client.completions.create(**GREEDY)
+        hangs.unlink()
+        wait_until(lambda: server.health() == (200, None), "the engine is healthy again")
+        assert server.client.completions.create(**GREEDY, max_tokens=20).choices[0].text == expected
+        server.wait_until_idle()
+        with server.connect() as connection:
+            connection.sendall(POST + b"Content-Length: 100\r\n\r\n{")  # half a body
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+        assert "Traceback" not in server.log.read_text()
+
+
+def _check_half_a_head(server: ServerProcess) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"POST /v1/comple")
+        assert connection.recv(1) == b""
+
+
+def _check_unread_body(server: ServerProcess) -> None:
+    """A body without an end is refused, and the server does not wait for the rest of it."""
+    with server.connect() as connection:
+        connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"200000\r\n" + bytes(1 << 21) + b"\r\n")
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in answer
+
+
+def _check_unread_answer(server: ServerProcess) -> None:
+    """A client that reads nothing of its stream does not keep it."""
+    # So many that they are not all computed before the connection has stood still for long enough.
+    body = json.dumps({**GREEDY, "prompt": ["x"] * 32, "max_tokens": 1000, "logprobs": 20, "stream": True}).encode()
+    url = urlsplit(server.url)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((url.hostname, url.port))
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: server.metric("request_success_total{abort}"), "the end")
