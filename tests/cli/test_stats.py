@@ -15,7 +15,7 @@ from command_line import COMMAND, DEADLINE_S, Run, assert_refused
 
 from tiercache.cli import stats
 from tiercache.cli.report import Section, human, print_sections
-from tiercache.cli.stats import what_if_sentence, what_if_table
+from tiercache.cli.stats import what_if_sentence
 
 TREE: dict[str, Any] = {
     "daemon": {"generation": 7},
@@ -44,9 +44,6 @@ def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
     assert re.search(r"^arena +0 B of 64\.0 MiB used", out, re.MULTILINE)
     tree = json.loads(run("stats", "--json", "--address", daemon)[1])
     assert (tree["arena"]["bytes"], tree["arena"]["bytes_human"]) == (64 << 20, "64.0 MiB")
-
-
-def test_sections_of_stats(run: Run, daemon: Path) -> None:
     _, out, _ = run("stats", "arena", "summary", "--address", daemon)
     assert re.findall("^# (.*)", out, re.MULTILINE)[:2] == ["summary", "arena"]
     assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
@@ -78,26 +75,13 @@ def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
     assert (idle["hit_rate"], stats.cells(idle)[1]) == (None, "-")
 
 
-# --- the estimate for other sizes of cache ----------------------------------------------------------
-
-GIB = 1 << 30
-
-
-def curve(*rates: tuple[float, float]) -> dict[str, Any]:
-    """Hit rates by GiB, for 1 GiB of DRAM and 6 GiB of NVMe."""
-    found = [{"capacity_bytes": int(size * GIB), "hit_rate": rate} for size, rate in rates]
-    tiers = {"dram": {}, "nvme": {"capacity_bytes": 6 * GIB}}
-    return {"arena": {"bytes": GIB}, "tiers": tiers, "what_if": {"window_s": 7200.0, "curve": found}}
-
-
-def test_the_sentence() -> None:
-    assert what_if_sentence(curve((1, 0.25), (2, 0.375), (7, 0.5), (13, 0.625))) == (
-        "twice the DRAM (2.0 GiB) would have had 37.5% of the blocks looked up in the last 120.0 min, and this much "
-        "25.0%; with the NVMe 50.0%, with twice the NVMe 62.5%"
-    )
-    assert "not enough" in what_if_sentence(curve())
-    assert what_if_table(curve()) == []
-    assert "off" in what_if_sentence({})
+def test_what_if_is_said_of_twice_the_dram_and_twice_the_nvme() -> None:
+    rates = {1 << 30: 0.25, 2 << 30: 0.375, 7 << 30: 0.5, 13 << 30: 0.625}
+    curve = [{"capacity_bytes": size, "hit_rate": rate} for size, rate in rates.items()]
+    tree = {"arena": {"bytes": 1 << 30}, "tiers": {"dram": {}, "nvme": {"capacity_bytes": 6 << 30}}}
+    said = what_if_sentence({**tree, "what_if": {"window_s": 7200.0, "curve": curve}})
+    assert re.findall(r"[\d.]+%", said) == ["37.5%", "25.0%", "50.0%", "62.5%"]
+    assert "not enough" in what_if_sentence({**tree, "what_if": {"window_s": 7200.0, "curve": []}})
 
 
 # --- numbers with their units, sections, tables ------------------------------------------------------

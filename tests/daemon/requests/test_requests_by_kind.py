@@ -246,23 +246,6 @@ def test_a_peek_finds_what_a_match_would(client: Client) -> None:
     assert client.stats()["counters"] == {**before, "requests": before["requests"] + 2}
 
 
-def test_models_are_listed_while_their_session_lives(client: Client, run_dir: Path) -> None:
-    card = [["demo"], bytes(16), ["f" * 32], 4]
-    with Client(run_dir) as other:
-        spec = new_spec()
-        number = other.ask("register_namespace", spec)[1]
-        mine = next(one for one in client.stats()["namespaces"] if one["id"] == number)["fingerprint"]
-        cards = [card, [["two"], bytes(16), [mine], 4, "vllm/sha256", 2, b"seed", "sql", "/sql"]]
-        assert other.ask("report", "none", {}, cards) == ["done"]
-        tag, listed, namespaces, windows = client.ask("models")
-        assert (tag, namespaces, windows) == ("model_list", {mine: number}, {})
-        assert listed == [[*card, "chain", 0, b"", "", ""], cards[1]]
-        assert other.ask("report", "none", {}) == ["done"]
-        assert client.ask("models") == ["model_list", [], {}, {}]
-        assert other.ask("report", "none", {}, cards) == ["done"]
-    wait_until(lambda: client.ask("models") == ["model_list", [], {}, {}])
-
-
 # --- hints ----------------------------------------------------------------------------------------
 
 
@@ -322,27 +305,6 @@ def test_a_block_is_inspected_in_every_place(operator: Client, on_nvme: Path) ->
     assert operator.release(lease)
     after = operator.stats()["counters"]
     assert after["match_requests"] == before["match_requests"] + 1, "an inspection does not count as a request"
-
-
-def test_pins_are_listed_and_ended_by_their_last_key(operator: Client) -> None:
-    number, keys = stored(operator, 3)
-    assert operator.ask("pins") == ["pin_list", [], 0, 4 << 20]
-    assert operator.ask("pin", [number], keys, 60_000) == ["pinned", 3]
-    _, [pin], count, _ = operator.ask("pins")
-    assert (pin[:4], count) == ([[number], keys[32:], 3, 3 * 8192], 1)
-    assert 0 < pin[4] <= 60_000
-    mine = next(one for one in operator.stats()["namespaces"] if one["id"] == number)
-    assert mine["pinned_blocks"] == 3
-    assert operator.ask("unpin", [number], keys[32:]) == ["pinned", 3]
-    assert operator.ask("pins")[1:3] == [[], 0]
-
-
-def test_specs_come_in_full(operator: Client) -> None:
-    spec = new_spec(8192, head_dim=64, extra={"rope": "yarn"})
-    number = operator.ask("register_namespace", spec)[1]
-    tag, specs = operator.ask("specs", [number])
-    assert (tag, set(specs)) == ("spec_list", {number})
-    assert {name: specs[number][name] for name in spec} == spec
 
 
 # --- namespaces of a later form -------------------------------------------------------------------
