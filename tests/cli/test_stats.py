@@ -84,9 +84,6 @@ def test_what_if_is_said_of_twice_the_dram_and_twice_the_nvme() -> None:
     assert "not enough" in what_if_sentence({**tree, "what_if": {"window_s": 7200.0, "curve": []}})
 
 
-# --- numbers with their units, sections, tables ------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [

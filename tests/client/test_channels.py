@@ -89,9 +89,6 @@ def rig(open_rig: Callable[..., Rig]) -> Rig:
     return open_rig()
 
 
-# --- the end, and late replies -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ask", [Rig.call, lambda rig: rig.pipeline(3, PATIENT_S)], ids=["call", "pipeline"])
 def test_the_end_of_a_session_wakes_waiting_threads(rig: Rig, ask: Callable[[Rig], object]) -> None:
     thread, results = rig.in_thread(lambda: ask(rig))
@@ -164,9 +161,6 @@ def test_a_reply_of_another_type_breaks_the_channel(rig: Rig) -> None:
     thread.join(60)
     assert [type(one) for one in results] == [ProtocolError]
     assert (len(rig.channels._idle), len(rig.channels._late)) == (0, 0)
-
-
-# --- no more connections than the daemon allows -------------------------------------------------------
 
 
 def test_no_more_are_kept_than_the_daemon_allows(open_rig: Callable[..., Rig]) -> None:

@@ -114,9 +114,6 @@ def test_a_client_whose_clock_fell_behind_is_served_again() -> None:
         assert 0 < expired < 100, "the client does not ask again and again"
 
 
-# --- the process of a launched daemon; a small program stands in for the daemon ----------------------
-
-
 PROGRAM = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))

@@ -244,9 +244,6 @@ def test_the_schema_is_that_of_the_settings() -> None:
     assert not named & set(OF_THE_CHART)
 
 
-# --- passwords ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("password", ["open-sesame", "with/slash", "with@sign", "with:colon", "p@s/s:w?rd#"])
 @pytest.mark.parametrize("user", ["", "cache"])
 def test_no_password_of_a_store_is_ever_shown(password: str, user: str) -> None:

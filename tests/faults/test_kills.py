@@ -47,9 +47,6 @@ def test_a_killed_daemon_is_a_miss_and_its_restart_a_hit(daemon: Daemon, engine_
             assert one.load(keys) == 20
 
 
-# --- writers ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small(start_daemon: Callable[..., Daemon]) -> Daemon:
     """Sixteen frames, all of which one client may have in quarantine."""
@@ -79,11 +76,7 @@ def all_back(peer: Peer) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "killed, with a fork", "hangs up", "stopped"])
 def test_frames_of_a_writer_wait_for_the_end_of_its_process_or_its_word(
-    small: Daemon,
-    start_child: Callable[..., Child],
-    connect: Callable[..., Peer],
-    closing: ExitStack,
-    how: str,
+    small: Daemon, start_child: Callable[..., Child], connect: Callable[..., Peer], closing: ExitStack, how: str
 ) -> None:
     child, other = start_child("peer", small, block_bytes=WIDE.block_bytes), connect(small)
     taken = child.do("reserve", seed="half", blocks=TAKEN, ttl_ms=100 if how == "stopped" else 30_000)
@@ -111,9 +104,6 @@ def test_frames_of_a_writer_wait_for_the_end_of_its_process_or_its_word(
     all_back(other)
     if how == "killed, with a fork":
         assert state_of(fork) in ("S", "R"), "the fork lives and holds the session socket"
-
-
-# --- everything at once -----------------------------------------------------------------------------
 
 
 SETTINGS = {"block_bytes": 64 << 10, "blocks": 32, "request_timeout_s": 0.3, "required": False}
@@ -189,9 +179,6 @@ def test_clients_at_random_while_the_daemon_its_workers_and_other_clients_die(
     check(daemon)
 
 
-# --- what hangs --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_daemon_that_hangs_is_a_miss(daemon: Daemon, engine_of: Callable[..., Engine], dies: bool) -> None:
     engine, keys = engine_of(daemon, SPEC), chain_of("before", 20)
@@ -240,9 +227,6 @@ def test_renewals_that_waited_for_a_stopped_daemon_are_read_before_leases_are_ju
     daemon.go_on()
     assert all(list(peer.answer_to(request_id).alive) == [1] for request_id in renewals)
     assert all(peer.tell(m.Release, lease=lease).good for lease in leases)
-
-
-# --- starts that go wrong ----------------------------------------------------------------------------
 
 
 def test_a_run_dir_that_others_may_write_is_refused(closing: ExitStack) -> None:

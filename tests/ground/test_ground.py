@@ -22,13 +22,7 @@ from tiercache.connector.direct import probe as gds_probe
 from tiercache.demo.child import Child
 from tiercache.errors import ConfigError
 from tiercache.ground import listening
-from tiercache.ground.histograms import (
-    NANOSECONDS,
-    LatencyHistogram,
-    cumulative,
-    percentiles_of,
-    since,
-)
+from tiercache.ground.histograms import NANOSECONDS, LatencyHistogram, cumulative, percentiles_of, since
 from tiercache.ground.isolated import quick_command
 from tiercache.ground.units import without_quantities
 

@@ -111,9 +111,6 @@ def test_chains_under_vllm_hashes(client: tiercache.Client, opened: Opened, algo
     wait_until(lambda: found() == 0, "the card with an unknown hash algorithm")
 
 
-# --- the command -------------------------------------------------------------------------------------
-
-
 def test_the_command_asks_a_daemon_or_a_port(
     client: tiercache.Client, opened: Opened, url: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

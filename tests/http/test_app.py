@@ -154,9 +154,6 @@ def test_more_queries_than_a_few_are_told_to_come_again(
     asyncio.run(run())
 
 
-# --- questions to the daemon that many clients share --------------------------------------------------
-
-
 def test_clients_share_questions_and_each_gets_an_answer_newer_than_its_own() -> None:
     gates: list[asyncio.Event] = []
 
@@ -185,9 +182,6 @@ def test_clients_share_questions_and_each_gets_an_answer_newer_than_its_own() ->
     assert answers[:101] == [{"number": 1}] + [{"number": 2}] * 100
     assert [type(answer) for answer in answers[101:103]] == [HttpError] * 2
     assert answers[103] == {"number": 4}, "what failed is not an answer to the next"
-
-
-# --- requests for another host, such as those of a page whose host name was rebound to this address --
 
 
 def complaint(host: str = "", method: str = "GET", named: str = "", **headers: str) -> Any:

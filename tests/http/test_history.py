@@ -115,9 +115,6 @@ def test_lists_have_a_limit_and_counters_of_clients_stay_here(told: Told) -> Non
     assert "histograms" not in stats
 
 
-# --- the thread that asks ----------------------------------------------------------------------------
-
-
 class Asked:
     """Answers in turn; notes for how many prefixes each question asked."""
 

@@ -131,9 +131,6 @@ def test_names_stay_names(url: str, daemon: tiercache.LaunchedDaemon) -> None:
         assert EVIL in {row["engine"] for row in request(f"{url}/v1/stats").tree["namespaces"]}
 
 
-# --- the dashboard's files ---------------------------------------------------------------------------
-
-
 def test_the_page_is_of_this_port_alone(url: str) -> None:
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
@@ -154,9 +151,6 @@ def test_files_have_what_the_policy_allows() -> None:
             assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", text), path
 
 
-# --- readiness ---------------------------------------------------------------------------------------
-
-
 def test_ready_means_a_block_stored_and_loaded(url: str, client: tiercache.Client) -> None:
     with connect(client.address, spec()) as connector:  # its frames are those that a probe uses
         connector.store(bytes(range(16)), [0])
@@ -171,9 +165,6 @@ def test_ready_means_a_block_stored_and_loaded(url: str, client: tiercache.Clien
     assert "tiercache/probe" not in request(f"{url}/metrics").text
     classes = before["arena"]["classes"]
     wait_until(lambda: client.stats()["arena"]["classes"] == classes, "its frames are free again")
-
-
-# --- many and slow connections -----------------------------------------------------------------------
 
 
 @pytest.mark.stress
@@ -240,9 +231,6 @@ def test_a_slow_client_is_cut(hasty: str) -> None:
         wait_until(lambda: is_cut(deaf), "the client that reads nothing is cut")
         assert (read_all(silent).status, read_all(head).status) == (0, 0)
     wait_until(lambda: request(f"{hasty}/healthz").status == 200, "others are answered")
-
-
-# --- the command -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,6 @@ def test_work_of_a_prompt() -> None:
     assert step == 2 * narrow.active_parameters + 32 * 4 * 4096 * 4096
 
 
-# --- configurations ------------------------------------------------------------------------------
-
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -160,9 +158,6 @@ def test_wrong_and_unknown_configurations_are_refused(tmp_path: Path, config: An
     with pytest.raises(ConfigError) as caught:
         load_model(str(tmp_path)).weights_bytes()
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
-
-
-# --- bytes of blocks and sequences, on the GPU and in the tiers --------------------------------------
 
 
 def form(name: str, gpus: int = 1) -> Form:

@@ -57,9 +57,6 @@ def post(server: ServerProcess, body: bytes, path: str = "/v1/completions", meth
     return answer.status, tree["error"]
 
 
-# --- what is served
-
-
 def test_a_completion_has_text_usage_and_a_reason(client: OpenAI) -> None:
     whole = complete(client, "Usage of something new. " * 3)
     assert (whole.object, whole.model, len(whole.choices)) == ("text_completion", MODEL, 1)
@@ -87,10 +84,7 @@ def test_chats_go_through_the_template(client: OpenAI) -> None:
     [choice] = answer.choices
     assert (answer.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
     plain = complete(client, "<|system|>Purr.<end><|user|>Why?<end><|assistant|>")
-    assert (choice.message.content, answer.usage.prompt_tokens) == (
-        plain.choices[0].text,
-        plain.usage.prompt_tokens,
-    )
+    assert (choice.message.content, answer.usage.prompt_tokens) == (plain.choices[0].text, plain.usage.prompt_tokens)
     first, *parts = chat(client, stream=True)
     assert (first.object, first.choices[0].delta.role) == ("chat.completion.chunk", "assistant")
     assert "".join(part.choices[0].delta.content for part in parts) == choice.message.content
@@ -179,9 +173,6 @@ def test_models_health_and_metrics(server: ServerProcess, client: OpenAI) -> Non
     assert grown["tiercache:prefix_cache_queries_total"] == 47
 
 
-# --- what is refused
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -264,9 +255,6 @@ def test_an_answer_fits_into_memory() -> None:
     check_size(1, SamplingParams(max_tokens=100_000, logprobs=20))
     with pytest.raises(ApiError, match="10752000 log-probabilities, and an answer may have"):
         check_size(128, SamplingParams(max_tokens=4000, logprobs=20))
-
-
-# --- clients that come in crowds, and that go
 
 
 @pytest.mark.stress

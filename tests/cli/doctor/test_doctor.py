@@ -112,9 +112,6 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
     assert limit_of("", "Max open files") == (None, None)
 
 
-# --- disks and devices -------------------------------------------------------------------------------
-
-
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEASURED_BYTES", 4 << 20)
     folder = tmp_path / "kv"
@@ -148,9 +145,6 @@ def test_a_disk_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path
     [one] = disk.examine(NEEDS, (tmp_path,), measure=True)
     end.set()
     assert (one.state, "does not answer within" in one.figure) == (State.FAILURE, True)
-
-
-# --- the daemon --------------------------------------------------------------------------------------
 
 
 def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
@@ -206,9 +200,6 @@ def test_a_client_whose_keys_are_not_chains_is_named(tmp_path: Path) -> None:
     }
     [found] = [one for one in daemon.examine(tmp_path, tree, "") if one.name == "chains"]
     assert (found.state, found.figure) == (State.WARNING, "lists of keys that are not chains: odd (7)")
-
-
-# --- its hits ----------------------------------------------------------------------------------------
 
 
 def space(number: int, asked: int = 0, hit: int = 0, stored: int = 0, engine: str = "e") -> dict[str, Any]:
@@ -286,9 +277,6 @@ def test_a_directory_that_evicts_beside_an_empty_one_is_told(evicted: int, used:
     ]
     found = told_of([space(1, asked=9, hit=3)], tiers={"nvme": {"directories": rows}})
     assert ("/full evicted 9,332 blocks, /new is nearly empty" in found) is told
-
-
-# --- the command -------------------------------------------------------------------------------------
 
 
 def test_without_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

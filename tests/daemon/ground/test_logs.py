@@ -57,9 +57,6 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(writer)
 
 
-# --- the writer --------------------------------------------------------------------------------------
-
-
 def test_lines_come_out_in_order_and_with_their_fields() -> None:
     with pipe() as (reader, writer):
         log = logs.Log(logs._Json(), writer)

@@ -246,9 +246,6 @@ def test_a_peek_finds_what_a_match_would(client: Client) -> None:
     assert client.stats()["counters"] == {**before, "requests": before["requests"] + 2}
 
 
-# --- hints ----------------------------------------------------------------------------------------
-
-
 def test_a_hint_takes_effect(client: Client) -> None:
     number, keys = stored(client, 3)
     other = stored(client, 1)
@@ -258,9 +255,6 @@ def test_a_hint_takes_effect(client: Client) -> None:
     assert client.ask("peek", [other[0]], other[1])[1] == 1
     assert client.ask("hint", [number], keys, 0, True) == ["hinted", 1]
     assert client.ask("hint", [number], keys, 0, False, 1000, 0, 3) == ["hinted", 1]
-
-
-# --- what operators ask ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -351,9 +345,6 @@ def test_blocks_of_a_later_form_are_found_again_after_a_restart(tmp_path: Path) 
         wait_until(lambda: client.stats()["tiers"]["nvme"]["blocks"] == 1)
         assert client.ask("peek", [_number(client, later)], key)[1:3] == [0, 1]
         assert client.ask("peek", [_number(client, plain)], key)[1:3] == [0, 0]
-
-
-# --- statistics -----------------------------------------------------------------------------------
 
 
 def test_stats_have_the_documented_shape(client: Client, run_dir: Path) -> None:

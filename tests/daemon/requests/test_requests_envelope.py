@@ -9,17 +9,8 @@ from typing import Any
 
 import msgpack
 import pytest
-from raw_client import (
-    Client,
-    SessionSocket,
-    block_of,
-    hello,
-    new_chain,
-    new_spec,
-)
+from raw_client import Client, SessionSocket, block_of, hello, new_chain, new_spec
 from waiting import wait_until
-
-# --- envelope and evolution -----------------------------------------------------------------------
 
 
 def refused(number: int, keys: bytes) -> dict[str, list[list[Any]]]:
@@ -162,9 +153,6 @@ def test_the_deadline_is_on_the_clock_of_the_sender(run_dir: Path) -> None:
         assert client.refusal("ping", session=token, generation=generation, deadline_us=999_000) == "expired"
         assert client.ask("ping", session=token, generation=generation, deadline_us=60_000_000) == ["done"]
     session.close()
-
-
-# --- hello ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,7 @@ from tiercache.daemon.requests.service import MAX_SLICED, Service
 from tiercache.daemon.requests.sessions import Session
 from tiercache.daemon.requests.slow import SlowRequests
 from tiercache.daemon.requests.store_waits import StoreWaits
-from tiercache.daemon.requests.unsent import (
-    ALL_BYTES,
-    PARTY_BYTES,
-    SESSION_BYTES,
-    Unsent,
-)
+from tiercache.daemon.requests.unsent import ALL_BYTES, PARTY_BYTES, SESSION_BYTES, Unsent
 from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.leases import ReadLease, StoreLease
 from tiercache.errors import RequestRefused

@@ -118,9 +118,6 @@ def test_nothing_else_is_touched(folder: Path, tmp_path: Path) -> None:
     assert all(path.exists() for path in [*others, place(folder, b"a"), place(folder, b"a").with_name("fifo")])
 
 
-# --- the lease -----------------------------------------------------------------------------------
-
-
 def holds(folder: Path, its: JanitorLease) -> bool:
     with Tree(str(folder)) as tree:
         return its.hold(tree)
@@ -176,9 +173,6 @@ def test_a_janitor_that_has_lost_the_lease_stops(folder: Path) -> None:
     other = JanitorLease()
     holds(folder, other)
     assert its.step() == TRY_S
-
-
-# --- what cannot be removed ----------------------------------------------------------------------
 
 
 def test_a_file_that_cannot_be_removed_stays_and_the_rest_goes_in_its_place(

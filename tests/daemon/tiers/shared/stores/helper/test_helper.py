@@ -49,9 +49,6 @@ def test_an_answer_that_cannot_be_true_is_a_misfit(make: Make, monkeypatch: pyte
     assert read(line, [b"a"], 5, 10) == [Fate.MISFIT]
 
 
-# --- calls that hang ---------------------------------------------------------------------------------
-
-
 @pytest.mark.stress
 def test_a_late_call_ends_at_its_deadline_and_its_answer_reaches_nothing(make: Make, tmp_path: Path) -> None:
     store = make()
@@ -96,9 +93,6 @@ def test_a_process_that_answers_nothing_is_replaced(make: Make, monkeypatch: pyt
     assert pid(store) != first
     wait_until(lambda: state_of(first) == "", "the first process to be reaped")
     assert (store.stats()["given_up"], store.stats()["starts"]) == (1, 2)
-
-
-# --- how the process ends ----------------------------------------------------------------------------
 
 
 def test_a_crash_ends_the_calls_under_way_and_the_next_one_finds_another_process(make: Make) -> None:

@@ -66,9 +66,6 @@ def failing(call: Callable[[], object]) -> StoreError:
     return caught.value
 
 
-# --- a server that answers as it is told ---------------------------------------------------------
-
-
 def test_a_whole_answer_to_a_range_is_cut(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     fake.ranges = False
     line = connect(fake.url())
@@ -113,12 +110,7 @@ def test_what_must_not_be_done_twice_is_not_tried_again(fake: FakeServer, connec
     ],
 )
 def test_what_the_server_says_is_told_in_one_line(
-    fake: FakeServer,
-    connect: Callable[[str], Connection],
-    status: int,
-    code: str,
-    problem: StoreProblem,
-    words: str,
+    fake: FakeServer, connect: Callable[[str], Connection], status: int, code: str, problem: StoreProblem, words: str
 ) -> None:
     fake.hook = lambda method, key: (status, f"<Error><Code>{code}</Code></Error>".encode())
     line = connect(fake.url())
@@ -223,9 +215,6 @@ def test_parts_may_change_after_a_late_put(fake: FakeServer, connect: Callable[[
     assert all(b"x" * 1000 not in value for value in fake.objects.values())
 
 
-# --- the thread that makes requests --------------------------------------------------------------
-
-
 def test_a_closed_store_ends_its_calls(fake: FakeServer) -> None:
     fake.gate.clear()
     fake.objects[OBJECT] = content(9, 9000)
@@ -243,9 +232,6 @@ def test_a_closed_store_ends_its_calls(fake: FakeServer) -> None:
     waiter.join()
     assert raised[0].problem is StoreProblem.UNREACHABLE
     assert failing(lambda: read(line, [b"a"])).problem is StoreProblem.UNREACHABLE
-
-
-# --- before the daemon serves --------------------------------------------------------------------
 
 
 ROOT = Path(__file__).resolve().parents[6]

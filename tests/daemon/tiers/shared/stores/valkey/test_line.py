@@ -21,9 +21,6 @@ from tiercache.daemon.tiers.shared.stores.valkey.line import MOST_LOOKUPS
 MIB = 1 << 20
 
 
-# --- time ---
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize("start", [b"$100000\r\nabc", b"$10", b"-ERR a long story", b""])
 def test_a_drip(start: bytes) -> None:
@@ -104,9 +101,6 @@ def test_names_that_hang(no_names: list[str]) -> None:
     assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.UNREACHABLE
 
 
-# --- torn ---
-
-
 def test_a_reset_within_a_value() -> None:
     def script(peer: Peer) -> None:
         peer.command()
@@ -152,9 +146,6 @@ def test_closed_by_another_thread() -> None:
             closing.join()
             assert failing(lambda call=call, line=connection: call(line)).problem is StoreProblem.UNREACHABLE
             assert len(server.peers) == 1
-
-
-# --- how far requests go ahead of their replies ------------------------------------------------------
 
 
 class Asked(ShortCommand):
