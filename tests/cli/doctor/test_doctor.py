@@ -219,6 +219,8 @@ def told_of(spaces: list[dict[str, Any]], specs: Any = None, tiers: Any = None, 
 
 
 EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
+POPULATING = {"refused_blocks": 7, "refused_populating_blocks": 7}
+OVER_QUOTA = {"refused_blocks": 7, "refused_by_quota_blocks": 7}
 
 
 @pytest.mark.parametrize(
@@ -229,29 +231,13 @@ EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
         ([space(1)], {}, "no prompt of a full block has come"),
         ([space(1, stored=5)], {}, "the engine only stores"),
         ([space(1, asked=9)], {"refused_blocks": 7}, "nothing stored; 7 blocks found no room"),
-        (
-            [space(1, asked=9)],
-            {"refused_blocks": 7, "refused_populating_blocks": 7},
-            "nothing stored; the arena is still being populated: 0 B of 1.0 GiB so far -> wait",
-        ),
-        (
-            [space(1, asked=9, hit=3)],
-            {"refused_blocks": 7, "refused_populating_blocks": 7},
-            "ok: stores at the start: 7 blocks refused",
-        ),
+        ([space(1, asked=9)], POPULATING, "the arena is still being populated: 0 B of 1.0 GiB so far -> wait"),
+        ([space(1, asked=9, hit=3)], POPULATING, "ok: stores at the start: 7 blocks refused"),
         ([space(1, asked=9)], {}, "is it a producer"),
         ([space(1, asked=9, stored=5)], {}, "under other keys"),
         ([space(1, asked=9, hit=3)], {}, "ok: hit rate: 33.3% of 9 blocks"),
-        (
-            [space(1, asked=9, hit=3)],
-            {"refused_blocks": 7, "refused_by_quota_blocks": 7},
-            "quotas: blocks refused: 7 in DRAM, 0 on NVMe",
-        ),
-        (
-            [space(1, asked=9, hit=1)],
-            {**EVICTED, "stored_bytes": 100 * GIB},
-            "warning: evictions: 3,000 of 4,000 stored; DRAM holds the last 1.00 s of stores",
-        ),
+        ([space(1, asked=9, hit=3)], OVER_QUOTA, "quotas: blocks refused: 7 in DRAM, 0 on NVMe"),
+        ([space(1, asked=9, hit=1)], {**EVICTED, "stored_bytes": 100 * GIB}, "DRAM holds the last 1.00 s of stores"),
         ([space(1, asked=9, hit=1)], {**EVICTED, "stored_bytes": GIB}, "ok: evictions"),
     ],
 )
