@@ -100,7 +100,7 @@ def test_wrong_ones_are_one_line(ask: Run, arguments: list[str], words: str) -> 
     assert_refused(ask(*arguments), words)
 
 
-def test_a_prompt_is_pinned_as_the_engine_names_it(
+def test_a_prompt_is_pinned_by_its_words(
     engine: tiercache.Connector, monkeypatch: pytest.MonkeyPatch, ask: Run
 ) -> None:
     tokens = list(range(100, 122))

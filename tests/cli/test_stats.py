@@ -108,9 +108,7 @@ def test_numbers_are_shown_by_their_unit(name: str, value: Any, shown: str) -> N
     assert human(name, value) == shown
 
 
-def test_names_of_clients_cannot_control_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = Section("\x1b]0;a\x07", ("engine\x9b", "rank\r"), [("vllm\x1b[2J", "0\r1"), ("tab\t", "\u202e")])
     print_sections([names])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

@@ -126,9 +126,7 @@ def test_a_late_channel_serves_others_and_its_reply_is_still_taken(rig: Rig) -> 
 
 
 @pytest.mark.parametrize("what", ["garbage", "nothing"])
-def test_a_late_channel_that_brings_garbage_or_nothing_is_closed(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_late_channel_of_garbage_or_nothing_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     if what == "nothing":
         monkeypatch.setattr(channels_module, "LATE_CHANNEL_S", 0.0)
     with pytest.raises(DeadlineExceeded):
@@ -143,9 +141,7 @@ def test_a_late_channel_that_brings_garbage_or_nothing_is_closed(
     assert rig.late == []
 
 
-def test_a_late_channel_that_is_read_while_the_session_ends_is_closed(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_channel_that_is_read_as_the_session_ends_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeadlineExceeded):
         rig.call(NONE_COMES_S)
     socket: Any = rig.channels._late[0]._socket

@@ -111,7 +111,7 @@ def test_replies_of_another_life_or_to_another_request_are_dropped(
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", msgspec.msgpack.encode(["no such", 1])])
-def test_garbage_ends_the_session_and_a_new_one_begins(
+def test_garbage_ends_the_session_and_another_begins(
     daemon: FakeDaemon, client: tiercache.Client, garbage: bytes
 ) -> None:
     daemon.rules[m.Stats] = lambda request, reply: [garbage] if garbage else [b"", b""]
@@ -146,7 +146,7 @@ def test_a_closed_session_is_down_at_once_and_comes_back_with_a_new_mapping(
 
 
 @pytest.mark.parametrize("code", [m.ErrorCode.EXPIRED, m.ErrorCode.LIMIT])
-def test_a_lease_whose_end_was_not_heard_is_ended_later(
+def test_a_lease_whose_end_was_lost_is_ended_later(
     daemon: FakeDaemon, client: tiercache.Client, code: m.ErrorCode
 ) -> None:
     """Else the daemon would keep these frames for us, though we no longer write to them, until this process ends."""

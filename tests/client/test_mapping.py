@@ -123,9 +123,7 @@ def test_the_mapping_goes_with_the_last_copy(unmapped: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_the_gpu_driver_keeps_stays_mapped(
-    monkeypatch: pytest.MonkeyPatch, unmapped: list[int], kept: bool
-) -> None:
+def test_what_the_driver_keeps_stays_mapped(monkeypatch: pytest.MonkeyPatch, unmapped: list[int], kept: bool) -> None:
     """Else the addresses would be mapped anew for something else, and the GPU could still write there."""
 
     class Driver:

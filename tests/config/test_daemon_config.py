@@ -132,9 +132,7 @@ configs = st.builds(
 
 
 @given(config=configs)
-def test_the_printed_file_reads_back_to_an_equal_object(
-    tmp_path_factory: pytest.TempPathFactory, config: DaemonConfig
-) -> None:
+def test_the_printed_file_reads_back_as_equal(tmp_path_factory: pytest.TempPathFactory, config: DaemonConfig) -> None:
     path = tmp_path_factory.getbasetemp() / "printed.toml"
     for comments in (True, False):
         path.write_text(render_toml(config, comments))

@@ -268,7 +268,7 @@ def test_28_requests_of_a_former_life_are_refused(daemon: Daemon, connect: Calla
     assert new.load_chain(SPEC, keys) == 3
 
 
-def test_7_a_second_daemon_on_the_same_run_dir_is_refused(
+def test_7_a_second_daemon_at_one_run_dir_is_refused(
     daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
 ) -> None:
     peer, keys = connect(daemon), chain_of("first", 4)

@@ -38,9 +38,7 @@ def regions_of(peer: Peer, count: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_29_no_client_can_shrink_or_grow_a_region(
-    daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack
-) -> None:
+def test_29_no_client_can_resize_a_region(daemon: Daemon, connect: Callable[..., Peer], closing: ExitStack) -> None:
     other, keys = connect(daemon), chain_of("sealed", 8)
     other.store_chain(SPEC, keys)
     for fd, size in regions_of(connect(daemon), 4):

@@ -265,7 +265,7 @@ def test_frames_never_show_what_they_held_before(
     assert second.ask("read", lease, theirs, 0, 0, 1)[:2] == ["error", "unknown_namespace"]
 
 
-def test_what_tells_of_others_is_refused(
+def test_what_tells_of_others_is_barred(
     site: Site, start_daemon: Callable[..., Daemon], tenant: Callable[..., Tenant]
 ) -> None:
     daemon = start_daemon(*site.flags)

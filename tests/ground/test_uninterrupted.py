@@ -105,9 +105,7 @@ def leases(watcher: tiercache.Connector) -> dict[str, int]:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(3))
-def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behind(
-    open_connector: Open, part: int
-) -> None:
+def test_a_signal_at_any_line_of_a_match_load_or_store_leaves_nothing_behind(open_connector: Open, part: int) -> None:
     """Interrupt at a hundred of all lines; the rest are alike."""
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
     chain = chain_of(f"interrupted at a line of part {part}", 8)
@@ -151,9 +149,7 @@ def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behin
     assert bytes_of(connector, list(range(10, 18))) == bytes_of(connector, list(range(8)))
 
 
-def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
-    open_connector: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_waits_for_the_copies_and_begins_no_other(open_connector: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
     chain = chain_of("interrupted in a copy", 8)
     assert connector.store(chain, range(8)).stored == 8

@@ -245,9 +245,7 @@ def test_a_slow_client_is_cut(hasty: str) -> None:
         (["--request-timeout", "soon"], "request_timeout: 'soon' is not understood"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_a_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/nowhere", *arguments]) == 2
     told = capsys.readouterr().err
     assert (told.count("\n"), words in told) == (1, True)

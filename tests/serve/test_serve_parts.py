@@ -264,7 +264,7 @@ def test_a_chat_template_that_cannot_be_read_is_said_with_its_path(tmp_path: Pat
 
 
 @pytest.mark.stress
-def test_a_daemon_that_lives_briefly_is_given_up(
+def test_a_daemon_that_keeps_dying_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(private_daemon, "_FIRST_PAUSE_S", 0.01)

@@ -34,9 +34,7 @@ EMPTY = Path("/proc/self/fdinfo")
     ],
     ids=str,
 )
-def test_what_cannot_be_shown_is_said_in_a_line(
-    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_shown_is_one_line(options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(demo_valkey, "find_spec", lambda name: None)
     monkeypatch.setattr(demo, "has_vllm", lambda: False)

@@ -193,9 +193,7 @@ def plan(path: Path, **more: Any) -> Plan:
     return Plan(path, 32 * MIB, 4 * MIB, **more)
 
 
-def test_a_mount_point_of_fstab_without_its_mount_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_point_of_fstab_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "my disk"
     place.mkdir()
     fstab = tmp_path / "fstab"

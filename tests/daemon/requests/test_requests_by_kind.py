@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,50 +254,6 @@ def test_a_hint_takes_effect(client: Client) -> None:
     assert client.ask("peek", [other[0]], other[1])[1] == 1
     assert client.ask("hint", [number], keys, 0, True) == ["hinted", 1]
     assert client.ask("hint", [number], keys, 0, False, 1000, 0, 3) == ["hinted", 1]
-
-
-@pytest.fixture(scope="module")
-def on_nvme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run dir of a daemon with a directory on NVMe."""
-    path = tmp_path_factory.mktemp("admin") / "run"
-    nvme = ["--nvme", str(path.parent / "kv"), "--nvme-size", "64MiB", "--nvme-segment", "8MiB"]
-    with daemon(path, "--arena", "16MiB", "--region", "8MiB", "--pin-share", "0.25", *nvme):
-        yield path
-
-
-@pytest.fixture
-def operator(on_nvme: Path) -> Iterator[Client]:
-    with Client(on_nvme) as connected:
-        connected.await_arena()
-        yield connected
-
-
-def test_a_block_is_inspected_in_every_place(operator: Client, on_nvme: Path) -> None:
-    one, keys = stored(operator, 3)
-    two = operator.namespace()
-    operator.store(two, keys[:32], [block_of(0), block_of(1)])
-    before = operator.stats()["counters"]
-
-    def places(number: int, key: bytes) -> list[list[Any]]:
-        tag, views, _, chain = operator.ask("inspect", [number], key)
-        assert (tag, chain) == ("inspected", b"")
-        return list(views)
-
-    wait_until(lambda: len(places(one, keys[32:])) == 2)  # written to NVMe in the background, after its parents
-    dram, nvme = places(one, keys[16:32])
-    assert dram[:8] == [one, "dram", "", 8192, 1, 0, "", ""]
-    assert 0 <= dram[8] < 60
-    assert nvme == [one, "nvme", str(on_nvme.parent / "kv"), 8192, 1, 0, "raw", "xxh3", None]
-    _, views, depth, chain = operator.ask("inspect", [], keys[16:32], True)
-    assert sorted((view[0], view[1]) for view in views if view[1] == "dram") == [(one, "dram"), (two, "dram")]
-    assert (depth, chain) == (2, keys[:32])
-    assert operator.ask("inspect", [two], keys[32:], True) == ["inspected", [], 0, b""]
-    _, lease, _ = operator.match([one], keys)
-    assert places(one, keys[32:])[0][5] >= 1, "the lease pins the deepest block"
-    wait_until(lambda: places(one, keys[32:])[0][5] == 1)  # the daemon no longer expects a client to continue the chain
-    assert operator.release(lease)
-    after = operator.stats()["counters"]
-    assert after["match_requests"] == before["match_requests"] + 1, "an inspection does not count as a request"
 
 
 # --- namespaces of a later form -------------------------------------------------------------------

@@ -375,9 +375,7 @@ async def test_what_a_flush_took_with_it_is_sent_again(tmp_path: Path, monkeypat
 
 
 @played
-async def test_notes_are_put_together_when_their_number_has_doubled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_notes_are_put_together_when_they_have_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flushes, "MANY_NOTES", 10)
     monkeypatch.setattr(flushes, "VERY_MANY_NOTES", 80)
     naming, looked_at = Naming("d", b""), list[bytes]()
@@ -398,9 +396,7 @@ async def test_notes_are_put_together_when_their_number_has_doubled(
 
 
 @played
-async def test_very_many_notes_become_those_of_their_namespaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_very_many_notes_become_those_of_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant that flushes every prompt of all its namespaces costs nobody else a block."""
     monkeypatch.setattr(flushes, "MANY_NOTES", 40)
     naming = Naming("d", b"")

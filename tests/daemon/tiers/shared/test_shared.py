@@ -128,22 +128,19 @@ def test_blocks_that_cannot_be_fetched_cost_one_pass_over_a_long_prompt() -> Non
     known.could_not_fetch(spaces[7], key_of(keys, 400), 0)
     known.could_not_fetch(spaces[7], key_of(chain_of("y", 2), 1), 0)
     found = Claim(500, dict.fromkeys(range(32), 3), {})
-    known.claimed(spaces, keys, found)
-    claim = known.claim(spaces, keys)
-    assert claim is not None
-    assert claim.end == 400
+
+    def end(*bad: Any) -> int:
+        known.claimed(spaces, keys, found, *bad)
+        claim = known.claim(spaces, keys)
+        return claim.end if claim else 0
+
+    assert end() == 400
     assert Keys.slices < 10
     bad = known.unfetchable(spaces)
     known.could_not_fetch(spaces[8], key_of(keys, 450), 0)
-    known.claimed(spaces, keys, found, bad)
-    claim = known.claim(spaces, keys)
-    assert claim is not None
-    assert claim.end == 450, "what could not be fetched before, the look-up has left out"
+    assert end(bad) == 450, "what could not be fetched before, the look-up has left out"
     now[0] += presence.UNFETCHABLE_S
-    known.claimed(spaces, keys, found)
-    claim = known.claim(spaces, keys)
-    assert claim is not None
-    assert claim.end == 500
+    assert end() == 500
     assert not known._unfetchable
 
 
@@ -158,9 +155,7 @@ def test_a_block_that_could_not_be_fetched_leaves_what_is_claimed_for_others() -
 
 
 @played
-async def test_what_expired_in_the_store_is_sent_again_from_dram(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_expired_in_the_store_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, chain = MemoryStore(), chain_of("popular", 10)
     a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
     monkeypatch.setattr(presence, "KNOWN_S", 0.0)  # so long after the last look
@@ -434,9 +429,7 @@ def test_it_comes_back_by_and_by(breaker: Breaker, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("problem", [StoreProblem.FULL, StoreProblem.READ_ONLY])
-def test_a_store_that_stays_full_is_written_to_less_and_less(
-    breaker: Breaker, clock: Clock, problem: StoreProblem
-) -> None:
+def test_a_store_that_stays_full_is_tried_less_and_less(breaker: Breaker, clock: Clock, problem: StoreProblem) -> None:
     assert breaker.may_write
     full, waited = StoreError(problem, "no room"), list[float]()
     for _ in range(7):

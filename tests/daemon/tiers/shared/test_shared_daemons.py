@@ -61,9 +61,7 @@ def metrics(host: Host) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_prompt_of_one_host_is_a_hit_on_the_other(
-    hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_of_one_host_is_a_hit_on_another(hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]) -> None:
     """Told apart from hits on NVMe, in metrics and for people."""
     a, b = hosts
     a.share("one")

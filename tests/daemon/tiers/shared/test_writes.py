@@ -62,9 +62,7 @@ async def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
 
 
 @pytest.mark.parametrize(("when", "pack", "works"), [("evicted", 16, False), ("evicted", 1, True), ("all", 16, True)])
-def test_single_evicted_blocks_make_no_packs(
-    monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool
-) -> None:
+def test_evicted_blocks_make_no_packs(monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool) -> None:
     """The daemon would send nothing: it says so before it serves."""
     monkeypatch.setattr(settings, "open_store", lambda url: MemoryStore(pack_blocks=pack))
     config = DaemonConfig(shared=StoreUrl("s3://bucket"), shared_plain=True, shared_write=when)

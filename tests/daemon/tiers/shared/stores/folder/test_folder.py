@@ -167,9 +167,7 @@ def test_what_cannot_be_replaced_or_moved_is_refused_alone(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO])
-def test_a_folder_of_values_that_cannot_be_opened_stays(
-    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_opened_stays(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in one value's place cannot be moved then; the other values of that folder must not go with it."""
     line = connect(folder)
     put(line, {b"good": content(6, 50)})
@@ -254,9 +252,7 @@ def test_a_note_and_its_end_survive_a_power_cut(folder: Path, monkeypatch: pytes
     assert synced == [("notes", [a]), *[("notes", [a, b])] * 2, *[("notes", [b])] * 2]
 
 
-def test_a_note_that_is_gone_is_deleted_once_that_survives_a_power_cut(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_is_deleted_once_that_survives_a_power_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The try that removed it may have failed before its folder was synced."""
 
     def broken(fd: int) -> None:

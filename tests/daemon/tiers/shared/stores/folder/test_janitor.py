@@ -72,9 +72,7 @@ def test_values_whose_time_is_over_are_removed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("slice_files", [1, 256])
-def test_the_oldest_go_first_until_the_rest_has_room(
-    folder: Path, slice_files: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_go_until_the_rest_has_room(folder: Path, slice_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor, "SLICE_FILES", slice_files)
     names = [b"%d" % number for number in range(30)]  # the first are the oldest
     line = store(folder).connect()
@@ -167,7 +165,7 @@ def test_a_janitor_that_has_lost_the_lease_stops(folder: Path) -> None:
     assert its.step() == TRY_S
 
 
-def test_a_file_that_cannot_be_removed_stays_and_the_rest_goes_in_its_place(
+def test_a_file_that_cannot_be_removed_stays_and_others_go_instead(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named until it is gone, also by passes that remove nothing; a pass in vain is followed by a pause."""
@@ -239,9 +237,7 @@ def test_a_damaged_file_or_folder_does_not_end_a_pass_but_a_damaged_file_system_
 
 @pytest.mark.parametrize("new_host", [False, True])
 @pytest.mark.parametrize(("options", "lacks"), [("1m,nr_inodes=40", "no inodes left"), ("300k", "make room")])
-def test_a_full_file_system_is_cleaned_up(
-    mount: Callable[[str], Path], options: str, lacks: str, new_host: bool
-) -> None:
+def test_a_full_disk_is_cleaned_up(mount: Callable[[str], Path], options: str, lacks: str, new_host: bool) -> None:
     """Also by a host that has to take over the lease first, as after a restart."""
     folder = mount(options)
     its = holder(folder, "?ttl=1h")

@@ -161,7 +161,7 @@ def test_a_deletion_goes_on_after_what_is_missing(fake: FakeServer, connect: Cal
     assert failing(lambda: line.delete([b"no", b"c"], soon())).problem is StoreProblem.DENIED
 
 
-def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
+def test_a_value_too_long_for_the_server_is_refused_alone(
     fake: FakeServer, connect: Callable[[str], Connection]
 ) -> None:
     too_long = (400, b"<Error><Code>EntityTooLarge</Code></Error>")
@@ -169,9 +169,7 @@ def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
     assert put(connect(fake.url()), {b"a": b"value!", b"b": b"value!"}) == [Fate.REFUSED, Fate.DONE]
 
 
-def test_an_announced_length_beyond_all_room_is_not_read(
-    fake: FakeServer, connect: Callable[[str], Connection]
-) -> None:
+def test_a_length_beyond_all_room_is_not_read(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     fake.gate.clear()  # the rest of the object never comes
     fake.objects[OBJECT] = bytes(10 << 20)
     fake.objects["prefix/notes/n"] = bytes(10 << 20)
@@ -180,7 +178,7 @@ def test_an_announced_length_beyond_all_room_is_not_read(
     assert line.exists([], [b"n"], soon()).notes == [None]
 
 
-def test_a_body_that_is_longer_than_it_says_is_not_read_to_its_end(
+def test_a_body_longer_than_it_says_is_not_read_to_its_end(
     fake: FakeServer, connect: Callable[[str], Connection]
 ) -> None:
     """As an endless one would fill the memory."""

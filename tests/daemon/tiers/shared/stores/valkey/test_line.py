@@ -173,9 +173,7 @@ class Line:
 @pytest.mark.parametrize(
     ("request_bytes", "reply_bytes", "most"), [(30, 1, 3), (25, 1, 4), (1, 20, 2), (1, 25, 2), (150, 1, 1), (1, 60, 1)]
 )
-def test_no_more_is_under_way_than_the_window_holds_or_one_command(
-    request_bytes: int, reply_bytes: int, most: int
-) -> None:
+def test_no_more_is_under_way_than_the_window_or_one_command(request_bytes: int, reply_bytes: int, most: int) -> None:
     line: Any = Line()
     commands = [Asked(b"", bytes(request_bytes), reply_bytes) for _ in range(20)]
     Exchange(line, commands, PipelineWindow(request_bytes=100, reply_bytes=50)).run()
