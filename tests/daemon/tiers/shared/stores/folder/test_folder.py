@@ -195,16 +195,6 @@ def test_a_link_in_the_place_of_our_own_folder_is_refused(folder: Path, tmp_path
 # --- notes, lifetimes of values ----------------------------------------------------------------------
 
 
-def test_a_value_with_a_shorter_lifetime_looks_older(folder: Path) -> None:
-    line = connect(folder, "?ttl=10h")
-    put(line, {b"always": b"value!", b"whole": b"value!"})
-    put(line, {b"whole": b"value!"}, ttl_s=36_000)
-    put(line, {b"short": b"value!"}, ttl_s=3600)
-    times = {name: place(folder, name).stat().st_mtime for name in (b"always", b"whole", b"short")}
-    assert abs(times[b"always"] - times[b"whole"]) < 1000
-    assert 8.5 * 3600 < times[b"always"] - times[b"short"] < 9.5 * 3600
-
-
 @pytest.mark.parametrize(("left_h", "renewed"), [(2.9, False), (1.9, True), (0.0, True)])
 def test_a_value_that_is_read_lives_on(folder: Path, left_h: float, renewed: bool) -> None:
     """Once half of its four hours is over; values without a lifetime are left as they are."""
