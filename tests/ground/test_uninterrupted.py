@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chains import chain_of
 from connector_helpers import bytes_of
-from signals_at_steps import Terminated, handling, heal, injected, steps_of
 from waiting import wait_until
 
 import tiercache
@@ -22,6 +22,73 @@ from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.errors import CallInterrupted
 from tiercache.ground import uninterrupted as module
 from tiercache.ground.uninterrupted import interrupted, uninterrupted
+
+
+class Terminated(Exception):
+    """What the test's handler of SIGTERM raises."""
+
+
+@contextmanager
+def injected(events: dict[int, int], files: tuple[str, ...], what: str = "opcode") -> Iterator[list[int]]:
+    """Raise signals in this thread: `events` gives the signal for each step (an opcode, or a line) of `files`."""
+    seen = [0]
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        frame.f_trace_opcodes = what == "opcode"
+        if event == what:
+            seen[0] += 1
+            number = events.get(seen[0])
+            if number is not None:
+                signal.raise_signal(number)
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(earlier)
+
+
+@pytest.fixture
+def handlers(ctrl_c: None) -> Iterator[dict[int, Any]]:
+    """Handlers of SIGINT and SIGTERM that raise. They must still be installed when a test ends."""
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    earlier = signal.signal(signal.SIGTERM, terminate)
+    mine: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate}
+    yield mine
+    found = {number: signal.getsignal(number) for number in mine}
+    signal.signal(signal.SIGTERM, earlier)
+    assert found == mine
+
+
+def steps_of(call: Callable[[], object], files: tuple[str, ...], what: str) -> int:
+    with injected({}, files, what) as seen:
+        call()
+    return seen[0]
+
+
+def heal() -> None:
+    """A handler of ours that was left installed passes the next signal on and removes itself."""
+    for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+        with pytest.raises(kind):
+            signal.raise_signal(number)
+
+
+@contextmanager
+def handling(number: int, handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """`handler` is that of a signal meanwhile."""
+    earlier = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, earlier)
+
 
 WAIT_S = 60
 OWN = ("tiercache/ground/uninterrupted.py",)
