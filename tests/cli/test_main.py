@@ -152,16 +152,6 @@ def test_every_help_says_what_one_needs(command: str, help_of: Help) -> None:
         assert option[1], f"{option[0]} is not explained"
 
 
-def output_of(program: str) -> str:
-    """What a program prints in a fresh interpreter."""
-    start = "import sys; from tiercache.cli.main import main; "
-    done = subprocess.run(
-        [sys.executable, "-c", start + program], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "loaded"),
     [
@@ -172,8 +162,10 @@ def output_of(program: str) -> str:
 )
 def test_only_the_command_that_is_asked_for_is_imported(arguments: list[str], loaded: set[str]) -> None:
     watched = ["typer", "tiercache.cli.ping", "tiercache.cli.pin", "tiercache.cli.serve", "torch", "starlette"]
-    out = output_of(f"main({arguments}); print(*[name for name in {watched} if name in sys.modules])")
-    assert set(out.splitlines()[-1].split()) == loaded
+    code = f"import sys; from tiercache.cli.main import main; main({arguments}); "
+    command = [sys.executable, "-c", f"{code}print(*[name for name in {watched} if name in sys.modules])"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert (set(done.stdout.splitlines()[-1].split()), done.stderr) == (loaded, "")
 
 
 # --- completion of commands, options and values in three shells --------------------------------------

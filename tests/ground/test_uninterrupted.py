@@ -80,16 +80,6 @@ def heal() -> None:
             signal.raise_signal(number)
 
 
-@contextmanager
-def handling(number: int, handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """`handler` is that of a signal meanwhile."""
-    earlier = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, earlier)
-
-
 WAIT_S = 60
 OWN = ("tiercache/ground/uninterrupted.py",)
 pytestmark = pytest.mark.usefixtures("handlers")
@@ -123,18 +113,21 @@ def test_a_signal_at_any_step_of_it_raises_once_and_cuts_no_work() -> None:
 
 def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handlers: dict[int, Any]) -> None:
     calls: list[tuple[int, bool]] = []
-    with handling(signal.SIGUSR1, lambda number, frame: calls.append((number, frame is not None))):
 
-        def work() -> str:
-            signal.raise_signal(signal.SIGUSR1)
-            assert calls == []
-            assert not interrupted()
-            assert calls == [(signal.SIGUSR1, True)]
-            signal.raise_signal(signal.SIGUSR1)
-            return "result"
+    def work() -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls == []
+        assert not interrupted()
+        assert calls == [(signal.SIGUSR1, True)]
+        signal.raise_signal(signal.SIGUSR1)
+        return "result"
 
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append((number, frame is not None)))
+    try:
         assert uninterrupted(work) == "result"
-        assert len(calls) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert len(calls) == 2
 
 
 def test_only_the_calls_own_thread_handles_signals() -> None:
