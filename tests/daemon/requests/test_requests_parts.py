@@ -15,8 +15,9 @@ from tenant_cache import make_cache, open_for, store
 
 from tiercache.daemon.ground.clock import LeaseClock
 from tiercache.daemon.ground.counters import Counters
-from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.requests import service
+from tiercache.daemon.requests.admin import AdminRequests
 from tiercache.daemon.requests.context import MAX_LEASED_KEYS_BYTES, RequestContext
 from tiercache.daemon.requests.reads import ReadRequests
 from tiercache.daemon.requests.router import Answer
@@ -80,6 +81,18 @@ def test_a_tenant_names_its_own_namespaces_only() -> None:
     for numbers in ([other.number], [own.number, other.number], [99]):
         with pytest.raises(RequestRefused, match="is not registered: register its spec"):
             context.namespaces(numbers)
+
+
+def test_a_tenant_is_told_of_its_own_models_only() -> None:
+    context, mine = context_of("a")
+    sessions = [mine, *(Session(Hello(1, 1, bytes(16), "s", 0, False), "p", tenant=tenant) for tenant in ("b", ""))]
+    context.sessions |= {session.token: session for session in sessions}
+    for session in sessions:
+        card = m.ModelCard([f"of {session.tenant}"], bytes(16), [], 4)
+        session.models = {msgspec.msgpack.encode(card): card}
+    models: Any = AdminRequests(context, StoreWaits(context)).methods()[m.Models]
+    told = [finish(models(session, m.Models(1, session.token, 1, 0))).models for session in sessions]
+    assert [[card.names[0] for card in cards] for cards in told] == [["of a"], ["of b"], ["of a", "of b", "of "]]
 
 
 @pytest.mark.parametrize(
