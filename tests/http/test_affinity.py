@@ -53,6 +53,26 @@ def test_the_answer_is_what_a_match_finds(client: tiercache.Client, opened: Open
     assert [ask_affinity(client, tokens=tokens, salt=salt)["matched"] for salt in ("", "S3cret")] == [0, 0]
 
 
+def test_asking_leaves_no_trace(client: tiercache.Client, opened: Opened) -> None:
+    connector = opened(spec())
+    connector.announce([card(spec())])
+    old, new = tokens_of("old", 30), tokens_of("new", 30)
+    connector.store(chain(old), range(30))
+    for number in range(7):
+        connector.store(chain(tokens_of(f"filler {number}", 60)), range(60))
+    connector.store(chain(new), range(30))
+    assert ask_affinity(client, tokens=old)["matched"] == 120
+    before = client.stats()
+    for _ in range(5):
+        assert ask_affinity(client, tokens=old)["matched"] == 120
+    after = client.stats()
+    assert after["leases"] == before["leases"]
+    for name in ("match_requests", "match_blocks_hit", "loads_good"):
+        assert after["counters"][name] == before["counters"][name]
+    connector.store(chain(tokens_of("one more", 40)), range(40))  # the oldest one gives way, asked for or not
+    assert ask_affinity(client, tokens=old)["matched"] < 120 == ask_affinity(client, tokens=new)["matched"]
+
+
 def test_a_model_is_known_while_a_client_announces_it(client: tiercache.Client) -> None:
     finder = Affinity(client)
 
