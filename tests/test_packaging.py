@@ -120,9 +120,6 @@ def test_the_installed_package_runs_without_the_checkout(installed: Path, tmp_pa
     assert as_command == run(sys.executable, "-m", "tiercache.daemon", "--help", cwd=tmp_path, python_path=installed)
 
 
-# --- what to do about a package that is missing -----------------------------------------------------
-
-
 FROM_AN_INDEX = re.compile(
     r"""(\binstall\b|--with|requirement)[^\n#]*?[\s'"=]tiercache(-kv)?(\[[\w,-]*\])?\s*([=<>~!@'"`)]|$)|[\s'"]tiercache(-kv)?\[[a-z]"""
 )

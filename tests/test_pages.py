@@ -1,9 +1,12 @@
-"""Pages name what is there: those about the life of a block its functions, and each folder's docstring its files."""
+"""Pages name what is there and lead somewhere: functions, files, headings; and the example of README.md runs."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,8 +35,6 @@ def test_what_a_page_names_is_there(page: str) -> None:
     assert [one for one in named if not is_there(*one)] == []
 
 
-# --- folders -----------------------------------------------------------------------------------------
-#
 # The docstring of a package is the page of its folder: most have a table of its files, some a drawing.
 
 TOP = [ROOT / name for name in ("bench", "connectors", "daemon", "kernels")]
@@ -59,16 +60,8 @@ def in_rows(page: str) -> list[str]:
     return [name.strip("/") for first, second in ROW.findall(page) for name in (first or second).split(", ")]
 
 
-def test_rows_of_a_page_are_found() -> None:
-    page = """Stores that hosts share.
-
-    a table            of files
-      ├ here           in a tree
-    one, two           beside each other        three    in a second column
-    four/              a folder
-    match ─► five      is a drawing
-    """
-    assert in_rows(page) == ["here", "one", "two", "three", "four"]
+def test_rows_of_pages_are_found() -> None:
+    assert sum(len(in_rows(page_of(folder))) for folder in PACKAGES) > 200
 
 
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: str(folder.relative_to(ROOT)))
@@ -76,3 +69,76 @@ def test_the_page_of_a_folder_names_its_parts(folder: Path) -> None:
     page, parts = page_of(folder), parts_of(folder)
     assert [name for name in in_rows(page) if name not in parts] == [], "rows about parts that are not there"
     assert parts - set(re.findall(r"\w+", page)) == set(), "parts that the page leaves out"
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"")
+"""In Markdown, or of a picture in HTML."""
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """All pages, each once: the symbolic links in tiercache/ lead to folders that are walked by themselves."""
+    folders = [ROOT / name for name in ("bench", "connectors", "daemon", "kernels", "tests")]
+    folders += [path for path in (ROOT / "tiercache").iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
+
+
+def links(text: str) -> list[str]:
+    """Where the links and pictures of a page lead; blocks of code have none."""
+    return [markdown or picture for markdown, picture in LINK.findall(FENCED.sub("", text))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings have in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead nowhere."""
+    found = []
+    for link in links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue  # to another site
+        target = page if not path else (page.parent / path).resolve()
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append(f"{os.path.relpath(page, ROOT)}: {link}")
+    return found
+
+
+def test_every_link_leads_somewhere() -> None:
+    pages = documents()
+    assert len(pages) > 8
+    assert sum(len(links(page.read_text())) for page in pages) > 50
+    assert [link for page in pages for link in broken(page)] == []
+
+
+def test_each_entry_of_the_log_is_in_its_table_once() -> None:
+    table, _, entries = (ROOT / "bench/LOG.md").read_text().partition("\n## ")
+    titles = re.findall(r"^## (.+)$", "## " + entries, re.MULTILINE)
+    rows = re.findall(r"^\| (\S+) \| \[(.+)\]\(#", table, re.MULTILINE)
+    assert len(titles) > 90
+    assert sorted(f"{date}: {question}" for date, question in rows) == sorted(titles)
+
+
+def test_each_test_in_the_table_of_faults_is_there() -> None:
+    page = ROOT / "tests/connectors/vllm/README.md"
+    table = page.read_text().partition("## Faults")[2]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/.]+)`", row.rsplit(" | ", 1)[1])
+        assert named, row
+        source = ""
+        for name in named:
+            if "test_" in name:
+                source = (page.parent / f"{name}.py").read_text()
+            else:
+                assert re.search(rf"def test_\w*{name}", source), f"{row}: no test is called {name}"
+
+
+def test_the_example_for_engines_runs() -> None:
+    [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    end = "assert (match.blocks, good) == (3, 3)\nconnector.close(); daemon.close()\n"
+    subprocess.run([sys.executable, "-c", code + end], cwd=ROOT, check=True, timeout=100)

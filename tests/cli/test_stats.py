@@ -1,4 +1,4 @@
-"""`tiercache ping` and `stats`, and the rates of `stats --watch`."""
+"""`tiercache ping` and `stats`: rates, sections, numbers with their units."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from command_line import COMMAND, DEADLINE_S, Run, assert_refused
 
 from tiercache.cli import stats
-from tiercache.cli.stats import what_if_sentence, what_if_table
+from tiercache.cli.report import Section, human, print_sections
+from tiercache.cli.stats import what_if_sentence
 
 TREE: dict[str, Any] = {
     "daemon": {"generation": 7},
@@ -42,9 +44,6 @@ def test_stats_in_a_pipe_and_as_json(run: Run, daemon: Path) -> None:
     assert re.search(r"^arena +0 B of 64\.0 MiB used", out, re.MULTILINE)
     tree = json.loads(run("stats", "--json", "--address", daemon)[1])
     assert (tree["arena"]["bytes"], tree["arena"]["bytes_human"]) == (64 << 20, "64.0 MiB")
-
-
-def test_sections_of_stats(run: Run, daemon: Path) -> None:
     _, out, _ = run("stats", "arena", "summary", "--address", daemon)
     assert re.findall("^# (.*)", out, re.MULTILINE)[:2] == ["summary", "arena"]
     assert list(json.loads(run("stats", "arena", "--json", "--address", daemon)[1])) == ["arena"]
@@ -76,23 +75,44 @@ def test_rates_are_differences_and_start_again_with_a_new_daemon() -> None:
     assert (idle["hit_rate"], stats.cells(idle)[1]) == (None, "-")
 
 
-# --- the estimate for other sizes of cache ----------------------------------------------------------
-
-GIB = 1 << 30
-
-
-def curve(*rates: tuple[float, float]) -> dict[str, Any]:
-    """Hit rates by GiB, for 1 GiB of DRAM and 6 GiB of NVMe."""
-    found = [{"capacity_bytes": int(size * GIB), "hit_rate": rate} for size, rate in rates]
-    tiers = {"dram": {}, "nvme": {"capacity_bytes": 6 * GIB}}
-    return {"arena": {"bytes": GIB}, "tiers": tiers, "what_if": {"window_s": 7200.0, "curve": found}}
+def test_what_if_is_said_of_twice_the_dram_and_twice_the_nvme() -> None:
+    rates = {1 << 30: 0.25, 2 << 30: 0.375, 7 << 30: 0.5, 13 << 30: 0.625}
+    curve = [{"capacity_bytes": size, "hit_rate": rate} for size, rate in rates.items()]
+    tree = {"arena": {"bytes": 1 << 30}, "tiers": {"dram": {}, "nvme": {"capacity_bytes": 6 << 30}}}
+    said = what_if_sentence({**tree, "what_if": {"window_s": 7200.0, "curve": curve}})
+    assert re.findall(r"[\d.]+%", said) == ["37.5%", "25.0%", "50.0%", "62.5%"]
+    assert "not enough" in what_if_sentence({**tree, "what_if": {"window_s": 7200.0, "curve": []}})
 
 
-def test_the_sentence() -> None:
-    assert what_if_sentence(curve((1, 0.25), (2, 0.375), (7, 0.5), (13, 0.625))) == (
-        "twice the DRAM (2.0 GiB) would have had 37.5% of the blocks looked up in the last 120.0 min, and this much "
-        "25.0%; with the NVMe 50.0%, with twice the NVMe 62.5%"
-    )
-    assert "not enough" in what_if_sentence(curve())
-    assert what_if_table(curve()) == []
-    assert "off" in what_if_sentence({})
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("used_bytes", 1 << 30, "1.0 GiB"),
+        ("bytes", 4096, "4.0 KiB"),
+        ("p99_us", 1500.0, "1.5 ms"),
+        ("uptime_s", 90, "90.00 s"),
+        ("asked_per_s", 900.04, "900.0/s"),
+        ("write_bytes_per_s", 1 << 20, "1.0 MiB/s"),
+        ("blocks", 1234567, "1,234,567"),
+        ("share", 0.12345, "0.123"),
+        ("pid", 12345, "12345"),
+        ("generation", 1 << 60, str(1 << 60)),
+        ("mapped", True, "yes"),
+        ("fault", "", "-"),
+        ("list", [1, 2], "1, 2"),
+        ("started_unix_s", 1795372549.6, "2026-11-22 18:35:49Z"),
+        ("name", "\x1b[31m", "?[31m"),
+    ],
+)
+def test_numbers_are_shown_by_their_unit(name: str, value: Any, shown: str) -> None:
+    assert human(name, value) == shown
+
+
+def test_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Section("\x1b]0;a\x07", ("engine\x9b", "rank\r"), [("vllm\x1b[2J", "0\r1"), ("tab\t", "\u202e")])
+    print_sections([names])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_sections([names])
+    out = capsys.readouterr().out
+    assert out.count("vllm?[2J") == out.count("0?1") == out.count("tab?") == 2
+    assert [text for text in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\r", "\t", "\u202e") if text in out] == []

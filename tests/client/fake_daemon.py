@@ -69,8 +69,6 @@ class FakeDaemon:
         self._thread = threading.Thread(target=self._serve, name="fake-daemon")
         self._thread.start()
 
-    # --- what tests call ------------------------------------------------------------------------
-
     def seen(self, kind: type[m.AnyRequest]) -> list[m.AnyRequest]:
         """Requests of one kind so far."""
         with self._answering:
@@ -114,8 +112,6 @@ class FakeDaemon:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # --- its thread ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         poller = zmq.Poller()

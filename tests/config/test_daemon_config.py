@@ -36,8 +36,10 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_an_empty_variable_is_as_one_that_is_not_set() -> None:
-    config = load_config(None, {"TIERCACHE_RUN_DIR": "/x", "TIERCACHE_ARENA": "", "TIERCACHE_MAX_SESSIONS": ""}, {})
+def test_empty_variables_and_those_of_kubernetes_are_left_alone() -> None:
+    from_kubernetes = {"TIERCACHE_PORT": "tcp://10.0.0.1:80", "TIERCACHE_SERVICE_HOST": "10.0.0.1"}
+    empty = {"TIERCACHE_ARENA": "", "TIERCACHE_MAX_SESSIONS": ""}
+    config = load_config(None, {"TIERCACHE_RUN_DIR": "/x", **empty, **from_kubernetes}, {})
     assert (config.run_dir, config.arena_bytes, config.region_bytes) == (Path("/x"), 4 * GIB, 256 * MIB)
     assert config.quarantine_per_client_bytes == GIB
     assert config.max_sessions == 256
@@ -73,8 +75,6 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ({}, {}, "lock_memory = true", ["lock_memory", "True", "auto, off, require"]),
         ({}, {}, "arena = true", ["arena", "True", "bool"]),
         ({}, {}, 'what_if = "maybe"', ["what_if", "maybe", "yes or no"]),
-        ({}, {}, "what_if = 2", ["what_if", "2", "yes or no"]),
-        ({}, {}, "arena = [1]", ["arena", "list"]),
         ({}, {}, 'arean = "1GiB"', ["arean", "tiercache.toml", "did you mean arena?"]),
         ({}, {}, "[daemon]\narena = 1", ["daemon", "no such setting"]),
         ({}, {"TIERCACHE_AREAN": "1GiB"}, "", ["TIERCACHE_AREAN", "1GiB", "did you mean TIERCACHE_ARENA?"]),
@@ -107,11 +107,6 @@ def test_switches_take_the_same_words_from_everywhere(tmp_path: Path, word: str 
         assert getattr(load_config(None, {}, {key: word}), key) is is_on
 
 
-def test_variables_that_kubernetes_sets_are_left_alone() -> None:
-    from_kubernetes = {"TIERCACHE_PORT": "tcp://10.0.0.1:80", "TIERCACHE_SERVICE_HOST": "10.0.0.1"}
-    assert load_config(None, {**from_kubernetes, "TIERCACHE_ARENA": "1GiB"}).arena_bytes == GIB
-
-
 @given(arena=st.integers(2 * MIB, 1 << 42), region=st.integers(1, 1 << 12))
 def test_any_arena_is_covered_by_few_enough_regions(arena: int, region: int) -> None:
     config = DaemonConfig(run_dir=Path("/x"), arena_bytes=arena, region_bytes=region * 2 * MIB)
@@ -137,9 +132,7 @@ configs = st.builds(
 
 
 @given(config=configs)
-def test_the_printed_file_reads_back_to_an_equal_object(
-    tmp_path_factory: pytest.TempPathFactory, config: DaemonConfig
-) -> None:
+def test_the_printed_file_reads_back_as_equal(tmp_path_factory: pytest.TempPathFactory, config: DaemonConfig) -> None:
     path = tmp_path_factory.getbasetemp() / "printed.toml"
     for comments in (True, False):
         path.write_text(render_toml(config, comments))
@@ -190,10 +183,6 @@ def test_nvme_directories_may_have_sizes_of_their_own(nvme: str, shares: list[in
         ({"kv_events_topic": "kv"}, "mean nothing without kv_events"),
         ({"kv_events_replay": "tcp://127.0.0.1:5558"}, "mean nothing without kv_events"),
         ({"kv_events": "tcp://0.0.0.0:5557"}, "--kv-events-allow-remote yes"),
-        (
-            {"kv_events": "tcp://*:5557", "kv_events_replay": ""},
-            "is not an address to bind|--kv-events-allow-remote yes",
-        ),
         ({"kv_events": "tcp://127.0.0.1:0"}, "is not an address to bind"),
         ({"kv_events": "tcp://10.1.2.3:5557"}, "other hosts could read the tokens"),
         ({"kv_events": "tcp://*:5557"}, r"use 127\.0\.0\.1 or ipc://"),
@@ -201,7 +190,6 @@ def test_nvme_directories_may_have_sizes_of_their_own(nvme: str, shares: list[in
         ({"kv_events": "127.0.0.1:5557"}, r"tcp://127\.0\.0\.1:5557"),
         ({"kv_events": "tcp://localhost:5557"}, r"tcp://127\.0\.0\.1:5557"),
         ({"kv_events": "inproc://here"}, "ipc:// and the path"),
-        ({"kv_events": "ipc://here"}, "ipc:// and the path"),
         ({"kv_events": "ipc:///" + "x" * 200}, "ipc:// and the path"),
         ({"kv_events": "tcp://epp.llm-d:5557"}, "is not an address to bind"),
         ({"kv_events": "tcp://epp.llm-d:5557", "kv_events_connect": "yes"}, "--kv-events-allow-remote yes"),
@@ -214,10 +202,9 @@ def test_nvme_directories_may_have_sizes_of_their_own(nvme: str, shares: list[in
         ({"curve_keys": "/keys"}, "TCP is served with keys only"),
         ({"listen": "tcp://0.0.0.0:0", "curve_keys": "/keys"}, "is not an address to serve at"),
         ({"http": "0.0.0.0:8181"}, "other hosts could read the statistics there.*--http-allow-remote yes"),
-        ({"http": "::1:8181"}, "is not a host and port"),
+        ({"http": "::1:8181"}, r"is not a host and port: write for example 127\.0\.0\.1:8181"),
         ({"http": "127.0.0.1:65536"}, "is not a host and port"),
         ({"http": "127.0.0.1:\uff18\uff11"}, "is not a host and port"),
-        ({"http": "localhost"}, r"write for example 127\.0\.0\.1:8181"),
         ({"http_hosts": "cache.local,cache:80"}, "'cache:80' is not a host: write names without port"),
         ({"http_hosts": "a,,b"}, "is not a host: write names without port"),
         ({"http_hosts": "::1"}, "is not a host: write names without port"),
@@ -225,7 +212,6 @@ def test_nvme_directories_may_have_sizes_of_their_own(nvme: str, shares: list[in
         ({"nvme": "/a:1TiB,/a:2TiB"}, "names a directory twice"),
         ({"nvme": "/a:1KiB"}, "the size of a directory must be"),
         ({"nvme": "/a:2Tirb"}, "'/a:2Tirb' has no size behind its colon: write for example /mnt/nvme0/kv:2TiB"),
-        ({"nvme": "/a:"}, "has no size behind its colon"),
         ({"nvme": "/a:0"}, "'/a:0' has a size of 0: leave out the directory, or the size"),
         ({"record_max": "1k"}, "record_max"),
     ],
@@ -242,9 +228,6 @@ def test_the_schema_is_that_of_the_settings() -> None:
     named = set(json.loads(text)["properties"]["settings"]["properties"])
     assert named | set(OF_THE_CHART) == set(SETTINGS)
     assert not named & set(OF_THE_CHART)
-
-
-# --- passwords ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("password", ["open-sesame", "with/slash", "with@sign", "with:colon", "p@s/s:w?rd#"])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,15 +12,6 @@ from fault_peer import Peer
 from fault_processes import Child, Daemon
 
 from tiercache.protocol.namespaces import NamespaceSpec
-
-_HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test here has a limit of three minutes unless it has its own."""
-    for item in items:
-        if _HERE in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(180))
 
 
 @pytest.fixture
@@ -79,17 +67,3 @@ def start_child(closing: ExitStack) -> Callable[..., Child]:
         return child
 
     return start
-
-
-@pytest.fixture
-def kill_later(closing: ExitStack) -> Callable[[int], None]:
-    """Take note of a process of our own making that must not outlive the test."""
-
-    def kill(pid: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-    def later(pid: int) -> None:
-        closing.callback(kill, pid)
-
-    return later

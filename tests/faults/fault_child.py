@@ -19,8 +19,7 @@ import traceback
 from typing import Any
 
 from chains import chain_of, key_of
-from fault_blocks import content, spec_of
-from fault_engine import Engine
+from fault_engine import Engine, content, spec_of
 from fault_peer import Peer
 
 from tiercache.protocol import messages as m
@@ -32,27 +31,20 @@ MORE_S = 20
 class PeerChild:
     """Orders for a hand-made client. Block content is always the right one, unless told to scribble."""
 
-    def __init__(self, run_dir: str, block_bytes: int = 4096, rank: int = 0, **settings: Any) -> None:
-        self.run_dir = run_dir
-        self.spec = spec_of(block_bytes, rank)
-        self.settings = settings
-        self.peer = Peer(run_dir, **settings)
-        self.lease = 0
-        self.keys = b""
-        self.indices: list[int] = []
-        self.frames: list[int] = []
+    def __init__(self, run_dir: str, block_bytes: int) -> None:
+        self.spec = spec_of(block_bytes)
+        self.peer = Peer(run_dir)
 
-    def reserve(self, seed: object, blocks: int, ttl_ms: int = 30_000) -> dict[str, Any]:
+    def reserve(self, seed: object, blocks: int, ttl_ms: int) -> list[int]:
         self.keys = chain_of(seed, blocks)
         reserved = self.peer.reserve_chain(self.spec, self.keys, ttl_ms=ttl_ms)
         self.lease = reserved.lease
-        states = list(reserved.states)
-        self.indices = [index for index, state in enumerate(states) if state == m.BlockState.FRAME]
+        self.indices = [index for index, state in enumerate(reserved.states) if state == m.BlockState.FRAME]
         self.frames = list(m.unpack_frames(reserved.frames))
-        return {"states": states, "frames": self.frames, "lease": self.lease}
+        return self.frames
 
-    def fill(self, first: int, count: int) -> int:
-        for index, frame in list(zip(self.indices, self.frames, strict=True))[first : first + count]:
+    def fill(self, count: int) -> int:
+        for index, frame in list(zip(self.indices, self.frames, strict=True))[:count]:
             self.peer.write(frame, content(key_of(self.keys, index), self.spec))
         return count
 
@@ -84,15 +76,8 @@ class PeerChild:
 class EngineChild:
     """Orders for a connector with a pool."""
 
-    def __init__(
-        self,
-        run_dir: str,
-        block_bytes: int = 4096,
-        rank: int = 0,
-        blocks: int = 64,
-        **settings: Any,
-    ) -> None:
-        self.engine = Engine(run_dir, spec_of(block_bytes, rank), blocks, **settings)
+    def __init__(self, run_dir: str, block_bytes: int, blocks: int = 64, **settings: Any) -> None:
+        self.engine = Engine(run_dir, spec_of(block_bytes), blocks, **settings)
 
     def store(self, seed: object, blocks: int) -> list[int]:
         return list(self.engine.store(chain_of(seed, blocks)))

@@ -1,14 +1,12 @@
-"""An engine as the cache sees it: a connector, a pool, and blocks whose bytes are verified."""
+"""An engine as the cache sees it: a connector, a pool, and blocks whose bytes say whose they are, and are verified."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import hashlib
 from typing import Any
 
 import numpy as np
 from chains import key_of
-from fault_blocks import content, whose
-from waiting import hurried
 
 import tiercache
 from tiercache.connector.loads import Match
@@ -16,6 +14,36 @@ from tiercache.connector.stores import StoreResult
 from tiercache.errors import TierCacheError
 from tiercache.protocol.messages import KEY_BYTES
 from tiercache.protocol.namespaces import NamespaceSpec
+
+LINE_BYTES = 64
+
+
+def spec_of(block_bytes: int = 4096, rank: int = 0) -> NamespaceSpec:
+    """A namespace: equal keys of another rank or size are other bytes."""
+    return NamespaceSpec(
+        engine="faults/1",
+        layout="bytes",
+        dtype="uint8",
+        block_size=16,
+        block_bytes=block_bytes,
+        tp_rank=rank,
+        tp_size=8,
+    )
+
+
+def content(key: bytes, spec: NamespaceSpec) -> bytes:
+    """The bytes of one block; each line of 64 names its key and namespace, so a mixture shows."""
+    line = hashlib.blake2b(key + spec.fingerprint().encode(), digest_size=LINE_BYTES).digest()
+    return (line * (spec.block_bytes // LINE_BYTES + 1))[: spec.block_bytes]
+
+
+def whose(data: bytes, keys: bytes, spec: NamespaceSpec) -> str:
+    """For messages: which of these blocks the first line of `data` belongs to."""
+    for number in range(len(keys) // KEY_BYTES):
+        if content(key_of(keys, number), spec)[:LINE_BYTES] == data[:LINE_BYTES]:
+            return f"block {number}"
+    return "no known writer"
+
 
 _DIRT = 0xDD
 _PATIENCE_S = 10.0
@@ -51,7 +79,7 @@ class Engine:
         for number in range(good):
             got = self.pool[number].tobytes()
             right = got == content(key_of(keys, number), self.spec)
-            assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, [self.spec])}"
+            assert right, f"block {number} of {good} is wrong: it is {whose(got, keys, self.spec)}"
         return good
 
     def load_match(self, match: Match, keys: bytes, timeout_s: float | None = None) -> int:
@@ -75,10 +103,6 @@ class Engine:
         assert cache.stats()["daemon"] == {}
         assert self.try_flush(b"") == 0
 
-    def hurried(self, deadline_s: float = 0.5) -> AbstractContextManager[None]:
-        """See `waiting.hurried`."""
-        return hurried(self.connector.client, deadline_s)
-
     def try_flush(self, key: bytes) -> int:
         """Flush; 0 when the daemon cannot be asked."""
         try:
@@ -87,7 +111,6 @@ class Engine:
             return 0
 
     def close(self) -> None:
-        """End the connector."""
         self.connector.close()
 
     def __enter__(self) -> Engine:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 from chains import key_of
-from fault_blocks import content
+from fault_engine import content
 from raw_client import Client
 
 from tiercache.protocol import messages as m
@@ -29,8 +29,6 @@ class Peer(Client):
 
     def __enter__(self) -> Peer:
         return self
-
-    # --- asking ----------------------------------------------------------------------------------
 
     def post(
         self, kind: type[m.AnyRequest], *, deadline_s: float = DEADLINE_S, generation: int | None = None, **fields: Any
@@ -54,17 +52,12 @@ class Peer(Client):
         return self.answer_to(self.post(kind, **fields), timeout_s)
 
     def register(self, spec: NamespaceSpec) -> int:
-        """The number of a namespace."""
         return int(self.tell(m.RegisterNamespace, spec=spec).namespace)
-
-    # --- memory ----------------------------------------------------------------------------------
 
     def write(self, frame: int, data: bytes) -> None:
         """Put bytes into a frame, even if it belongs to another writer by now."""
         with self.frame(frame, len(data)) as view:
             view[:] = data
-
-    # --- whole operations --------------------------------------------------------------------------
 
     def reserve_chain(self, spec: NamespaceSpec, keys: bytes, *, first: int = 0, ttl_ms: int = 30_000) -> Any:
         """Reserve keys `first..` of a chain."""
@@ -91,7 +84,6 @@ class Peer(Client):
             first += cut
 
     def match_chain(self, spec: NamespaceSpec, keys: bytes, *, ttl_ms: int = 0) -> Any:
-        """The longest run."""
         return self.tell(m.Match, namespaces=[self.register(spec)], keys=keys, ttl_ms=ttl_ms)
 
     def load_chain(self, spec: NamespaceSpec, keys: bytes) -> int:
@@ -100,8 +92,6 @@ class Peer(Client):
         for number, got in enumerate(data):
             assert got == content(key_of(keys, number), spec), f"block {number} of {len(data)} is wrong"
         return len(data)
-
-    # --- ends ------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
         """Close the sockets, and keep the memory."""

@@ -48,9 +48,13 @@ class Daemon:
         self._program = ["-c", start] if patch else ["-m", "tiercache.daemon"]
 
     @property
-    def pid(self) -> int:
+    def _its(self) -> LaunchedDaemon:
         assert self.life is not None
-        return self.life.pid
+        return self.life
+
+    @property
+    def pid(self) -> int:
+        return self._its.pid
 
     def launch(self) -> Daemon:
         """Start the process, which ends when this one does, and do not wait for it."""
@@ -67,46 +71,34 @@ class Daemon:
         return self
 
     def _is_ready(self, complete: bool) -> bool:
-        assert self._poll() is None, f"the daemon ended\n{self.log()}"
+        assert self._its.poll() is None, f"the daemon ended\n{self.log()}"
         with suppress(DaemonUnavailable):
             arena = self.stats()["arena"]
             return bool(arena["populated_bytes"] == arena["bytes"]) or not complete
         return False
 
     def stop(self) -> None:
-        """SIGSTOP."""
         stop(self.pid)
 
     def go_on(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        assert self.life is not None
-        self.life.kill()
+        self._its.kill()
 
     def restart(self) -> Daemon:
-        """kill -9, and again."""
         self.kill()
         return self.start()
 
-    def _poll(self) -> int | None:
-        assert self.life is not None
-        return self.life.poll()
-
     def status(self) -> int:
-        """Wait for its end; the exit status."""
-        wait_until(lambda: self._poll() is not None, "the daemon has ended", READY_S)
-        return self._poll() or 0
+        wait_until(lambda: self._its.poll() is not None, "the daemon has ended", READY_S)
+        return self._its.poll() or 0
 
     def terminate(self) -> int:
-        """SIGTERM; the exit status."""
         os.kill(self.pid, signal.SIGTERM)
         return self.status()
 
     def log(self) -> str:
-        """What it has written to stderr, in all lives."""
         return self.log_path.read_text(errors="replace")
 
     def stats(self) -> dict[str, Any]:
@@ -114,7 +106,6 @@ class Daemon:
             return client.stats()
 
     def close(self) -> None:
-        """End it and remove what it left."""
         if self.life is not None:
             self.life.kill()
             self.life.close()
@@ -164,20 +155,16 @@ class Child:
         return self.hear(timeout_s)
 
     def stop(self) -> None:
-        """SIGSTOP."""
         stop(self.pid)
 
     def go_on(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
         self._process.kill()
         self._process.wait(READY_S)
 
     def close(self) -> None:
-        """End it."""
         if self._process.poll() is None:
             self.kill()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from chains import chain_of
-from fault_blocks import spec_of
-from fault_engine import Engine
+from fault_engine import Engine, spec_of
 from fault_hang import Gate, patch
 from fault_processes import Daemon
 from waiting import wait_until
@@ -22,7 +21,7 @@ from waiting import wait_until
 from tiercache.daemon.tiers.nvme.check.directory_check import ALL, check_directory
 from tiercache.protocol import messages as m
 
-pytestmark = [pytest.mark.stress, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.stress
 
 SPEC = spec_of(64 << 10)
 BLOCKS = 6

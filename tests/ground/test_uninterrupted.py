@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chains import chain_of
 from connector_helpers import bytes_of
-from signals_at_steps import Terminated, handling, heal, injected, steps_of
 from waiting import wait_until
 
 import tiercache
@@ -22,6 +22,63 @@ from tiercache.copies.pool import CpuCopier, Limit
 from tiercache.errors import CallInterrupted
 from tiercache.ground import uninterrupted as module
 from tiercache.ground.uninterrupted import interrupted, uninterrupted
+
+
+class Terminated(Exception):
+    """What the test's handler of SIGTERM raises."""
+
+
+@contextmanager
+def injected(events: dict[int, int], files: tuple[str, ...], what: str = "opcode") -> Iterator[list[int]]:
+    """Raise signals in this thread: `events` gives the signal for each step (an opcode, or a line) of `files`."""
+    seen = [0]
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        frame.f_trace_opcodes = what == "opcode"
+        if event == what:
+            seen[0] += 1
+            number = events.get(seen[0])
+            if number is not None:
+                signal.raise_signal(number)
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(earlier)
+
+
+@pytest.fixture
+def handlers(ctrl_c: None) -> Iterator[dict[int, Any]]:
+    """Handlers of SIGINT and SIGTERM that raise. They must still be installed when a test ends."""
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    earlier = signal.signal(signal.SIGTERM, terminate)
+    mine: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate}
+    yield mine
+    found = {number: signal.getsignal(number) for number in mine}
+    signal.signal(signal.SIGTERM, earlier)
+    assert found == mine
+
+
+def steps_of(call: Callable[[], object], files: tuple[str, ...], what: str) -> int:
+    with injected({}, files, what) as seen:
+        call()
+    return seen[0]
+
+
+def heal() -> None:
+    """A handler of ours that was left installed passes the next signal on and removes itself."""
+    for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+        with pytest.raises(kind):
+            signal.raise_signal(number)
+
 
 WAIT_S = 60
 OWN = ("tiercache/ground/uninterrupted.py",)
@@ -56,18 +113,21 @@ def test_a_signal_at_any_step_of_it_raises_once_and_cuts_no_work() -> None:
 
 def test_a_handler_that_raises_nothing_has_its_turn_and_the_call_goes_on(handlers: dict[int, Any]) -> None:
     calls: list[tuple[int, bool]] = []
-    with handling(signal.SIGUSR1, lambda number, frame: calls.append((number, frame is not None))):
 
-        def work() -> str:
-            signal.raise_signal(signal.SIGUSR1)
-            assert calls == []
-            assert not interrupted()
-            assert calls == [(signal.SIGUSR1, True)]
-            signal.raise_signal(signal.SIGUSR1)
-            return "result"
+    def work() -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls == []
+        assert not interrupted()
+        assert calls == [(signal.SIGUSR1, True)]
+        signal.raise_signal(signal.SIGUSR1)
+        return "result"
 
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append((number, frame is not None)))
+    try:
         assert uninterrupted(work) == "result"
-        assert len(calls) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert len(calls) == 2
 
 
 def test_only_the_calls_own_thread_handles_signals() -> None:
@@ -105,9 +165,7 @@ def leases(watcher: tiercache.Connector) -> dict[str, int]:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(3))
-def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behind(
-    open_connector: Open, part: int
-) -> None:
+def test_a_signal_at_any_line_of_a_match_load_or_store_leaves_nothing_behind(open_connector: Open, part: int) -> None:
     """Interrupt at a hundred of all lines; the rest are alike."""
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
     chain = chain_of(f"interrupted at a line of part {part}", 8)
@@ -151,9 +209,7 @@ def test_a_signal_at_any_line_of_a_match_a_load_and_a_store_leaves_nothing_behin
     assert bytes_of(connector, list(range(10, 18))) == bytes_of(connector, list(range(8)))
 
 
-def test_ctrl_c_waits_for_the_copies_and_begins_no_further_one(
-    open_connector: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_waits_for_the_copies_and_begins_no_other(open_connector: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher, connector = open_connector(name="watcher", pool=None), open_connector()
     chain = chain_of("interrupted in a copy", 8)
     assert connector.store(chain, range(8)).stored == 8

@@ -102,9 +102,6 @@ def http_alone(run_dir: Path, listen: str, log: Path) -> Iterator[subprocess.Pop
             child.kill()
 
 
-# --- engines and what they ask for -------------------------------------------------------------------
-
-
 def spec(**fields: Any) -> tiercache.NamespaceSpec:
     form = {"engine": "test/1", "layout": "x", "dtype": "uint8", "block_size": BLOCK, "block_bytes": BLOCK_BYTES}
     return tiercache.NamespaceSpec(**{**form, **fields})

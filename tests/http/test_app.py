@@ -1,4 +1,4 @@
-"""The port without a daemon: its routes when the client behind them fails, waits or is overloaded."""
+"""The port without a daemon: its routes when the client behind them fails or is overloaded, and whom it serves."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tiercache.http import app
 from tiercache.http.affinity import Affinity
 from tiercache.http.app import HttpError, Trees
 from tiercache.http.history import History
+from tiercache.http.hosts import MAX_SHOWN_CHARS, HostCheck, allowed_hosts, refusal
 
 DEADLINE_S = 60.0
 SEARCH = json.dumps({"model": "m", "segments": [{"unordered": [[1], [2]]}], "salt": ""}).encode()
@@ -153,9 +154,6 @@ def test_more_queries_than_a_few_are_told_to_come_again(
     asyncio.run(run())
 
 
-# --- questions to the daemon that many clients share --------------------------------------------------
-
-
 def test_clients_share_questions_and_each_gets_an_answer_newer_than_its_own() -> None:
     gates: list[asyncio.Event] = []
 
@@ -184,3 +182,55 @@ def test_clients_share_questions_and_each_gets_an_answer_newer_than_its_own() ->
     assert answers[:101] == [{"number": 1}] + [{"number": 2}] * 100
     assert [type(answer) for answer in answers[101:103]] == [HttpError] * 2
     assert answers[103] == {"number": 4}, "what failed is not an answer to the next"
+
+
+def complaint(host: str = "", method: str = "GET", named: str = "", **headers: str) -> Any:
+    async def nothing(scope: Any, receive: Any, send: Any) -> None: ...
+
+    check = HostCheck(nothing, allowed_hosts("127.0.0.1", named), refusal, "--http-hosts")
+    given = [("host", host), *((name.replace("_", "-"), value) for name, value in headers.items())]
+    encoded = [(name.encode(), value.encode()) for name, value in given if value]
+    return check._complaint({"type": "http", "method": method, "headers": encoded})
+
+
+OURS = "localhost LocalHost.:81 127.0.0.1 127.0.0.1: 127.0.0.1:81 ::1 [::1]:81 [0:0:0:0:0:0:0:1] cache.x cache.x:1"
+THEIRS = "evil.example localhost.evil.example:80 127.0.0.1.evil.example 192.0.2.1 localhost:80:90 ::1:80 null"
+
+
+def test_names_of_this_host_are_served() -> None:
+    for host in OURS.split():
+        assert complaint(host, named="cache.x, proxy") is None, host
+        assert complaint(host, named="cache.x, proxy", origin=f"http://{host}") is None, host
+
+
+def test_another_name_and_pages_of_others_get_nothing() -> None:
+    for host in THEIRS.split():
+        found = complaint(host)
+        assert (found.status, found.code) == (421, "wrong_host"), host
+        assert repr(host) in found.text
+        assert "--http-hosts" in found.text
+        for origin in (f"http://{host}", "null", "file://"):
+            found = complaint("localhost", origin=origin)
+            assert (found.status, found.code) == (403, "wrong_origin"), origin
+        assert len(complaint(host + "x" * 5000).text) < MAX_SHOWN_CHARS + 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; b=1", 415),
+        ("", 415),
+        ("Application/JSON; charset=utf-8", None),
+    ],
+)
+def test_forms_of_a_page_are_no_queries(kind: str, status: int | None) -> None:
+    found = complaint("localhost", "POST", content_type=kind)
+    assert (found and found.status) == status
+
+
+def test_where_other_hosts_connect_any_name_will_do_unless_some_are_given() -> None:
+    assert allowed_hosts("0.0.0.0", "") == frozenset()
+    assert allowed_hosts("0.0.0.0", "cache.internal") >= {"cache.internal", "localhost"}
+    assert allowed_hosts("127.0.0.2", "") >= {"127.0.0.2", "localhost", "127.0.0.1", "::1"}

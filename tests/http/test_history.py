@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -115,40 +114,22 @@ def test_lists_have_a_limit_and_counters_of_clients_stay_here(told: Told) -> Non
     assert "histograms" not in stats
 
 
-# --- the thread that asks ----------------------------------------------------------------------------
+def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
+    monkeypatch.setattr(history, "IDLE_S", 0.0)
+    monkeypatch.setattr(history, "SLOW_EVERY_S", 1e9)
+    gone, asked = DaemonUnavailable("no daemon there"), list[int]()
+    answers = chain([{"a tree": "without its figures"}, gone], repeat(told.tree, 5), repeat(gone))
 
-
-class Asked:
-    """Answers in turn; notes for how many prefixes each question asked."""
-
-    def __init__(self, answers: Iterator[dict[str, Any] | Exception]) -> None:
-        self.asked: list[int] = []
-        self._answers = answers
-
-    def __call__(self, hot_prefixes: int) -> dict[str, Any]:
-        answer = next(self._answers)
-        self.asked.append(hot_prefixes)
+    def ask(hot_prefixes: int) -> dict[str, Any]:
+        answer: Any = next(answers)
+        asked.append(hot_prefixes)
         if isinstance(answer, Exception):
             raise answer
         return {**answer, **({"hot_prefixes": [{"name": "abcd"}]} if hot_prefixes else {})}
 
-    def wait_for(self, count: int) -> None:
-        wait_until(lambda: len(self.asked) >= count, f"the daemon was asked {count} times")
-
-
-def started(asked: Asked) -> History:
-    kept = History(asked, dict)
+    kept = History(ask, dict)
     kept.start()
-    return kept
-
-
-def test_asking_goes_on_whatever_comes(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    monkeypatch.setattr(history, "IDLE_S", 0.0)
-    monkeypatch.setattr(history, "SLOW_EVERY_S", 1e9)
-    gone = DaemonUnavailable("no daemon there")
-    asked = Asked(chain([{"a tree": "without its figures"}, gone], repeat(told.tree, 5), repeat(gone)))
-    kept = started(asked)
-    asked.wait_for(8)
-    assert asked.asked[:7].count(history.HOT_PREFIXES) == 1, "prefixes are asked for now and then"
+    wait_until(lambda: len(asked) >= 8, "the daemon was asked")
+    assert asked[:7].count(history.HOT_PREFIXES) == 1, "prefixes are asked for now and then"
     wait_until(lambda: json.loads(kept.encode(0, ""))["problem"] == "no daemon there", "the history says why")
     assert json.loads(kept.encode(0, ""))["stats"]["hot_prefixes"] == [{"name": "abcd"}]

@@ -1,12 +1,32 @@
-"""`daemon/PROTOCOL.md` says what the code does."""
+"""`daemon/PROTOCOL.md` says what the code does; keys, checksums, hints and key files are what they should be."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import struct
+from pathlib import Path
+from typing import Any
 
 import msgpack
+import msgspec
+import numpy as np
+import pytest
 from raw_client import ROOT, content_id, next_key, root_key
+
+from tiercache.client.client import Client
+from tiercache.connector.connector import check_keys
+from tiercache.errors import ConfigError
+from tiercache.protocol import messages
+from tiercache.protocol.checksums import CHECKSUM_LANES, CHECKSUM_XXH3, block_checksum, block_seed
+from tiercache.protocol.curve import ClientKeys, load_allowed, load_client, load_server, make_client, make_server
+from tiercache.protocol.hints import Hint
+from tiercache.protocol.keys import KeyChain
+from tiercache.protocol.keys import content_id as code_content_id
+from tiercache.protocol.keys import root_key as code_root_key
+from tiercache.protocol.messages import MAX_HINT_MS, Priority
+from tiercache.protocol.namespaces import NamespaceSpec
 
 
 def _document() -> str:
@@ -23,15 +43,6 @@ def _vectors() -> dict[str, bytes]:
 
 
 def test_the_documented_vectors_are_what_the_code_computes() -> None:
-    import msgspec
-
-    from tiercache.protocol import messages
-    from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum
-    from tiercache.protocol.keys import KeyChain
-    from tiercache.protocol.keys import content_id as code_content_id
-    from tiercache.protocol.keys import root_key as code_root_key
-    from tiercache.protocol.namespaces import NamespaceSpec
-
     plain = code_root_key("demo")
     salted = code_root_key("demo", salt="s3cret", epoch=2, extra=[("lora", "b7"), ("config", "9f")])
     chain = KeyChain(plain, 4, [1, 2, 3, 4, 100, 200, 300, 400_000])
@@ -89,10 +100,6 @@ def _lanes(data: bytes, seed: int) -> int:
 
 
 def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
-    import msgspec
-
-    from tiercache.protocol import messages
-
     limits = re.findall(r"^\| `([A-Z_]+)` +\| ([0-9 ]+) ", _section("Limits"), re.MULTILINE)
     assert len(limits) > 10
     for name, value in limits:
@@ -110,8 +117,6 @@ def test_the_documented_limits_and_tags_are_those_of_the_code() -> None:
 
 
 def test_keys_do_not_depend_on_the_pieces_in_which_tokens_come() -> None:
-    from tiercache.protocol.keys import KeyChain
-
     root, tokens = root_key("demo"), list(range(40))
     whole = KeyChain(root, 4, tokens)
     for step in (1, 3, 4, 7):
@@ -119,3 +124,153 @@ def test_keys_do_not_depend_on_the_pieces_in_which_tokens_come() -> None:
         became_full = [pieces.extend(tokens[at : at + step]) for at in range(0, 40, step)]
         assert sum(became_full) == len(pieces) == 10
         assert pieces.packed() == whole.packed()
+
+
+# --- what is no token id and no key is refused, not rounded: other tokens' blocks would be found -----
+
+
+@pytest.mark.parametrize(
+    "tokens", [[0.9, 1.9], [True, False], [-1], [1 << 32], [1 << 70], np.array([0, np.nan]), ["1"]]
+)
+def test_what_is_no_token_id_is_refused(tokens: Any) -> None:
+    with pytest.raises(ValueError, match="token ids must be integers from 0 to 4294967295"):
+        KeyChain(bytes(16), 2, tokens)
+
+
+def test_keys_that_are_no_bytes_are_refused() -> None:
+    for keys in (b"", bytearray(16), memoryview(bytes(32))):
+        check_keys(keys)
+    with pytest.raises(TypeError, match="keys are bytes"):
+        check_keys("x" * 16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="these are 17 bytes"):
+        check_keys(bytes(17))
+
+
+# --- the checksum identifies the block to which bytes belong -----------------------------------------
+
+
+KEY, NAMESPACE = bytes(range(16)), "0123456789abcdef" * 2
+
+
+def test_seeds_and_checksums_never_change() -> None:
+    """These values are pinned: with others every block that is on a disk would be a miss."""
+    seed = block_seed(KEY, NAMESPACE, 2 << 20, 0, CHECKSUM_XXH3)
+    assert (CHECKSUM_XXH3, seed) == (1, 0xA3B198A56BAC82BB)
+    assert block_checksum(b"tiercache", seed) == 0x642134EE32F5ABE8
+    assert block_seed(KEY, NAMESPACE, 2 << 20, 0) == seed
+
+
+def test_every_field_has_its_say() -> None:
+    fields = [(KEY, KEY[::-1]), (NAMESPACE, NAMESPACE[::-1]), (4096, 4097), (0, 0x21), (1, 2)]
+    seeds = {block_seed(*choice) for choice in itertools.product(*fields)}  # type: ignore[arg-type]
+    assert len(seeds) == 2 ** len(fields)
+
+
+# --- what a hint may say -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["return_in_s", "ttl_s"])
+def test_a_time_is_a_positive_number(name: str, seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is"):
+        Hint(**{name: seconds})  # type: ignore[arg-type]
+
+
+def test_what_a_hint_may_say() -> None:
+    with pytest.raises(ValueError, match="give only one of them"):
+        Hint(done=True, return_in_s=3)
+    with pytest.raises(ValueError, match="says nothing"):
+        Hint()
+    with pytest.raises(ValueError, match="7 is not a valid"):
+        Hint(priority=7)  # type: ignore[arg-type]
+    assert Hint(ttl_s=1e300).fields() == {"done": False, "return_in_ms": 0, "ttl_ms": MAX_HINT_MS, "priority": 0}
+    assert Hint(return_in_s=1e-9, priority=Priority.HIGH).fields()["return_in_ms"] == 1
+
+
+# --- key files and addresses of the wrong form say what to do; keys are never overwritten ------------
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """The keys of a daemon, and those of two tenants for it."""
+    make_server(tmp_path / "keys")
+    for name in ("team-a", "team-b"):
+        make_client(tmp_path / "keys", name, tmp_path / f"{name}.toml")
+    return tmp_path / "keys"
+
+
+def test_key_files_of_the_wrong_form_say_what_to_do(keys: Path, tmp_path: Path) -> None:
+    good = tmp_path / "team-a.toml"
+    assert isinstance(load_client(good), ClientKeys)
+    bad = tmp_path / "bad.toml"
+
+    def problem(text: str, mode: int = 0o600) -> str:
+        bad.write_text(text)
+        bad.chmod(mode)
+        with pytest.raises(ConfigError) as error:
+            load_client(bad)
+        return str(error.value)
+
+    text = good.read_text()
+    assert "chmod 0600" in problem(text, 0o640)
+    assert "chmod 0600" in problem(text, 0o604)
+    assert "not a key file" in problem("-----BEGIN CERTIFICATE-----")
+    assert "not a key file" in problem("public_key = 5")
+    assert "not a key file" in problem("\x00\xff")
+    assert "not a key file" in problem(text + "other = ''\n")
+    assert "no server_key" in problem("\n".join(text.splitlines()[:2]))
+    assert "secret_key is not a key" in problem("public_key = '" + "0" * 40 + "'\nserver_key = '" + "0" * 40 + "'")
+    assert "public_key is not a key" in problem(text.replace("public_key = '", "public_key = 'x"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_client(tmp_path / "none.toml")
+    (keys / "clients" / "..bad.toml").write_text(text)
+    (keys / "clients" / "team-c.toml").write_text("nothing")
+    allowed, problems = load_allowed(keys)
+    assert sorted(allowed.values()) == ["team-a", "team-b"]
+    assert len(problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("tcp://host", "write tcp://HOST:PORT"),
+        ("tcp://host:99999?key=x", "write tcp://HOST:PORT"),
+        ("tcp://::1:7411?key=x", r"an IPv6 address as \[::1\]"),
+        ("tcp://host:1", "only talked to with keys"),
+        ("tcp://host:1?cert=x", "only key=FILE"),
+        ("tcp://host:1?key=/none.toml", "cannot be read"),
+        ("http://host:1", "write a run directory, or tcp://"),
+    ],
+)
+def test_addresses_of_the_wrong_form_say_what_to_do(address: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Client(address)
+
+
+def test_what_stands_in_the_way_of_keys_is_named(tmp_path: Path) -> None:
+    (tmp_path / "keys").symlink_to("/nowhere")
+    with pytest.raises(ConfigError, match=r"keys is a symbolic link that leads to nothing.*: name another directory"):
+        make_server(tmp_path / "keys")
+
+
+def test_keys_are_never_overwritten(keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="never overwritten"):
+        make_server(keys)
+    with pytest.raises(ConfigError, match="is there already"):
+        make_client(keys, "team-a", tmp_path / "new.toml")
+    with pytest.raises(ConfigError, match="never overwritten"):
+        make_client(keys, "team-z", tmp_path / "team-a.toml")
+    assert not (keys / "clients" / "team-z.toml").exists()
+    with pytest.raises(ConfigError, match="letters"):
+        make_client(keys, "../x", tmp_path / "x.toml")
+    assert (tmp_path / "team-a.toml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("folder", [".", "clients"])
+def test_keys_that_all_users_could_add_to_are_refused(keys: Path, folder: str) -> None:
+    assert keys.stat().st_mode & 0o777 == 0o700
+    load_server(keys)
+    for mode, remedy in ((0o777, "chmod o-w"), (0o1777, "name a folder in it")):  # the latter as /tmp
+        (keys / folder).chmod(mode)
+        with pytest.raises(ConfigError, match=remedy):
+            load_server(keys)

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +20,7 @@ from waiting import wait_until
 
 START_TIMEOUT_S = 120.0
 TIMEOUT_S = 60.0
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 class ServerProcess:
@@ -41,6 +44,10 @@ class ServerProcess:
         if found := re.search(r"is served at (\S+)/v1", text):
             self.url = found[1]
         return bool(self.url)
+
+    def connect(self) -> socket.socket:
+        url = urlsplit(self.url)
+        return socket.create_connection((url.hostname, url.port), TIMEOUT_S)
 
     def metrics(self) -> dict[str, float]:
         """Samples by name; with labels besides the model's, as `name{value,...}`."""

@@ -1,9 +1,14 @@
-"""The guards of the engine's server, one by one: keys, bodies, idle connections."""
+"""The guards of the engine's server, one by one: settings, keys, bodies, idle connections, and its own daemon."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import os
+import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,14 +17,17 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from waiting import wait_until
 
 from tiercache.engine.async_engine import EngineDied, QueueFull, Stalled, Stopping, StreamUnread
 from tiercache.errors import ConfigError
 from tiercache.http.hosts import allowed_hosts
-from tiercache.serve import app
+from tiercache.serve import app, private_daemon
 from tiercache.serve.app import Bodies, ModelService, build_app
 from tiercache.serve.failures import ApiError, api_error
+from tiercache.serve.private_daemon import PrivateDaemon
 from tiercache.serve.server import Sweeper, cut_unsent
+from tiercache.serve.settings import ServeSettings
 
 DEADLINE_S = 60.0
 JSON = "application/json"
@@ -213,3 +221,130 @@ def test_at_the_end_only_those_are_cut_whose_request_has_not_come() -> None:
     half, whole = Connection(state=h11.SEND_BODY), Connection(state=h11.DONE)
     cut_unsent([half, whole, object()])
     assert (half.aborted, whole.aborted) == (True, False)
+
+
+# --- settings: each wrong one gives one line that says what to set instead ---------------------------
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": Path("/nonexistent")}, "is not a folder"),
+    ({"port": -1}, r"port is -1: must be 0 \(any\) to 65535"),
+    ({"port": 65536}, "port is 65536"),
+    ({"max_queued_requests": 0}, "max_queued_requests is 0: must be at least 1"),
+    ({"grace_s": -0.1}, "grace is -0.1: must be 0 or more seconds"),
+    ({"grace_s": math.inf}, "grace is inf"),
+    ({"grace_s": math.nan}, "grace is nan"),
+    ({"stall_timeout_s": 0.0}, "stall_timeout is 0.0: must be above 0 seconds"),
+    ({"stall_timeout_s": math.nan}, "stall_timeout is nan"),
+    ({"daemon": Path("/run/tiercache"), "cache": False}, "daemon and no-cache contradict each other"),
+    ({"daemon": Path("/run/tiercache"), "nvme": "/mnt/a"}, "nvme is for a private daemon"),
+    ({"cache": False, "nvme": "/mnt/a"}, "nvme is for a private daemon"),
+    ({"nvme_size": "1GiB"}, "there is no nvme directory: give nvme too"),
+    ({"arena": "much"}, "arena: .*much"),
+    ({"nvme": "/mnt/a", "nvme_size": "much"}, "nvme_size: .*much"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), WRONG, ids=[" ".join(given) for given, _ in WRONG])
+def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as refused:
+        ServeSettings(**{"model": tmp_path, **given})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_chat_template_that_cannot_be_read_is_said_with_its_path(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\xff")
+    for path in (tmp_path / "none", binary, tmp_path):
+        with pytest.raises(ConfigError, match=f"chat_template {path} cannot be read"):
+            ServeSettings(model=tmp_path, chat_template=path).read_chat_template()
+
+
+# --- a daemon that keeps dying is restarted a few times, and then no more ----------------------------
+
+
+@pytest.mark.stress
+def test_a_daemon_that_keeps_dying_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(private_daemon, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(private_daemon, "_MAX_RESTARTS", 2)
+    with PrivateDaemon("16MiB") as daemon:
+        killed: set[int] = set()
+
+        def gave_up() -> bool:
+            with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
+                pid = int((Path(daemon.address) / "lock").read_text())
+                if pid not in killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            return "ended 3 times in a row: no cache" in caplog.text
+
+        wait_until(gave_up, "the server gives the daemon up")
+        assert len(killed) == 3
+    assert not Path(daemon.address).exists()
+
+
+class _Lives:
+    """A daemon and a clock: each life of the daemon has a length and an answer to each ping."""
+
+    def __init__(self, lives_s: list[float], answers: list[bool] | None = None) -> None:
+        self.now_s = 0.0
+        self.lives_s = lives_s
+        self.said = answers
+        self.killed_s: list[float] = []
+        self.pauses_s: list[float] = []
+        self.log = "its log"
+        self._end_s = lives_s.pop(0)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def poll(self) -> int | None:
+        return None if self.now_s < self._end_s else 9
+
+    def answers(self, timeout_s: float) -> bool:
+        return self.said.pop(0) if self.said else True
+
+    def kill(self) -> None:
+        self.killed_s.append(self.now_s)
+        self._end_s = self.now_s
+
+    def restart(self) -> None:
+        self._end_s = self.now_s + self.lives_s.pop(0)
+
+    def wait(self, seconds: float) -> bool:
+        """Until the server ends, which it does with the last life."""
+        self.now_s += seconds
+        if self.poll() is not None and seconds != private_daemon._POLL_S:
+            self.pauses_s.append(seconds)
+        return self.is_set()
+
+    def is_set(self) -> bool:
+        return not self.lives_s and self.poll() is not None
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        watched = PrivateDaemon.__new__(PrivateDaemon)
+        monkeypatch.setattr(private_daemon, "time", self)
+        watched._daemon = watched._ending = self  # type: ignore[assignment]
+        watched._watch()
+
+
+def test_pauses_grow_with_short_lives_in_a_row_and_a_long_one_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(private_daemon, "_MAX_RESTARTS", 2)
+    lives = _Lives([1, 1, 100, 1, 1, 1, 1])
+    lives.watch(monkeypatch)
+    assert lives.pauses_s == [0.5, 1, 0.5, 1]
+    assert "ended 3 times in a row: no cache" in caplog.text
+    assert lives.lives_s == [1, 1], "the daemon was not started again"
+
+
+def test_only_pings_that_are_missed_in_a_row_and_in_one_life_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [False] * 5 + [True] + [False] * 5 + [True] + [False] * 6  # and then begins another life
+    lives = _Lives([1000, 1000, 1], [*answers, False, *[True] * 1000])
+    lives.watch(monkeypatch)
+    assert len(lives.killed_s) == 1
+    assert lives.said is not None
+    assert len(lives.said) < 1000, "the second life was asked too"

@@ -1,12 +1,14 @@
-"""`tiercache doctor` as tables: what a host, a disk, a daemon and its figures are like, and what is said of that."""
+"""`tiercache doctor` as tables: what a host, a disk, a daemon, its figures and its shared store are like."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import secrets
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import Run
+from valkey_rig import ValkeyServer
 from waiting import wait_until
 
 import tiercache
 from tiercache.cli.doctor import daemon, disk, gpu, hits
 from tiercache.cli.doctor import host as host_checks
+from tiercache.cli.doctor import store as doctor_store
 from tiercache.cli.doctor.findings import Finding, Host, Needs, State, collect, limit_of
+from tiercache.cli.doctor.store import Prefill, examine
 from tiercache.cli.exit_status import EXIT_UNWELL
+from tiercache.cli.main import main
+from tiercache.config.daemon_config import DaemonConfig
+from tiercache.config.setting_kinds import StoreUrl
 from tiercache.copies.arena import Beside
 from tiercache.http.families import COUNTERS
 
@@ -112,9 +120,6 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
     assert limit_of("", "Max open files") == (None, None)
 
 
-# --- disks and devices -------------------------------------------------------------------------------
-
-
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEASURED_BYTES", 4 << 20)
     folder = tmp_path / "kv"
@@ -148,9 +153,6 @@ def test_a_disk_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path
     [one] = disk.examine(NEEDS, (tmp_path,), measure=True)
     end.set()
     assert (one.state, "does not answer within" in one.figure) == (State.FAILURE, True)
-
-
-# --- the daemon --------------------------------------------------------------------------------------
 
 
 def test_who_may_enter_the_run_dir(tmp_path: Path) -> None:
@@ -208,9 +210,6 @@ def test_a_client_whose_keys_are_not_chains_is_named(tmp_path: Path) -> None:
     assert (found.state, found.figure) == (State.WARNING, "lists of keys that are not chains: odd (7)")
 
 
-# --- its hits ----------------------------------------------------------------------------------------
-
-
 def space(number: int, asked: int = 0, hit: int = 0, stored: int = 0, engine: str = "e") -> dict[str, Any]:
     blocks = {"asked_blocks": asked, "hit_blocks": hit, "stored_blocks": stored, "blocks": stored}
     return {"id": number, "engine": engine, **blocks}
@@ -228,6 +227,8 @@ def told_of(spaces: list[dict[str, Any]], specs: Any = None, tiers: Any = None, 
 
 
 EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
+POPULATING = {"refused_blocks": 7, "refused_populating_blocks": 7}
+OVER_QUOTA = {"refused_blocks": 7, "refused_by_quota_blocks": 7}
 
 
 @pytest.mark.parametrize(
@@ -238,29 +239,13 @@ EVICTED = {"stored_blocks": 4000, "evicted_blocks": 3000}
         ([space(1)], {}, "no prompt of a full block has come"),
         ([space(1, stored=5)], {}, "the engine only stores"),
         ([space(1, asked=9)], {"refused_blocks": 7}, "nothing stored; 7 blocks found no room"),
-        (
-            [space(1, asked=9)],
-            {"refused_blocks": 7, "refused_populating_blocks": 7},
-            "nothing stored; the arena is still being populated: 0 B of 1.0 GiB so far -> wait",
-        ),
-        (
-            [space(1, asked=9, hit=3)],
-            {"refused_blocks": 7, "refused_populating_blocks": 7},
-            "ok: stores at the start: 7 blocks refused",
-        ),
+        ([space(1, asked=9)], POPULATING, "the arena is still being populated: 0 B of 1.0 GiB so far -> wait"),
+        ([space(1, asked=9, hit=3)], POPULATING, "ok: stores at the start: 7 blocks refused"),
         ([space(1, asked=9)], {}, "is it a producer"),
         ([space(1, asked=9, stored=5)], {}, "under other keys"),
         ([space(1, asked=9, hit=3)], {}, "ok: hit rate: 33.3% of 9 blocks"),
-        (
-            [space(1, asked=9, hit=3)],
-            {"refused_blocks": 7, "refused_by_quota_blocks": 7},
-            "quotas: blocks refused: 7 in DRAM, 0 on NVMe",
-        ),
-        (
-            [space(1, asked=9, hit=1)],
-            {**EVICTED, "stored_bytes": 100 * GIB},
-            "warning: evictions: 3,000 of 4,000 stored; DRAM holds the last 1.00 s of stores",
-        ),
+        ([space(1, asked=9, hit=3)], OVER_QUOTA, "quotas: blocks refused: 7 in DRAM, 0 on NVMe"),
+        ([space(1, asked=9, hit=1)], {**EVICTED, "stored_bytes": 100 * GIB}, "DRAM holds the last 1.00 s of stores"),
         ([space(1, asked=9, hit=1)], {**EVICTED, "stored_bytes": GIB}, "ok: evictions"),
     ],
 )
@@ -286,9 +271,6 @@ def test_a_directory_that_evicts_beside_an_empty_one_is_told(evicted: int, used:
     ]
     found = told_of([space(1, asked=9, hit=3)], tiers={"nvme": {"directories": rows}})
     assert ("/full evicted 9,332 blocks, /new is nearly empty" in found) is told
-
-
-# --- the command -------------------------------------------------------------------------------------
 
 
 def test_without_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,3 +307,90 @@ def test_with_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
     assert "they differ in dtype (bfloat16 and float16)" in found["namespaces"]["figure"]
     assert "/s read" in found[f"{tmp_path / 'kv'} speed"]["figure"]
     assert found["modes"]["figure"].endswith("session.sock 0600, control.sock 0600")
+
+
+# --- a shared store: a good one, one that is away, one that lies -------------------------------------
+
+
+PREFILL = Prefill("a model", 1.0, 1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_store, "PART_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+def config_of(url: str, **fields: Any) -> DaemonConfig:
+    return DaemonConfig(
+        shared=StoreUrl(url), **({"shared_plain": True} if "shared_key" not in fields else {}), **fields
+    )
+
+
+def look_at(config: DaemonConfig, measure: bool = True) -> dict[str, Finding]:
+    return {one.name: one for one in examine(config, {}, "", PREFILL, measure)}
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_good_store_is_tried_and_left_as_it_was(valkey: ValkeyServer, sealed: bool, tmp_path: Path) -> None:
+    config = config_of(valkey.url)
+    if sealed:
+        pytest.importorskip("cryptography")
+        key = tmp_path / "key"
+        key.write_text(secrets.token_hex(32))
+        key.chmod(0o600)
+        config = config_of(valkey.url, shared_key=key)
+    found = look_at(config)
+    assert [one.state for one in found.values() if one.name not in ("a hit pays", "no hit pays")] == [State.OK] * 3
+    assert ("encrypted" if sealed else "in plain") in found[valkey.url].figure
+    assert "fetched on 4 connections" in found["speed"].figure
+    assert valkey.ask("DBSIZE") == b":0"
+    assert look_at(config, measure=False)["speed"].state is State.NOT_APPLICABLE
+
+
+def only(found: dict[str, Finding]) -> Finding:
+    [one] = found.values()
+    assert one.state is State.FAILURE
+    assert one.remedy
+    assert "\n" not in one.figure + one.remedy
+    return one
+
+
+def test_one_that_is_away_or_refuses_us_is_one_line(valkey: ValkeyServer) -> None:
+    with ValkeyServer() as other:
+        gone = other.url
+    assert "Connection refused" in only(look_at(config_of(gone))).figure
+    refused = only(look_at(config_of(valkey.url.replace("://", "://:open-sesame@"))))
+    assert "open-sesame" not in refused.figure + refused.remedy
+    assert "no kind of store is called 'tape'" in only(look_at(config_of("tape://robot"))).figure
+    missing = only(look_at(config_of(valkey.url, shared_key=Path("/nonexistent/key"))))
+    assert "shared_key" in missing.figure
+
+
+def test_one_that_gives_other_bytes_is_found_out(valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor_store._Trial._put
+
+    def put_and_spoil(trial: Any) -> None:
+        real(trial)
+        valkey.ask("SETRANGE", trial._name, 5000, "spoilt")
+
+    monkeypatch.setattr(doctor_store._Trial, "_put", put_and_spoil)
+    assert only(look_at(config_of(valkey.url))).figure == "fetching a block: other bytes came back than were sent"
+    assert valkey.ask("DBSIZE") == b":0"
+
+
+def test_the_command(
+    valkey: ValkeyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCACHE_ARENA", "16MiB")
+    command = ["doctor", "--quick", "--json", "--shared", valkey.url, "--address", str(tmp_path / "none")]
+    assert main(command) == 0
+    found = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["topic"] == "shared store"]
+    assert [one["state"] for one in found] == ["ok", "ok", "not applicable"]
+    assert main([*command, "--prefill", "-1"]) == 2
+    assert "--prefill -1: is a number of tokens per second" in capsys.readouterr().err

@@ -157,9 +157,6 @@ def test_documents_in_changing_order(lint: Lint, number: str) -> None:
     assert lint(prompt([0, 1, 2], "Why?"), prompt([0, 1, 2], "How?")) == []
 
 
-# --- the command -------------------------------------------------------------------------------------
-
-
 def test_wrong_command_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, binary, large = (tmp_path / name for name in ("lines.jsonl", "binary", "large"))
     lines.write_text(f"{json.dumps(request(('user', 'Hi')))}\n\n{{broken\n")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import numpy as np
 import pytest
 from command_line import COMMAND, run_process
 from terminal import Terminal
-from waiting import wait_until
 
 import tiercache
 from tiercache.cli.readings import Reading
@@ -62,70 +58,38 @@ def test_one_frame_is_printed_for_a_pipe_in_any_locale(daemon: Path) -> None:
     assert "\ndram " in done.stdout
 
 
-# --- through the life of a daemon --------------------------------------------------------------------
-
-
-class Lives:
-    """Daemons that follow each other in the same run directory."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.start()
-
-    def start(self) -> None:
-        flags = ["--run-dir", str(self.run_dir), "--arena", "8MiB", "--lock-memory", "off", "--log-level", "error"]
-        nvme = ["--nvme", str(self.run_dir.parent / "kv"), "--nvme-size", "64MiB", "--nvme-segment", "8MiB"]
-        self.child = subprocess.Popen([sys.executable, "-m", "tiercache.daemon", *flags, *nvme])
-        wait_until((self.run_dir / "session.sock").exists, "the daemon starts")
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.child.wait()
-        (self.run_dir / "session.sock").unlink(missing_ok=True)
-
-
-@pytest.fixture
-def lives(tmp_path: Path) -> Iterator[Lives]:
-    running = Lives(tmp_path / "run")
-    yield running
-    running.kill()
-
-
-@contextmanager
-def traffic(run_dir: Path) -> Iterator[None]:
-    """An engine that stores and loads prompts all the time."""
-    spec = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096)
-    pool = tiercache.Pool.from_blocks(np.zeros((64, 4096), np.uint8))
-    stop = threading.Event()
-
-    def run() -> None:
-        with tiercache.connect(run_dir, namespace=spec, pool=pool, name="an engine", warn=False) as connector:
-            number = 0
-            while not stop.is_set():
-                number += 1
-                chain = tiercache.KeyChain(tiercache.root_key("model"), 4, range(number % 7, number % 7 + 40))
-                match = connector.match(chain.packed())
-                connector.load(match, list(range(match.blocks)))
-                connector.store(chain.packed(), list(range(10)))
-                stop.wait(0.01)  # rule: a pause between prompts
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def ask(engine: tiercache.Connector, number: int) -> None:
+    """One prompt: loaded as far as it is there, and stored."""
+    keys = tiercache.KeyChain(tiercache.root_key("model"), 4, range(number % 7, number % 7 + 40)).packed()
+    match = engine.match(keys)
+    engine.load(match, list(range(match.blocks)))
+    engine.store(keys, list(range(10)))
 
 
 @pytest.mark.stress
-def test_top_on_a_terminal(lives: Lives) -> None:
-    with Terminal([*COMMAND, "top", "--interval", "0.1", "--address", str(lives.run_dir)]) as terminal:
-        with traffic(lives.run_dir):
-            lines = terminal.until(lambda lines: all(words in "\n".join(lines) for words in PARTS), "all parts")
+def test_top_on_a_terminal(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"nvme": str(tmp_path / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}
+    spec = tiercache.NamespaceSpec(engine="test/1", layout="bytes", dtype="uint8", block_size=4, block_bytes=4096)
+    pool, numbers = tiercache.Pool.from_blocks(np.zeros((64, 4096), np.uint8)), itertools.count()
+    with (
+        tiercache.launch("8MiB", **settings) as lives,
+        Terminal([*COMMAND, "top", "--interval", "0.1", "--address", lives.address]) as terminal,
+    ):
+        with tiercache.connect(lives.address, namespace=spec, pool=pool, name="an engine", required=True) as engine:
+
+            def until(condition: Callable[[list[str]], bool], what: str) -> list[str]:
+
+                def asked(lines: list[str]) -> bool:
+                    """With a prompt at each frame."""
+                    ask(engine, next(numbers))
+                    return condition(lines)
+
+                return terminal.until(asked, what)
+
+            lines = until(lambda lines: all(words in "\n".join(lines) for words in PARTS), "all parts")
             assert (len(lines) <= 24, max(map(len, lines)) <= 80) == (True, True)
             assert "tiercache-cli" not in "\n".join(lines), "`top` does not list itself as a client"
-            terminal.until(lambda lines: "▁" in lines[7] or "█" in lines[6], "hits as bars")
+            until(lambda lines: "▁" in lines[7] or "█" in lines[6], "hits as bars")
         for key, words in (("s", "NAMESPACE (by hits)"), ("?", "Any key goes back"), ("x", "NAMESPACE")):
             terminal.press(key)
             terminal.shows(words)
@@ -135,7 +99,7 @@ def test_top_on_a_terminal(lives: Lives) -> None:
         terminal.resize(80, 24)
         lives.kill()
         terminal.shows("the daemon is gone; waiting for it")
-        lives.start()
+        lives.restart()
         terminal.shows("restarted 1 times while watching")
         terminal.press("p")
         terminal.shows("paused")

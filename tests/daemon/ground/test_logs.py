@@ -57,9 +57,6 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(writer)
 
 
-# --- the writer --------------------------------------------------------------------------------------
-
-
 def test_lines_come_out_in_order_and_with_their_fields() -> None:
     with pipe() as (reader, writer):
         log = logs.Log(logs._Json(), writer)
@@ -150,9 +147,3 @@ def test_more_of_the_same_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(3 * logs.MAX_ALIKE):
         alike.admit(record(f"line {number}"), 20.0)
     assert len(alike._kinds) <= 5, "texts that differ each time take no more memory"
-
-
-# --- what is said ------------------------------------------------------------------------------------
-
-
-# --- with a real daemon ------------------------------------------------------------------------------

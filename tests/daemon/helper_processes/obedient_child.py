@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 
 from tiercache.daemon.helper_processes.child import CannotStart, ControlSocket, run_child
-
-log = logging.getLogger("tiercache.daemon")
-FLOOD = 3000
 
 
 def serve(control: ControlSocket) -> int:
@@ -26,37 +21,24 @@ def serve(control: ControlSocket) -> int:
         raise CannotStart("the disk is away")
     if how == "nonsense":
         control._end.send(b"?")
-    if how == "flood":
-        for number in range(FLOOD):
-            log.warning("line %d of many", number)
-    if how != "silent":
-        control.say_ready()
+    control.say_ready()
     while how == "deaf":
         signal.pause()
     while line := control.next_line():
         threading.Thread(target=answer, args=(line, control), daemon=True).start()
     if how == "orderly":
         Path(rest).write_text("in order")
-    while how == "stays":
-        signal.pause()
     return 0
 
 
 def answer(line: socket.socket, control: ControlSocket) -> None:
     """One line: each packet is echoed, except for orders."""
     while order := line.recv(100):
-        if order == b"crash":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif order == b"log and crash":
-            log.warning("about to crash")
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif order.startswith(b"trouble "):
+        if order.startswith(b"trouble "):
             control.say_trouble(order[8:].decode())
             line.send(order)
         elif order == b"hang":
             threading.Event().wait()
-        elif order == b"modules":
-            line.send(" ".join(name for name in sys.modules if "." not in name).encode())
         elif order == b"fork":
             child = os.fork()
             if not child:  # has the control socket, too

@@ -103,17 +103,6 @@ def test_it_gets_its_start_message_and_serves_lines(own: Own) -> None:
     assert owner.told == [("started", owner.pid())]
 
 
-def test_after_kill_9_another_one_is_started(own: Own) -> None:
-    owner = own()
-    first = owner.pid()
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: len(owner.told) == 4, "another one")
-    second = owner.pid()
-    assert owner.told == [("started", first), ("ended", first), ("gone", first), ("started", second)]
-    assert owner.whys == ["ended with status -9"]
-    assert (owner.supervisor.starts, owner.supervisor.ends, owner.supervisor.given_up) == (2, 1, 0)
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize("how", ["stopped", "in a call"])
 def test_one_that_hangs_is_killed_and_replaced(own: Own, how: str) -> None:

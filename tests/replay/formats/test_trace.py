@@ -44,9 +44,6 @@ def mooncake(time_ms: float = 0, tokens: int = 1024, ids: list[int] | None = Non
     return {"timestamp": time_ms, "input_length": tokens, "output_length": 7, "hash_ids": ids, **more}
 
 
-# --- Mooncake ------------------------------------------------------------------------------------
-
-
 def test_a_mooncake_trace(write: Write) -> None:
     path = write(mooncake(1500, 1024, [1, 2]), "", mooncake(2500, 1500, [1, 2, 3]))
     found = trace(path)
@@ -132,9 +129,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(trace(cut))
 
 
-# --- Bailian -------------------------------------------------------------------------------------
-
-
 def test_a_bailian_trace(write: Write) -> None:
     first = {
         "chat_id": 55,
@@ -155,9 +149,6 @@ def test_a_bailian_trace(write: Write) -> None:
     assert found.specs[1].block_size == 16
     with pytest.raises(BadTrace, match=r"line 2: .*`hash_ids`"):
         list(trace(write(first, {key: value for key, value in second.items() if key != "hash_ids"})))
-
-
-# --- KV events -----------------------------------------------------------------------------------
 
 
 def stored(hashes: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:
@@ -194,8 +185,6 @@ def test_kv_events(write: Write) -> None:
     ]
     assert found.specs[1].block_size == 16
 
-
-# --- recordings (what a daemon writes is in tests/daemon/observe/test_recorder.py) ------------------
 
 HEADER = {"tiercache_trace": 1}
 DECLARED = {"t": 0, "o": "ns", "number": 1, "block_tokens": 16, "block_bytes": 4096}

@@ -6,8 +6,10 @@ spoilt, and loses answers. While a job is at the store, and between two slices o
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +20,100 @@ from chains import chain_of, key_of
 from host_rig import BLOCK_BYTES, HostRig, content
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from memory_store import MemoryStore
-from stepped_lines import SteppedLines, SteppedLoop
 
 from tiercache.daemon import cache
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram import promotion
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.shared.fetches import FetchJob
-from tiercache.daemon.tiers.shared.lines import LineUse
-from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.lines import LineUse, SharedJob
+from tiercache.daemon.tiers.shared.stores.store import SharedStore, StoreError, StoreProblem
 
 T = TypeVar("T")
+
+
+class SteppedLines:
+    """In the place of `Lines`: a job runs when `step` is called, in the caller's thread."""
+
+    def __init__(self, store: SharedStore, uses: list[tuple[LineUse, ...]], call_soon_threadsafe: object) -> None:
+        self._store = store
+        self._queues: dict[LineUse, deque[SharedJob]] = {use: deque() for use in LineUse}
+        self._posted: deque[Callable[[], None]] = deque()
+        self.running: list[SharedJob] = []
+        """More than one where a test runs the next one within a call of the store."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._posted)
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def submit(self, job: SharedJob, use: LineUse) -> None:
+        job.post = self._posted.append
+        self._queues[use].append(job)
+
+    def step(self, which: int = 0, use: LineUse | None = None) -> bool:
+        """Run the next job of a use, by number among those that have one, and tell the loop; False if there is none."""
+        queues = [queue for its, queue in self._queues.items() if queue and use in (None, its)]
+        if not queues:
+            return False
+        job, connection = queues[which % len(queues)].popleft(), self._store.connect()
+        self.running.append(job)
+        try:
+            job.run(connection)
+        except StoreError as error:
+            job.problem = error
+        self.running.pop()
+        self._posted.append(job.ended)
+        self.deliver()
+        return True
+
+    def deliver(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
+
+    def stop(self, deadline_s: float) -> bool:
+        for queue in self._queues.values():
+            queue.clear()
+        return True
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Its time is `now_s`; what it would give to a thread is done at once."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        super().__init__()
+        self._errors: list[dict[str, Any]] = []
+        self.set_exception_handler(lambda loop, context: self._errors.append(context))
+
+    def time(self) -> float:
+        return self.now_s
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except OSError as error:
+            future.set_exception(error)
+        return future
+
+    def act(self, call: Callable[[], T]) -> T:
+        """Call it on the loop, and then what that leads to."""
+
+        async def acting() -> T:
+            result = call()
+            for _ in range(4):
+                await asyncio.sleep(0)
+            return result
+
+        result = self.run_until_complete(acting())
+        assert not self._errors, self._errors
+        return result
+
+
 BLOCKS, FRAMES, SPACES = 6, 24, 3
 CHAINS = {name: chain_of(name, BLOCKS) for name in "xyz"}
 

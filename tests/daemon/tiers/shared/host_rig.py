@@ -43,7 +43,7 @@ def content(namespace: Namespace, key: bytes, version: int = 0) -> bytes:
 class HostRig:
     """`host.open()`; then store, load, flush. `secret` None: plain values; `version`: of what is stored.
 
-    With `lines` and `clock_s` the test drives the time and the jobs (stepped_lines.py).
+    With `lines` and `clock_s` the test drives the time and the jobs (fleet.py).
     """
 
     def __init__(

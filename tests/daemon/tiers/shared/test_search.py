@@ -49,20 +49,15 @@ def test_with_holes_it_claims_no_more_than_the_last_block(blocks: int, stored: s
         assert found.end == whole, "all of it was probed"
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=8))
-def test_ranks_together(ranks: list[tuple[int, int]]) -> None:
-    """Each has some blocks on this host, and a prefix in the store."""
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=8), st.integers(1, 16))
+def test_ranks_together_and_packs(ranks: list[tuple[int, int]], pack: int) -> None:
+    """Each rank has some blocks on this host, and a prefix in the store. What several have together is whole packs."""
+    if len(ranks) > 1:
+        ranks = [(start // pack * pack, length) for start, length in ranks]
     asks: list[ChainAsk | WindowAsk] = [ChainAsk(start) for start, _ in ranks]
-    stored = {(place, number) for place, (_, length) in enumerate(ranks) for number in range(length)}
-    found, _ = run(asks, 300, stored)
-    assert found.end == min(max(start, length) for start, length in ranks)
-
-
-@given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 200), st.integers(2, 16))
-def test_packs(blocks: int, start: int, length: int, pack: int) -> None:
-    start, length = min(start, blocks), min(length, blocks)
-    found, _ = run([ChainAsk(start)], blocks, {(0, number) for number in range(length // pack)}, pack)
-    assert found.end == max(start, length // pack * pack)
+    stored = {(place, number) for place, (_, length) in enumerate(ranks) for number in range(length // pack)}
+    found, _ = run(asks, 300, stored, pack)
+    assert found.end == min(max(start, length // pack * pack) for start, length in ranks)
 
 
 @given(

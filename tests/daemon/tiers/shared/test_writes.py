@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 
@@ -10,12 +9,10 @@ import pytest
 from chains import chain_of
 from host_rig import BLOCK_BYTES, PATIENCE_S, REGION_BYTES, host, names_of
 from memory_store import MemoryStore
-from played import play, played
+from played import played
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
-from tiercache.daemon import cache
-from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.shared import settings, writes
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
@@ -42,34 +39,30 @@ async def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("when", ["reused", "evicted"])
-def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        a, b = host(store, tmp_path, "a", write=when, regions=1), host(store, tmp_path, "b")
-        space, chain = a.namespace(), chain_of("x", 40)
-        a.store(space, chain)
+@played
+async def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
+    store = MemoryStore()
+    a, b = host(store, tmp_path, "a", write=when, regions=1), host(store, tmp_path, "b")
+    space, chain = a.namespace(), chain_of("x", 40)
+    a.store(space, chain)
+    await a.sent()
+    assert store.values == {}
+    a.cache.match(a.owner, [space], chain, 0.0)
+    if when == "evicted":
         await a.sent()
-        assert store.values == {}
-        a.cache.match(a.owner, [space], chain, 0.0)
-        if when == "evicted":
+        assert store.values == {}, "it is still in DRAM"
+        for number in range(20):
+            a.store(space, chain_of(f"y{number}", 40))
             await a.sent()
-            assert store.values == {}, "it is still in DRAM"
-            for number in range(20):
-                a.store(space, chain_of(f"y{number}", 40))
-                await a.sent()
-        await a.sent()
-        assert await b.load([b.namespace()], chain) == 40
-        for one in (a, b):
-            one.check()
-            await one.close()
-
-    play(scenario)
+    await a.sent()
+    assert await b.load([b.namespace()], chain) == 40
+    for one in (a, b):
+        one.check()
+        await one.close()
 
 
 @pytest.mark.parametrize(("when", "pack", "works"), [("evicted", 16, False), ("evicted", 1, True), ("all", 16, True)])
-def test_single_evicted_blocks_make_no_packs(
-    monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool
-) -> None:
+def test_evicted_blocks_make_no_packs(monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool) -> None:
     """The daemon would send nothing: it says so before it serves."""
     monkeypatch.setattr(settings, "open_store", lambda url: MemoryStore(pack_blocks=pack))
     config = DaemonConfig(shared=StoreUrl("s3://bucket"), shared_plain=True, shared_write=when)
@@ -198,27 +191,6 @@ async def test_what_turns_out_to_be_bad_while_it_counts_as_there_is_replaced(tmp
     b.check_end()
     for one in (a, b):
         await one.close()
-
-
-@played
-async def test_flushed_blocks_that_wait_to_be_unlinked_are_not_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A flush of much unlinks it in slices. What is queued meanwhile would go out under the new names."""
-    monkeypatch.setattr(cache, "_FLUSH_AT_ONCE", 1)
-    store, answers = MemoryStore(), list[bool]()
-    a = host(store, tmp_path, "a")
-    space, chain = a.namespace(), chain_of("x", 40)
-    a.store(space, chain)
-    below = a.below.begin_flush([space], chain[:16], lambda blocks, durable: answers.append(durable))
-    finish(a.cache.flush([space], chain[:16], below))
-    below.end()
-    while not answers or a.shared._writes._in_flight:
-        await asyncio.sleep(0.001)
-        a.shared._writes.pump()
-    assert store.values == {}
-    a.check_end()
-    await a.close()
 
 
 @played

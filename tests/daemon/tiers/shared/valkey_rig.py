@@ -14,7 +14,6 @@ import ssl
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,35 +21,14 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from tiercache.daemon.tiers.shared.stores.store import Connection, Get, Put
+from tiercache.daemon.tiers.shared.stores.store import Connection
 from tiercache.daemon.tiers.shared.stores.valkey import open_valkey
 
 PATIENCE_S = 60.0
-"""A call's deadline where it should not matter, and the longest wait for a state."""
-HEAD_BYTES = 128
-
-
-def soon(seconds: float = PATIENCE_S) -> float:
-    """A deadline."""
-    return time.monotonic() + seconds
 
 
 def connect(url: str) -> Connection:
     return open_valkey(url).connect()
-
-
-def new_get(name: bytes, body_bytes: int) -> Get:
-    """A value to read, into memory of its own."""
-    return Get(name, memoryview(bytearray(HEAD_BYTES)), memoryview(bytearray(body_bytes)))
-
-
-def new_put(name: bytes, value: bytes, ttl_s: float = 60.0) -> Put:
-    return Put(name, [value[:HEAD_BYTES], memoryview(value)[HEAD_BYTES:]], ttl_s)
-
-
-def got(get: Get) -> bytes:
-    """What a read has brought."""
-    return bytes(get.head) + bytes(get.body[: get.body_bytes])
 
 
 def free_port() -> int:
@@ -138,11 +116,6 @@ class ValkeyServer:
                     value += link.recv(1 << 16)
                 return value[:-2]
             return reply.rstrip(b"\r\n")
-
-    def info(self, field: str) -> int:
-        """A number of INFO."""
-        line = next(line for line in self.ask("INFO").splitlines() if line.startswith(field.encode() + b":"))
-        return int(line.partition(b":")[2])
 
     def change_password(self, password: str) -> None:
         """Clients that are connected must connect again, with this one; empty: with none."""

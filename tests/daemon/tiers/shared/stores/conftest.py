@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helper_rig import Make
 
 from tiercache.daemon.tiers.shared.stores.folder.connection import shared_folder
 from tiercache.daemon.tiers.shared.stores.helper import supervisor
@@ -24,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HelperStore]]:
     """Makes stores whose processes end with the test. Those that obey may be told to hang or die."""
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.1)

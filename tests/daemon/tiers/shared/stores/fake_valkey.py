@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from store_calls import content
-from valkey_rig import new_get, soon
+from store_calls import content, room, soon
 
-from tiercache.daemon.tiers.shared.stores.store import Get, StoreError
+from tiercache.daemon.tiers.shared.stores.store import Connection, Get, StoreError
+from tiercache.daemon.tiers.shared.stores.valkey import open_valkey
 
 PATIENCE_S = 60.0
 ENOUGH_S = 10.0
@@ -103,6 +103,7 @@ class FakeServer:
         self.failures: list[BaseException] = []
         self.ending = threading.Event()
         self._links: list[socket.socket] = []
+        self._clients: list[Connection] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -127,6 +128,11 @@ class FakeServer:
             with contextlib.suppress(OSError):
                 link.close()
 
+    def connect(self, url: str = "") -> Connection:
+        """A client, which is closed at the end of the `with`."""
+        self._clients.append(open_valkey(url or self.url).connect())
+        return self._clients[-1]
+
     def refuse(self) -> None:
         """Accept no more connections."""
         with contextlib.suppress(OSError):
@@ -137,6 +143,8 @@ class FakeServer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for client in self._clients:
+            client.close()
         self.ending.set()
         self.refuse()
         for link in self._links:
@@ -159,7 +167,7 @@ def failing(call: Callable[[], Any]) -> StoreError:
 
 
 def names(count: int) -> list[Get]:
-    return [new_get(b"v%d" % number, SIZE) for number in range(count)]
+    return [room(b"v%d" % number, 5, SIZE) for number in range(count)]
 
 
 def replies(*of: bytes) -> Callable[[Peer], None]:

@@ -10,9 +10,9 @@ from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Get, Pu
 PATIENCE_S = 30.0
 
 
-def soon() -> float:
-    """A deadline that no working call reaches."""
-    return time.monotonic() + PATIENCE_S
+def soon(seconds: float = PATIENCE_S) -> float:
+    """A deadline, by default one that no working call reaches."""
+    return time.monotonic() + seconds
 
 
 def content(number: int, length: int) -> bytes:

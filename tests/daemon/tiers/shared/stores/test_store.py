@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helper_rig import Make
 from memory_store import MemoryStore
 from s3_rig import KEY, SECRET, FakeServer, RcloneServer
 from store_calls import content, put, read, room, soon, value_of
@@ -17,6 +16,7 @@ from valkey_rig import ValkeyServer, valkey_cluster
 
 from tiercache.daemon.tiers.shared.stores import open_store
 from tiercache.daemon.tiers.shared.stores.folder.connection import FolderStore
+from tiercache.daemon.tiers.shared.stores.helper.connection import HelperStore
 from tiercache.daemon.tiers.shared.stores.store import (
     MAX_NOTE_BYTES,
     Connection,
@@ -29,6 +29,7 @@ from tiercache.daemon.tiers.shared.stores.store import (
 )
 
 Open = Callable[[], SharedStore]
+Make = Callable[..., HelperStore]
 Connect = Callable[[], Connection]
 
 

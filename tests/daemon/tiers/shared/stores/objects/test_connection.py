@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from s3_rig import KEY, SECRET, FakeServer, free_port
+from s3_rig import KEY, SECRET, FakeServer
 from store_calls import content, put, read, soon
-from valkey_rig import Certificates
+from valkey_rig import Certificates, free_port
 from waiting import wait_until
 
 from tiercache.daemon.tiers.shared.stores.names import file_name
-from tiercache.daemon.tiers.shared.stores.objects import connection
-from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection, object_store_error
-from tiercache.daemon.tiers.shared.stores.objects.settings import parse_object_url
+from tiercache.daemon.tiers.shared.stores.objects.connection import ObjectConnection
 from tiercache.daemon.tiers.shared.stores.objects.store import ObjectsStore
 from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreError, StoreProblem
 from tiercache.errors import ConfigError
@@ -68,9 +66,6 @@ def failing(call: Callable[[], object]) -> StoreError:
     return caught.value
 
 
-# --- a server that answers as it is told ---------------------------------------------------------
-
-
 def test_a_whole_answer_to_a_range_is_cut(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     fake.ranges = False
     line = connect(fake.url())
@@ -115,12 +110,7 @@ def test_what_must_not_be_done_twice_is_not_tried_again(fake: FakeServer, connec
     ],
 )
 def test_what_the_server_says_is_told_in_one_line(
-    fake: FakeServer,
-    connect: Callable[[str], Connection],
-    status: int,
-    code: str,
-    problem: StoreProblem,
-    words: str,
+    fake: FakeServer, connect: Callable[[str], Connection], status: int, code: str, problem: StoreProblem, words: str
 ) -> None:
     fake.hook = lambda method, key: (status, f"<Error><Code>{code}</Code></Error>".encode())
     line = connect(fake.url())
@@ -156,14 +146,6 @@ def test_why_no_server_answers_is_told(tmp_path: Path, fake: FakeServer, connect
             ObjectsStore(f"s3://bucket?ca={bad}")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(ValueError("one\ntwo"), "one"), (ValueError(), "ValueError"), (ValueError(300 * "x"), 200 * "x")],
-)
-def test_an_error_is_told_by_its_first_line_or_its_type(error: Exception, words: str) -> None:
-    assert connection._cause(error) == words
-
-
 def test_a_deletion_goes_on_after_what_is_missing(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     """Where a server ends at it."""
 
@@ -179,7 +161,7 @@ def test_a_deletion_goes_on_after_what_is_missing(fake: FakeServer, connect: Cal
     assert failing(lambda: line.delete([b"no", b"c"], soon())).problem is StoreProblem.DENIED
 
 
-def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
+def test_a_value_too_long_for_the_server_is_refused_alone(
     fake: FakeServer, connect: Callable[[str], Connection]
 ) -> None:
     too_long = (400, b"<Error><Code>EntityTooLarge</Code></Error>")
@@ -187,9 +169,7 @@ def test_a_value_that_is_too_long_for_the_server_is_refused_alone(
     assert put(connect(fake.url()), {b"a": b"value!", b"b": b"value!"}) == [Fate.REFUSED, Fate.DONE]
 
 
-def test_an_announced_length_beyond_all_room_is_not_read(
-    fake: FakeServer, connect: Callable[[str], Connection]
-) -> None:
+def test_a_length_beyond_all_room_is_not_read(fake: FakeServer, connect: Callable[[str], Connection]) -> None:
     fake.gate.clear()  # the rest of the object never comes
     fake.objects[OBJECT] = bytes(10 << 20)
     fake.objects["prefix/notes/n"] = bytes(10 << 20)
@@ -198,7 +178,7 @@ def test_an_announced_length_beyond_all_room_is_not_read(
     assert line.exists([], [b"n"], soon()).notes == [None]
 
 
-def test_a_body_that_is_longer_than_it_says_is_not_read_to_its_end(
+def test_a_body_longer_than_it_says_is_not_read_to_its_end(
     fake: FakeServer, connect: Callable[[str], Connection]
 ) -> None:
     """As an endless one would fill the memory."""
@@ -233,9 +213,6 @@ def test_parts_may_change_after_a_late_put(fake: FakeServer, connect: Callable[[
     assert all(b"x" * 1000 not in value for value in fake.objects.values())
 
 
-# --- the thread that makes requests --------------------------------------------------------------
-
-
 def test_a_closed_store_ends_its_calls(fake: FakeServer) -> None:
     fake.gate.clear()
     fake.objects[OBJECT] = content(9, 9000)
@@ -255,9 +232,6 @@ def test_a_closed_store_ends_its_calls(fake: FakeServer) -> None:
     assert failing(lambda: read(line, [b"a"])).problem is StoreProblem.UNREACHABLE
 
 
-# --- before the daemon serves --------------------------------------------------------------------
-
-
 ROOT = Path(__file__).resolve().parents[6]
 
 
@@ -270,31 +244,3 @@ def test_the_documented_lifecycle_rule_is_for_values_and_not_for_notes() -> None
     assert f"prefix/{ObjectConnection._value(b'tc1:block')}".startswith(prefix)
     assert not f"prefix/{ObjectConnection._note(b'tc1:notes')}".startswith(prefix)
     assert rule["Expiration"]["Days"] > 0
-
-
-ATTEMPT = "Generic S3 error: Error performing {verb} http://127.0.0.1:1/kvb/p/{name} in {ms}ms, after 1 retries, "
-FIRST = ATTEMPT + "max_retries: 1, retry_timeout: 3s  - HTTP error: error sending request"
-SOURCES = {
-    "Connection refused": """ConnectError( "tcp connect error", 127.0.0.1:1,
-        Os { code: 111, kind: ConnectionRefused, message: "Connection refused", }, )""",
-    "failed to lookup address information: Name or service not known": """ConnectError( "dns error",
-        Custom { kind: Uncategorized,
-            error: "failed to lookup address information: Name or service not known", }, )""",
-    "its certificate is of a CA that this host does not trust": """Custom { kind: Other,
-        error: Custom { kind: InvalidData, error: InvalidCertificate(
-            UnknownIssuer, ), }, }""",
-    "HTTP error: error sending request": "",
-}
-
-
-@pytest.mark.parametrize("cause", SOURCES)
-def test_one_cause_is_one_text_whatever_was_asked_and_however_long_it_took(cause: str) -> None:
-    settings = parse_object_url("s3://kvb/p?endpoint=http://127.0.0.1:1")
-    texts = set()
-    for verb, name, ms in (("GET", "notes/a", "20.7"), ("PUT", "values/b-9f", "21.66")):
-        first = FIRST.format(verb=verb, name=name, ms=ms)
-        error = object_store_error(settings, Exception(f"{first}\n\nDebug source:\n{SOURCES[cause]}"))
-        assert error.problem is StoreProblem.UNREACHABLE
-        texts.add(error.text)
-    [text] = texts
-    assert text.startswith(f"s3://kvb/p: {cause}: ")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from fake_valkey import FakeServer, Peer, Script, failing
-from store_calls import content
-from valkey_rig import ValkeyServer, connect, got, new_get, new_put, soon, valkey_cluster
+from store_calls import content, room, soon, value_of
+from valkey_rig import ValkeyServer, connect, valkey_cluster
 
-from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import Connection, Fate, Put, StoreProblem
 from tiercache.daemon.tiers.shared.stores.valkey.cluster import hash_slot_of
 
 SIZE = 50_000
@@ -46,21 +46,21 @@ def test_slots_that_move(nodes: list[ValkeyServer], line: Connection) -> None:
     try:
         assert new.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id) == b"+OK"
         assert old.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id) == b"+OK"
-        put = new_put(name, content(1, SIZE))
-        line.put([put, new_put(NAMES[-1], content(2, SIZE))], [], soon())
+        put = Put(name, [content(1, SIZE)])
+        line.put([put, Put(NAMES[-1], [content(2, SIZE)])], [], soon())
         assert put.fate is Fate.DONE
         assert old.ask("DBSIZE") == b":0" or new.ask("DBSIZE") != b":0"
         assert line.exists([name, NAMES[-1]], [], soon()).there == [True, True]
-        get = new_get(name, SIZE)
+        get = room(name, 5, SIZE)
         line.get([get], [name], soon())
-        assert got(get) == content(1, SIZE)
+        assert value_of(get) == content(1, SIZE)
         line.delete([name], soon())
         line.put([put], [], soon())
         for node in (new, old, nodes[1]):
             assert node.ask("CLUSTER", "SETSLOT", slot, "NODE", new_id) == b"+OK"
-        get = new_get(name, SIZE)
+        get = room(name, 5, SIZE)
         line.get([get], [], soon())
-        assert got(get) == content(1, SIZE)
+        assert value_of(get) == content(1, SIZE)
     finally:
         line.delete([name], soon())
         for node in (old, new, nodes[1]):
@@ -94,10 +94,9 @@ def test_redirects_without_end(word: bytes) -> None:
                 peer.send(b"-%b %d 127.0.0.1:%d\r\n" % (word, hash_slot_of(words[1]), server.port))
 
     with FakeServer(script) as server:
-        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
+        connection = server.connect(f"valkey+cluster://127.0.0.1:{server.port}")
         assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.BUSY
         assert len(asked) < 10
-        connection.close()
 
 
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
@@ -123,9 +122,8 @@ def test_a_flush_waits_for_the_replicas_of_the_node_that_takes_it(word: bytes) -
         return script
 
     with FakeServer(node("old", 1)) as old, FakeServer(node("new", 3)) as new:
-        connection = connect(f"valkey+cluster://127.0.0.1:{old.port}")
+        connection = old.connect(f"valkey+cluster://127.0.0.1:{old.port}")
         assert connection.set_note(b"n", b"v", soon()) == b"v"
-        connection.close()
     assert seen["old"] == [b"INFO replication", b"SET n v", b"WAIT 1 1000"]
     asking = [b"ASKING"] if word == b"ASK" else []
     assert seen["new"] == [b"INFO replication", *asking, b"SET n v", b"WAIT 3 1000"]
@@ -157,7 +155,6 @@ def test_slots_that_make_no_sense(reply: bytes) -> None:
         peer.swallow()
 
     with FakeServer(script) as server:
-        connection = connect(f"valkey+cluster://127.0.0.1:{server.port}")
+        connection = server.connect(f"valkey+cluster://127.0.0.1:{server.port}")
         problem = failing(lambda: connection.exists([b"x"], [], soon())).problem
         assert problem is StoreProblem.PROTOCOL
-        connection.close()

@@ -1,15 +1,31 @@
-"""What a server may answer: errors, lengths that are wrong, and other nonsense."""
+"""What a server may answer, and when: errors, wrong lengths and other nonsense; late, slow and torn answers."""
 
 from __future__ import annotations
 
+import socket
+import threading
 import tracemalloc
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from fake_valkey import GOOD, VALUE, FakeServer, Peer, bulk, failing, names, replies
-from valkey_rig import connect, got, new_put, soon
+from fake_valkey import ENOUGH_S, GOOD, SIZE, VALUE, FakeServer, Peer, bulk, failing, names, replies
+from store_calls import soon, value_of
+from valkey_rig import connect
 
-from tiercache.daemon.tiers.shared.stores.store import Fate, NotReplicated, StoreError, StoreProblem
+from tiercache.daemon.tiers.shared.stores.store import (
+    Connection,
+    Fate,
+    Get,
+    NotReplicated,
+    Put,
+    StoreError,
+    StoreProblem,
+)
+from tiercache.daemon.tiers.shared.stores.valkey.commands import ShortCommand
+from tiercache.daemon.tiers.shared.stores.valkey.exchange import Exchange, PipelineWindow
+from tiercache.daemon.tiers.shared.stores.valkey.line import MOST_LOOKUPS
 
 MIB = 1 << 20
 
@@ -39,7 +55,7 @@ MIB = 1 << 20
 def test_errors_of_the_whole_store(error: bytes, problem: StoreProblem) -> None:
     """In the middle of a pipeline: the rest is read and told, and the call fails."""
     with FakeServer(replies(GOOD, error + b"\r\n", GOOD, b"$-1\r\n", b":1\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(4)
         told = failing(lambda: connection.get(wanted, [], soon()))
         assert told.problem is problem
@@ -51,21 +67,19 @@ def test_errors_of_the_whole_store(error: bytes, problem: StoreProblem) -> None:
         else:
             assert connection.exists([b"x"], [], soon()).there == [True]
             assert len(server.peers) == 1
-        connection.close()
 
 
 def test_errors_of_one_value() -> None:
     ok = b"+OK\r\n"
     error = b"-ERR string exceeds maximum allowed size (proto-max-bulk-len)\r\n"
     with FakeServer(replies(ok, error, ok, GOOD, b"-WRONGTYPE Operation\r\n", GOOD)) as server:
-        connection = connect(server.url)
-        puts = [new_put(b"v%d" % number, VALUE) for number in range(3)]
+        connection = server.connect()
+        puts = [Put(b"v%d" % number, [VALUE]) for number in range(3)]
         connection.put(puts, [], soon())
         assert [put.fate for put in puts] == [Fate.DONE, Fate.REFUSED, Fate.DONE]
         wanted = names(3)
         connection.get(wanted, [], soon())
         assert [get.fate for get in wanted] == [Fate.DONE, Fate.REFUSED, Fate.DONE]
-        connection.close()
 
 
 def test_nothing_is_sent_behind_an_error() -> None:
@@ -76,10 +90,9 @@ def test_nothing_is_sent_behind_an_error() -> None:
             peer.send(b"-OOM\r\n")
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
-        puts = [new_put(b"v%d" % number, bytes(MIB)) for number in range(100)]
+        connection = server.connect()
+        puts = [Put(b"v%d" % number, [bytes(MIB)]) for number in range(100)]
         assert failing(lambda: connection.put(puts, [], soon())).problem is StoreProblem.FULL
-        connection.close()
     assert server.peers[0].received_bytes < 20 * MIB
 
 
@@ -93,10 +106,9 @@ def test_nothing_is_sent_behind_an_error() -> None:
 )
 def test_a_server_that_repeats_the_password(reply: bytes) -> None:
     with FakeServer(replies(reply)) as server:
-        connection = connect(server.url.replace("//", "//me:hunter2@"))
+        connection = server.connect(server.url.replace("//", "//me:hunter2@"))
         error = failing(lambda: connection.exists([b"x"], [], soon()))
         assert "hunter2" not in error.text
-        connection.close()
 
 
 # --- lengths, and other nonsense ---
@@ -114,7 +126,7 @@ def test_a_server_that_repeats_the_password(reply: bytes) -> None:
 def test_lengths_that_are_much_too_long(reply: bytes, fate: Fate) -> None:
     """No memory is made for them, and what is behind them is not waited for."""
     with FakeServer(replies(GOOD, reply)) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(3)
         tracemalloc.start()
         try:
@@ -125,7 +137,6 @@ def test_lengths_that_are_much_too_long(reply: bytes, fate: Fate) -> None:
         assert [get.fate for get in wanted] == [Fate.DONE, fate, Fate.UNKNOWN]
         connection.get(wanted[:1], [], soon())
         assert len(server.peers) == 2
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -158,26 +169,24 @@ def test_what_is_no_answer_to_get(reply: bytes) -> None:
         peer.swallow()
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         wanted = names(2)
         assert failing(lambda: connection.get(wanted, [], soon())).problem is StoreProblem.PROTOCOL
         assert Fate.DONE not in [get.fate for get in wanted]
         connection.get(wanted[:1], [], soon())
-        assert got(wanted[0]) == VALUE
-        connection.close()
+        assert value_of(wanted[0]) == VALUE
 
 
 @pytest.mark.parametrize("reply", [b":2\r\n", b"+OK\r\n", b"$1\r\n1\r\n", b"$-1\r\n"])
 def test_what_is_no_answer_to_others(reply: bytes) -> None:
     with FakeServer(replies(reply, reply)) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.PROTOCOL
         assert failing(lambda: connection.delete([b"x"], soon())).problem is StoreProblem.PROTOCOL
         if reply != b"+OK\r\n":
-            put = new_put(b"x", VALUE)
+            put = Put(b"x", [VALUE])
             assert failing(lambda: connection.put([put], [], soon())).problem is StoreProblem.PROTOCOL
             assert put.fate is Fate.UNKNOWN
-        connection.close()
 
 
 # --- flushes, and the replicas of the server ---
@@ -219,11 +228,10 @@ def primary(seen: list[list[bytes]], info: bytes, wait: bytes = b":1\r\n") -> Ca
 def test_a_flush_waits_for_the_replicas_that_keep_up(replicas: list[bytes], awaited: bytes) -> None:
     seen: list[list[bytes]] = []
     with FakeServer(primary(seen, replication(*replicas), b":2\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         for _ in range(3):
             assert connection.set_note(b"n", b"v", soon()) == b"v"
         connection.delete([b"n"], soon())
-        connection.close()
     waits = [[WAIT, awaited, b"1000"]] if awaited else []
     changes = [*[[b"SET", b"n", b"v"]] * 3, [b"UNLINK", b"n"]]
     assert seen == [INFO, *[words for change in changes for words in (change, *waits)]], "they are counted once"
@@ -240,7 +248,7 @@ def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() 
             peer.send(answers[words[0]])
 
     with FakeServer(script) as server:
-        connection, late = connect(server.url), connect(server.url)
+        connection, late = server.connect(), server.connect()
         assert connection.replicated_note(b"n", soon()) == b"v"
         assert seen == [INFO, [b"GETEX", b"n", b"PX", b"3600000"], [b"GETEX", b"n", b"PERSIST"], [WAIT, b"1", b"1000"]]
         assert isinstance(failing(lambda: late.replicated_note(b"n", soon())), NotReplicated)
@@ -259,11 +267,10 @@ def test_a_note_that_replicas_have_is_read_with_a_change_that_changes_nothing() 
 def test_a_server_that_tells_nothing_of_its_replicas_is_told_of_flushes(refused: bytes, error: bytes) -> None:
     answers = {b"INFO": replication(ONLINE), WAIT: b":1\r\n", refused: error + b"\r\n"}
     with FakeServer(primary([], answers[b"INFO"], answers[WAIT])) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert connection.set_note(b"n", b"v", soon()) == b"v"
         connection.delete([b"n"], soon())
         assert len(server.peers) == 1
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -277,9 +284,8 @@ def test_a_server_that_tells_nothing_of_its_replicas_is_told_of_flushes(refused:
 def test_a_wait_that_ends_otherwise_has_not_been_waited(error: bytes) -> None:
     """A fail-over in the midst of it: the new primary lacks the flush."""
     with FakeServer(primary([], replication(ONLINE), error + b"\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert isinstance(failing(lambda: connection.set_note(b"n", b"v", soon())), NotReplicated)
-        connection.close()
 
 
 def test_a_server_that_ends_before_its_replicas_have_a_flush() -> None:
@@ -293,21 +299,178 @@ def test_a_server_that_ends_before_its_replicas_have_a_flush() -> None:
                 return
 
     with FakeServer(script) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         assert failing(lambda: connection.set_note(b"n", b"v", soon())).problem is StoreProblem.UNREACHABLE
         assert connection.set_note(b"n", b"v", soon()) == b"v"
-        connection.close()
 
 
 def test_a_wait_that_the_deadline_cuts_short_says_nothing_about_the_replicas() -> None:
     with FakeServer(primary([], replication(ONLINE), b":0\r\n")) as server:
-        connection = connect(server.url)
+        connection = server.connect()
         late = failing(lambda: connection.set_note(b"n", b"v", soon()))
         assert isinstance(late, NotReplicated)
         assert late.text.endswith("1 of 1 replicas have not taken a flush in 1.0 s")
         cut = failing(lambda: connection.set_note(b"n", b"v", soon(1.0)))
         assert (type(cut), cut.problem) == (StoreError, StoreProblem.TIMEOUT)
-        connection.close()
 
 
-# --- how much is under way ---
+# --- what a server may do to us with time, and by breaking off ---------------------------------------
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("start", [b"$100000\r\nabc", b"$10", b"-ERR a long story", b""])
+def test_a_drip(start: bytes) -> None:
+    """A byte now and then makes no call longer."""
+
+    def script(peer: Peer) -> None:
+        peer.command()
+        peer.send(start)
+        peer.drip(b"1")
+
+    with FakeServer(script) as server:
+        connection = server.connect()
+        wanted = names(1)
+        assert failing(lambda: connection.get(wanted, [], soon(0.3))).problem is StoreProblem.TIMEOUT
+        assert wanted[0].fate is Fate.UNKNOWN
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_answer_to_no_question(at_once: bool) -> None:
+    """What comes between two calls is an answer to none: the connection is of no use any more."""
+    sent = threading.Event()
+
+    def script(peer: Peer) -> None:
+        assert peer.command()
+        if at_once and peer.number == 0:
+            peer.send(b":1\r\n:0\r\n")
+        else:
+            peer.send(b":1\r\n")
+            if peer.number == 0:
+                peer.send(b":0\r\n")
+        sent.set()
+        peer.swallow()
+
+    with FakeServer(script) as server:
+        connection = server.connect()
+        assert connection.exists([b"x"], [], soon()).there == [True]
+        assert sent.wait(ENOUGH_S)
+        assert connection.exists([b"y"], [], soon()).there == [True]
+        assert len(server.peers) == 2
+
+
+@pytest.fixture
+def no_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Name servers hang; the names that were asked for."""
+    back = threading.Event()
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def hang(host: str, port: int, *rest: Any, flags: int = 0, **more: Any) -> Any:
+        if flags & socket.AI_NUMERICHOST:
+            return real(host, port, *rest, flags=flags, **more)
+        asked.append(host)
+        back.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    yield asked
+    back.set()
+    for thread in threading.enumerate():
+        if thread.name == "tiercache-resolve":
+            thread.join(ENOUGH_S)
+
+
+@pytest.mark.stress
+def test_names_that_hang(no_names: list[str]) -> None:
+    """Each call ends in time, and the threads that are left behind are few."""
+    for _ in range(3):
+        connection = connect("valkey://one.test")
+        assert failing(lambda line=connection: line.exists([b"x"], [], soon(0.1))).problem is StoreProblem.TIMEOUT
+    assert no_names == ["one.test"]
+    for number in range(MOST_LOOKUPS + 3):
+        connection = connect(f"valkey://host{number}.test")
+        failing(lambda line=connection: line.exists([b"x"], [], soon(0.02)))
+    assert len(no_names) == MOST_LOOKUPS
+    assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.UNREACHABLE
+    connection = connect("valkey://one.test")
+    threading.Timer(0.1, connection.close).start()
+    assert failing(lambda: connection.exists([b"x"], [], soon())).problem is StoreProblem.UNREACHABLE
+
+
+def test_a_reset_within_a_value() -> None:
+    def script(peer: Peer) -> None:
+        peer.command()
+        peer.send(GOOD + GOOD[: SIZE // 2])
+        peer.reset()
+
+    with FakeServer(script) as server:
+        connection = server.connect()
+        wanted = names(3)
+        arrived: list[Get] = []
+        assert failing(lambda: connection.get(wanted, [], soon(), arrived.append)).problem is StoreProblem.UNREACHABLE
+        assert wanted[1].fate is wanted[2].fate is Fate.UNKNOWN
+        assert all(get.fate is Fate.DONE and value_of(get) == VALUE for get in arrived)
+        server.refuse()
+        assert failing(lambda: connection.get(wanted, [], soon())).problem is StoreProblem.UNREACHABLE
+
+
+@pytest.mark.stress
+def test_closed_by_another_thread() -> None:
+    """In the middle of a value, and of a put that the server does not read."""
+    for call in (
+        lambda line: line.get(names(1), [], soon()),
+        lambda line: line.put([Put(b"v", [b"x" * (64 * MIB)])], [], soon()),
+    ):
+        reached = threading.Event()
+
+        def script(peer: Peer, reached: threading.Event = reached) -> None:
+            assert peer.more()
+            peer.send(b"$100000\r\nabc")
+            reached.set()
+            peer.ending.wait(60)
+
+        with FakeServer(script) as server:
+            connection = server.connect()
+
+            def close(connection: Connection = connection, reached: threading.Event = reached) -> None:
+                reached.wait(ENOUGH_S)
+                connection.close()
+
+            closing = threading.Thread(target=close)
+            closing.start()
+            assert failing(lambda call=call, line=connection: call(line)).problem is StoreProblem.UNREACHABLE
+            closing.join()
+            assert failing(lambda call=call, line=connection: call(line)).problem is StoreProblem.UNREACHABLE
+            assert len(server.peers) == 1
+
+
+class Asked(ShortCommand):
+    def read(self, first: bytes, line: Any) -> None:
+        assert first == b"+OK"
+
+
+class Line:
+    """A server that answers when it is asked for a reply."""
+
+    def __init__(self) -> None:
+        self.requests: deque[bytes] = deque()
+        self.most_under_way = self.answered = 0
+
+    def send(self, parts: list[bytes]) -> None:
+        self.requests += parts
+        self.most_under_way = max(self.most_under_way, len(self.requests))
+
+    def read_line(self) -> bytes:
+        self.answered += 1
+        self.requests.popleft()
+        return b"+OK"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reply_bytes", "most"), [(30, 1, 3), (25, 1, 4), (1, 20, 2), (1, 25, 2), (150, 1, 1), (1, 60, 1)]
+)
+def test_no_more_is_under_way_than_the_window_or_one_command(request_bytes: int, reply_bytes: int, most: int) -> None:
+    line: Any = Line()
+    commands = [Asked(b"", bytes(request_bytes), reply_bytes) for _ in range(20)]
+    Exchange(line, commands, PipelineWindow(request_bytes=100, reply_bytes=50)).run()
+    assert (line.most_under_way, line.answered) == (most, 20)
