@@ -109,6 +109,18 @@ def test_what_is_flushed_while_another_disk_is_there_stays_away_when_the_first_i
     end(machine)
 
 
+@pytest.mark.parametrize("happens", [["away", "back", "away"], ["", "away", "back"], ["", "replaced", "replaced"]])
+@pytest.mark.parametrize("key", [b"", key_of(CHAINS[0], 2)], ids=["all", "key"])
+def test_what_is_flushed_part_by_part_while_a_directory_goes_and_comes_stays_away(
+    happens: list[str], key: bytes
+) -> None:
+    """Before the first part, and after each of the next ones."""
+    machine = begun(small_slices=True)
+    events = ["away" if what == "back" else what for what in reversed(happens)]
+    machine.flush_namespaces_in_turn(key, False, events, 0, 40)
+    end(machine)
+
+
 def test_a_flush_that_a_disk_has_not_recorded_is_told_again_when_it_is_back() -> None:
     machine = filled()
     machine.fail(0, "commit")
