@@ -59,14 +59,6 @@ class WindowBelow:
             pass
 
 
-def test_a_lease_ends_its_last_search_at_once_when_fetches_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    below = WindowBelow(monkeypatch)
-    lease = below.ask()
-    below.deliver(FetchOutcome.FAILED)
-    assert lease.lease_id not in below.cache.reads.growing.leases
-    assert lease.target == lease.blocks == 0
-
-
 def test_of_a_block_after_a_gap_the_one_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     below = WindowBelow(monkeypatch)
     below.store(3)

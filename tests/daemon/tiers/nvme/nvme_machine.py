@@ -408,7 +408,7 @@ class NvmeMachine(RuleBasedStateMachine):
             self.take_away(disk)
         elif what == "replaced":
             self.replace(disk)
-        self.wait(11.0)
+        self.wait(30.0)
         self.go_on(rounds)
 
     def flush_in_turn(
