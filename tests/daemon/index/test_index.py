@@ -1,4 +1,4 @@
-"""Runs of blocks that come and go at once leave the index as the same blocks would one by one."""
+"""Runs of blocks leave the index as the same blocks would one by one; walks up a chain, while blocks are unlinked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from cache_rig import SmallCache, branch, finish
 
+from tiercache.daemon.index import walks
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
@@ -113,3 +115,19 @@ def test_the_last_of_a_run_may_be_pinned_and_no_key_comes_twice() -> None:
     assert index.check_integrity() == []
     with pytest.raises(AssertionError, match="published once"):
         index.insert_run(table, [keys[3], keys[0]], entries[-1], [4, 5])
+
+
+def test_a_walk_within_which_a_block_is_dropped_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walks, "WALKED_AT_ONCE", 2)
+    h = SmallCache(frames=20)
+    namespace, keys, others = h.space(), branch(1, 1, 1, 1, 1, 1), branch(2, 2, 2)
+    h.store(namespace, keys)
+    h.store(namespace, others)
+    index, table = h.cache.space.index, namespace.table
+    index.drop(table.get(others[:16]))
+    steps = walks.walk(index, table, keys, 6)
+    next(steps)
+    index.drop(table.get(keys[64:80]))  # the blocks that were walked over hang below it, and are still to be unlinked
+    assert list(steps) == []
+    assert index.prefix_length(table, keys, 6) == 4
+    finish(h)
