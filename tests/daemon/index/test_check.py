@@ -113,18 +113,33 @@ WRONG: dict[str, Callable[[Filled], None]] = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
-    h, rng = Filled(), random.Random(3)
-    # Nothing of this chain is evicted meanwhile, so that the fault stays what it is.
-    assert h.cache.match(Owner(b"c" * 16), [h.spaces[0]], h.long[: KEY_BYTES * 500], 100).lease is not None
-    WRONG[text](h)
+def served(h: Filled) -> list[str]:
+    """The findings of a check, while others read and store between its slices."""
+    rng = random.Random(3)
 
-    def read() -> None:
+    def serve() -> None:
         found = h.cache.match(h.owner, [h.spaces[0]], h.long[: KEY_BYTES * rng.randrange(1, 300)], 5)
         assert found.lease is not None
         h.cache.reads.release(h.owner, found.lease.lease_id)
         h.store(h.spaces[2], chain_of(rng.randrange(4, 250), 3))
 
-    findings, _ = in_slices(h.cache.check(), read)
+    findings: list[str] = in_slices(h.cache.check(), serve)[0]
+    return findings
+
+
+def test_books_that_change_all_the_time_agree() -> None:
+    h = Filled()
+    assert served(h) == []
+    index, regions = h.cache.space.index, h.cache.space.allocator.classes[FRAME_BYTES].regions
+    assert index.moved is None, "nothing is recorded for the check any more"
+    assert all(region.seen is None for region in regions.values())
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_is_found_while_others_are_served(text: str) -> None:
+    h = Filled()
+    # Nothing of this chain is evicted meanwhile, so that the fault stays what it is.
+    assert h.cache.match(Owner(b"c" * 16), [h.spaces[0]], h.long[: KEY_BYTES * 500], 100).lease is not None
+    WRONG[text](h)
+    findings = served(h)
     assert [finding for finding in findings if text in finding], findings
