@@ -134,18 +134,6 @@ def test_a_window_needs_its_last_blocks() -> None:
     assert h.rates(1000) == [0.5]  # with a namespace beside that needs all: nothing
 
 
-def test_a_flush_forgets() -> None:
-    cache = CacheAtOnce(lambda: 0.0, what_if=(what_if := WhatIf(lambda: 0.0, 8 * BLOCK)))
-    one, other = (cache.space.open_namespace(spec(tp_rank=rank)) for rank in (0, 1))
-    for namespace in (one, other):
-        what_if.stored(namespace, b"", keys_of(1, 4))
-    cache.flush_dram([one.number], b"")
-    assert len(what_if.stack) == 4
-    what_if.looked_up([one], keys_of(1, 4), 0, 0)
-    assert what_if.lookups.hit_rates([1 << 40]) == [0]
-    assert cache.check_integrity() == []
-
-
 # --- bounds --------------------------------------------------------------------------------------
 
 
