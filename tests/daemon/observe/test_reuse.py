@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -27,7 +26,6 @@ from tiercache.protocol.messages import KEY_BYTES, BlockState
 from tiercache.protocol.namespaces import NamespaceSpec
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-TRACES = os.environ.get("TIERCACHE_TRACES")  # read before a fixture hides it
 BLOCK = 4096
 POINTS = 0.02
 

@@ -215,16 +215,10 @@ def remove_database(directory: Path) -> None:
 
 # Of the chain's 12 blocks those before the damaged one stay, and the other chain's 3.
 DAMAGES = {
-    "damaged row": Damage(
-        changed_at(4, "UPDATE blocks SET record = zeroblob(76) WHERE place = ?"), "the row is damaged", 4 + 3
-    ),
-    "row of another type": Damage(
-        changed_at(11, "UPDATE blocks SET record = 'text' WHERE place = ?"), "the row is damaged", 11 + 3
-    ),
+    "damaged row": Damage(spoil_row, "the row is damaged", 4 + 3),
+    "row of another type": Damage(shorten_row, "the row is damaged", 11 + 3),
     "rows at each other's place": Damage(swap_rows, "the row is damaged", 10 + 3),
-    "orphan chain": Damage(
-        changed_at(3, "DELETE FROM blocks WHERE place = ?"), "the block before it is not here", 3 + 3
-    ),
+    "orphan chain": Damage(delete_row, "the block before it is not here", 3 + 3),
     "circle": Damage(bite_own_tail, "the block before it is not here", 2 + 3),
     "no such segment": Damage(lambda path: move_row(path, 6, place_of(99, 0)), "there is no segment 99", 6 + 3),
     "behind the segment": Damage(
@@ -233,11 +227,7 @@ DAMAGES = {
     "between two slots": Damage(lambda path: move_row(path, 7, at(path, 6)[0] + 1), "so it overlaps others", 7 + 3),
     "negative place": Damage(lambda path: move_row(path, 6, -5), "there is no segment -1", 6 + 3),
     "slot size": Damage(resize_slots, "need slots of 65536 bytes, these have 131072", 0),
-    "senseless slot size": Damage(
-        changed("UPDATE segments SET slot_bytes = 5000, checksum = ? WHERE segment = 1", _checksum(1, 5000)),
-        "slots of 5000 bytes",
-        0,
-    ),
+    "senseless slot size": Damage(senseless_slots, "slots of 5000 bytes", 0),
     "length": Damage(change_row(8, length=4096, stored_length=4096), "blocks of its namespace have 65536", 8 + 3),
     "stored length": Damage(change_row(8, stored_length=BLOCK_BYTES + 1), "bytes are stored of a block", 8 + 3),
     "codec": Damage(change_row(8, codec=0x23), "codec 35", 8 + 3),
@@ -250,13 +240,9 @@ DAMAGES = {
     "flipped bit": Damage(flip_bit, "fail their checksum", 5 + 3),
     "segment without file": Damage(lambda path: (path / SEGMENT).unlink(), "segment 1 has no file", 0),
     "short segment": Damage(lambda path: os.truncate(path / SEGMENT, 1 << 20), "segment 1 has 1048576 bytes", 0),
-    "count of insertions": Damage(
-        changed("UPDATE meta SET value = 1 WHERE key = 'sequence'"), "1 insertions are counted", 12 + 3
-    ),
+    "count of insertions": Damage(lose_count, "1 insertions are counted", 12 + 3),
     "small table": Damage(changed("UPDATE namespaces SET epoch = 7"), "fails its checksum", 0),
-    "another directory's database": Damage(
-        changed("UPDATE meta SET value = zeroblob(16) WHERE key = 'directory_id'"), "belongs to another directory", 0
-    ),
+    "another directory's database": Damage(foreign_database, "belongs to another directory", 0),
     "rubbish": Damage(lambda path: (path / "index.db").write_bytes(os.urandom(20_000)), "cannot be read", 0),
     "torn page": Damage(tear_database, "index.db", 0),
     "suspect": Damage(lambda path: (path / "index.db.suspect").touch(), "found damaged while it was in use", 0),
