@@ -215,10 +215,13 @@ def hold(rig: Rig) -> WriteOp:
     return op
 
 
-def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
+@pytest.mark.parametrize("most", [16, 12])
+def test_adjoining_slots_share_a_call(one_worker: Rig, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """So many of them, and no more bytes than a call may move."""
+    monkeypatch.setattr(backlog, "MAX_RUN_BYTES", most * 8192)
     rig = one_worker
     held = hold(rig)
-    # 0..15 fill one call, 16..19 adjoin but would be too many, 22 has a gap before it, 21 is behind it.
+    # Up to `most` fill one call, the rest to 19 adjoin but would be too many, 22 has a gap before it, 21 is behind it.
     numbers = [*range(20), 22, 21]
     writes = [rig.write_op(number, content(number, 8192)) for number in numbers]
     assert rig.queue.submit_many(writes, DiskPriority.WRITE) == len(writes)
@@ -226,8 +229,8 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
     rig.until(lambda: len(rig.finished) == len(writes) + 1)
     assert held.outcome is OK
     assert [(views, offset // rig.frame_bytes) for _, views, offset in rig.disk.calls] == [
-        (16, 0),
-        (4, 16),
+        (most, 0),
+        (20 - most, most),
         (1, 22),
         (1, 21),
     ]
@@ -238,7 +241,7 @@ def test_adjoining_slots_share_a_call(one_worker: Rig) -> None:
     assert rig.queue.submit_many(reads, DiskPriority.PREFETCH) == len(reads)
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
-    assert [views for _, views, _ in rig.disk.calls] == [16, 4, 1, 1]
+    assert [views for _, views, _ in rig.disk.calls] == [most, 20 - most, 1, 1]
     assert [op.outcome for op in reads] == [OK] * len(reads)
     assert all(rig.frame(30 + place, 8192) == content(number, 8192) for place, number in enumerate(numbers))
 
