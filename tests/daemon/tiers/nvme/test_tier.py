@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -152,13 +152,6 @@ def test_a_daemon_whose_directory_cannot_be_used_ends_at_once() -> None:
 
 
 # --- with real daemons -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.stop()
 
 
 def test_blocks_come_back_after_a_kill_and_flushed_ones_stay_away(cluster: Cluster) -> None:

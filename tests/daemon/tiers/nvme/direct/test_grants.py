@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +14,8 @@ from tiercache.protocol import messages
 from tiercache.protocol.messages import CommitState
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    made.wait_loaded()  # before that nothing is granted
-    yield made
-    made.stop()
-
-
 def test_what_makes_no_sense_is_refused_and_takes_no_place(cluster: Cluster) -> None:
+    cluster.wait_loaded()  # before that nothing is granted
     client = cluster.connector.client
     number = client.register(cluster.spec)
     good: dict[str, Any] = {"namespace": number, "parent": b"", "keys": chain_of("a", 4), "ttl_ms": 1000}

@@ -36,13 +36,12 @@ async def filled(root: Path, free: int, **settings: Any) -> tuple[TierRig, Names
     return rig, space, size_class.frames // 8
 
 
-def slots_of(shelf: Shelf, space: Namespace, chain: bytes, count: int) -> list[int]:
-    found = [shelf.find(space, key_of(chain, number)) for number in range(count)]
-    return [stored.slot for stored in found if stored is not None]
-
-
-def submissions(shelf: Shelf) -> list[int]:
-    """Notes from here on how many blocks each submission to the disk's queue has."""
+@played
+async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
+    rig.store(space, chain_of("makes the segment", 1))
+    await rig.settled()
     sizes, submit = list[int](), shelf.queue.submit_many
 
     def noted(ops: Any, priority: Any) -> int:
@@ -50,20 +49,10 @@ def submissions(shelf: Shelf) -> list[int]:
         return submit(ops, priority)
 
     shelf.queue.submit_many = noted  # type: ignore[method-assign]
-    return sizes
-
-
-@played
-async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
-    rig.store(space, chain_of("makes the segment", 1))
-    await rig.settled()
-    sizes = submissions(shelf)
     rig.store(space, chain)
     await rig.settled()
     assert sizes == [30]
-    slots = slots_of(shelf, space, chain, 30)
+    slots = [stored.slot for stored in shelf.find_many(space, [key_of(chain, number) for number in range(30)])]
     assert slots == [slots[0] + number * BLOCK_BYTES for number in range(30)]
     rig.forget_dram()
     assert await rig.load(space, chain) == 30
