@@ -26,11 +26,10 @@ def world(tmp_path: Path) -> Iterator[SteppedWorker]:
     made.end()
 
 
-def turn(world: SteppedWorker, works: bool = True) -> None:
-    """`works`: the process too."""
+def turn(world: SteppedWorker) -> None:
     world.loop.turn()
     world.clock.now_s += 0.01
-    if works and world.serving is not None:
+    if world.serving is not None:
         world.serving.work()
 
 
