@@ -639,14 +639,19 @@ class NvmeMachine(RuleBasedStateMachine):
     @rule(grace_s=st.sampled_from([0.0, 3.0, 3.0]), all_is_dirty=st.booleans())
     def stop(self, grace_s: float, all_is_dirty: bool) -> None:
         well, self.held = self.calm and self.roomy and self.all_are_open(), []
+        for disk in self.rig.memory:
+            disk.most_pending = 1 << 30  # else its owner holds back until the grace is over
         if all_is_dirty:
             self.flush(b"", "nvme", 5, (2, 3, True))
+            while well and self.rig.tier.unlinking:  # such blocks count as being there
+                self.go_on(1)
         left = self.run(self.rig.close(grace_s))
         if well and grace_s:
             assert left == 0
             self.model.promised |= self.model.in_dram
         for disk in self.rig.memory:
             disk.crash()
+            disk.most_pending = self.most_pending
         self.model.restarted()
         self.start()
 
