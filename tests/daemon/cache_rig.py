@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from chains import chain_of
 from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.events.publisher import Publisher
 from tiercache.daemon.ground.slices import Steps
+from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.protocol.messages import BlockState, CommitState
@@ -22,19 +23,17 @@ FRAME_BYTES = 4096
 
 
 class CacheRig:
-    """A cache of `regions` regions of 8 small frames, a clock that is a field, an owner."""
+    """A cache of `regions` regions of 8 small frames, with `CacheLimits`; a clock that is a field, an owner."""
 
     def __init__(
         self,
         regions: int = 1,
         region_bytes: int = 8 * FRAME_BYTES,
-        policy: str = "lru",
-        pin_share: float = 0.5,
-        quota: Mapping[str, int] | None = None,
+        below: TierBelow | None = None,
+        **limits: Any,
     ) -> None:
         self.now_s = 0.0
-        limits = CacheLimits(policy, pin_share=pin_share, quota=quota or {})
-        self.cache = CacheAtOnce(lambda: self.now_s, limits)
+        self.cache = CacheAtOnce(lambda: self.now_s, CacheLimits(**limits), below)
         for region_id in range(regions):
             self.cache.space.allocator.add_region(region_id, region_bytes)
         self.owner = Owner(b"a" * 16)
@@ -76,7 +75,7 @@ class SmallCache(CacheRig):
     """A cache of `frames` frames, checked after each store. A store may find room for only some of its blocks."""
 
     def __init__(self, frames: int = 8, regions: int = 1, policy: str = "lru") -> None:
-        super().__init__(regions, frames * FRAME_BYTES, policy)
+        super().__init__(regions, frames * FRAME_BYTES, policy=policy)
         self.now_s = 1000.0
 
     def store(self, namespace: Namespace, keys: bytes, parent: bytes = b"") -> list[BlockState]:

@@ -26,7 +26,9 @@ Token = tuple[int, bytes, int]
 _TINY = {
     "tiercache.daemon.cache": {"_FLUSH_AT_ONCE": 2, "FLUSHED_AT_ONCE": 1, "KEYS_FLUSHED_AT_ONCE": 1, "FLUSH_NS": 0},
     "tiercache.daemon.index.entries": {"_GROW_ENTRIES": 16},
-    "tiercache.daemon.index.check": {"ENTRIES": 4},
+    "tiercache.daemon.index.check": {"ENTRIES": 2, "PINS": 1},
+    "tiercache.daemon.index.frame_check": {"LOOKUPS": 2, "_AT_ONCE": 4},
+    "tiercache.daemon.tiers.dram.check": {"_PINS": 2},
     "tiercache.daemon.index.lookups": {"REMEMBERED": 2},
     "tiercache.daemon.index.walks": {"REMEMBERED": 2, "WALKED_AT_ONCE": 2, "LOOKUPS": 3},
     "tiercache.daemon.tiers.dram.store_leases": {"PLACES_AT_ONCE": 10, "NOTES_AT_ONCE": 2},

@@ -1093,6 +1093,15 @@ class DramMachine(RuleBasedStateMachine):
                 assert one.parent, "a complete first block is not visible"
                 assert (one.block[0], one.parent) not in self.here, "a complete block below a visible one is not"
 
+    @rule()
+    def check(self) -> None:
+        """Check all books, while others change them."""
+
+        def answered(findings: list[str]) -> None:
+            assert findings == []
+
+        self.run(UnderWay(self.cache.check(), lambda: None, answered), at_once=False)
+
     @rule(which=SOME, how=st.sampled_from(["on", "on", "on", "now", "never"]))
     def go_on(self, which: int, how: str) -> None:
         """A request in slices goes on, may not wait any longer, or its client has gone."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +14,7 @@ from waiting import wait_until
 
 import tiercache
 from tiercache.cli.main import main
-from tiercache.config.daemon_config import resolve_config
-from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.run_directory import RunDir
-from tiercache.daemon.live_settings import LiveSettings
 from tiercache.errors import ConfigError
 
 FILE = 'region = "2MiB"\nquota = "team-a=1MiB"\nlog_level = "info"\n'
@@ -75,18 +68,6 @@ def test_a_hangup_has_the_file_read_again(running: Running) -> None:
     assert settings["region"] == ['"2MiB"', str(running.file), False, '"4MiB"']
     assert settings["arena"][:2] == ['"8MiB"', "--arena"]
     assert running.daemon.poll() is None
-
-
-def test_only_what_was_changed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`quarantine_per_client` is a quarter of the arena, and `region` is fitted to it."""
-    file = tmp_path / "settings.toml"
-    file.write_text('arena = "1GiB"\nregion = "512MiB"\n')
-    read = partial(resolve_config, file, env={})
-    settings = LiveSettings(read(), read, Cache(time.monotonic))
-    file.write_text('arena = "256MiB"\nregion = "512MiB"\n')
-    caplog.set_level(logging.getLogger().level)  # `reload` sets it: put back at the end
-    assert asyncio.run(settings.reload()) == ""
-    assert "settings that change with a restart only: arena" in caplog.messages
 
 
 @pytest.mark.parametrize(

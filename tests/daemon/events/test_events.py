@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -286,70 +285,19 @@ def test_blocks_from_a_shared_store_are_in_events_once_a_client_names_them(tmp_p
         wait_until(lambda: sub.all() == [CLEARED, stored([1, 2])], "they are named")
 
 
-def places(events: list[dict[str, Any]]) -> dict[Any, set[str]]:
-    """What a router makes of all events: in which tiers the block of a hash is."""
-    found: dict[Any, set[str]] = {}
-    for event in events:
-        if event["type"] == "AllBlocksCleared":
-            found.clear()
-            continue
-        for name in event["block_hashes"]:
-            if event["type"] == "BlockStored":
-                found.setdefault(name, set()).add(event["medium"])
-            else:
-                found[name].discard(event["medium"])
-        if event["type"] == "BlockStored":
-            assert event["parent_block_hash"] is None or event["parent_block_hash"] in found, "its place is unknown"
-            assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"])
-    return found
-
-
-def test_a_router_ends_with_what_the_daemon_has(tmp_path: Path) -> None:
-    """Stores that push earlier blocks to NVMe and from there out, loads from NVMe, flushes of a part and of all."""
+def test_blocks_are_told_of_in_each_tier(tmp_path: Path) -> None:
     nvme = ("--nvme", f"{tmp_path}/nvme", "--nvme-size", "16MiB", "--nvme-segment", "4MiB")
-    rng, media = random.Random(3), {"dram": "CPU", "nvme": "STORAGE"}
     with following(tmp_path, *nvme) as (client, sub):
-        number, hashes, chains = client.namespace(256 << 10), list[list[int]](), list[bytes]()
-
-        def there(chain: bytes) -> list[set[str]]:
-            keys = (chain[at : at + 16] for at in range(0, len(chain), 16))
-            return [{media[view[1]] for view in client.ask("inspect", [], key)[1]} for key in keys]
-
-        seen: set[frozenset[str]] = set()
-
-        def agrees() -> bool:
-            known = places(sub.all())
-            found = [[known.get(name, set()) for name in its] for its in hashes]
-            seen.update(frozenset(tiers) for its in found for tiers in its)
-            return found == [there(chain) for chain in chains]
-
-        def written() -> bool:
-            """A block that lost its parent before it was written is written when it is asked for again."""
-            client.ask("match", [number], chains[-1], 0, 0)
-            return all("STORAGE" in tiers for tiers in there(chains[-1]))
-
-        for _ in range(12):
-            blocks = rng.randrange(6, 16)
-            hashes.append([rng.getrandbits(64) | 1 << 63 for _ in range(blocks)])
-            chains.append(new_chain(blocks))
-            store(client, number, chains[-1][:32], hashes[-1][:2])
-            store(client, number, chains[-1][32:], hashes[-1][2:], hashes[-1][1], chains[-1][16:32])
-            wait_until(written, "they are written")
-            wait_until(agrees, "what is stored is known")
-        assert {frozenset(), frozenset({"STORAGE"}), frozenset({"CPU", "STORAGE"})} <= seen
-        last = chains[-1]
+        number, keys, on_disk = client.namespace(), new_chain(3), {**stored([1, 2, 3]), "medium": "STORAGE"}
+        store(client, number, keys, [1, 2, 3])
+        wait_until(lambda: sub.all() == [CLEARED, stored([1, 2, 3]), on_disk], "they are written")
         client.ask("flush", "dram", [], b"")
-        wait_until(agrees, "DRAM is empty")
-        assert client.ask("prefetch", [number], last)[2] == len(hashes[-1])
-        wait_until(lambda: client.ask("peek", [number], last)[2] == 0, "they are read into DRAM")
-        wait_until(agrees, "they are in both tiers")
-        assert there(last) == [{"CPU", "STORAGE"}] * len(hashes[-1])
-        client.ask("flush", "all", [], last[3 * 16 : 4 * 16])
-        wait_until(agrees, "the end of a prompt is flushed")
-        assert list(map(bool, there(last))) == [place < 3 for place in range(len(hashes[-1]))]
-        client.ask("flush", "all", [], b"")
-        wait_until(agrees, "all is flushed")
-        assert not any(places(sub.all()).values())
+        wait_until(lambda: sum(event["type"] == "BlockRemoved" for event in sub.all()), "DRAM is empty")
+        assert {event["medium"] for event in sub.all()[3:]} == {"CPU"}
+        assert client.ask("prefetch", [number], keys)[2] == 3
+        wait_until(lambda: sub.all()[-1] == stored([1, 2, 3]), "they are in both tiers")
+        client.ask("flush", "all", [number], b"")
+        wait_until(lambda: {"CPU", "STORAGE"} == {event["medium"] for event in sub.all()[5:]}, "all is flushed")
 
 
 def test_a_daemon_of_a_node_connects_to_the_router(tmp_path: Path) -> None:

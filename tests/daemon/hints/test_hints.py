@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from cache_rig import branch, key
-from hinting import HIGH, LOW, Hinting
+from cache_rig import SmallCache, branch, key
 
 from tiercache.daemon.hints import hinted_policy as hinted
 from tiercache.daemon.hints import hints
-from tiercache.daemon.hints.chain_hints import LATE_S, HintGroup, Mark
+from tiercache.daemon.hints.chain_hints import LATE_S, HintGroup
+from tiercache.daemon.hints.hinted_policy import HintedPolicy
 from tiercache.daemon.hints.hints import CARRY_S, hint_given_at
+from tiercache.daemon.hints.switched_policy import SwitchedPolicy
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.protocol.messages import BlockState
+from tiercache.protocol.messages import Priority
 
-FRAME, NONE = BlockState.FRAME, BlockState.NONE
+LOW, HIGH = Priority.LOW, Priority.HIGH
+
+
+class Hinting(SmallCache):
+    """A cache that gets hints about its blocks."""
+
+    def hint(self, ns: Namespace, keys: bytes, first: int = 0, **said: Any) -> int:
+        values = {"done": False, "return_in_s": 0.0, "ttl_s": 0.0, "priority": None, **said}
+        blocks = self.cache.hint_now([ns], keys, first, hint_given_at(self.now_s, **values))
+        self.check()
+        return blocks
+
+    def later(self, seconds: float) -> None:
+        """Time passes, and only the daemon's own tick runs."""
+        self.now_s += seconds
+        self.cache.expire()
+        self.check()
+
+    def fill(self, ns: Namespace, first: int, count: int) -> None:
+        """Store `count` chains of one block that no client has asked for."""
+        for number in range(first, first + count):
+            self.now_s += 2.0  # no client is about to continue the chain before
+            self.store(ns, branch(number))
+
+    def here(self, ns: Namespace, *chains: bytes) -> list[int]:
+        """How many blocks of each chain are here; looking does not count as a use."""
+        return [self.cache.peek([ns], keys)[0] for keys in chains]
+
+    def policy(self, ns: Namespace) -> HintedPolicy:
+        policy = ns.table.policy
+        assert isinstance(policy, SwitchedPolicy)
+        return policy.hinted
 
 
 @pytest.fixture(params=["lru", "hazard"])
 def h(request: pytest.FixtureRequest) -> Hinting:
     return Hinting(frames=8, policy=request.param)
-
-
-# --- done ----------------------------------------------------------------------------------------
 
 
 def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) -> None:
@@ -42,9 +73,6 @@ def test_a_session_that_is_done_goes_next_but_not_what_others_share(h: Hinting) 
     assert sum(others) == 5 + 3 - 1, "one of these is gone, as the policy chose"
 
 
-# --- a client is to return --------------------------------------------------------------------------
-
-
 def test_a_chain_is_kept_until_its_client_returns_and_not_much_longer() -> None:
     h = Hinting(frames=8)
     ns = h.space()
@@ -62,9 +90,6 @@ def test_a_chain_is_kept_until_its_client_returns_and_not_much_longer() -> None:
     assert h.here(ns, branch(1, 1))[0] < 2, "it is like any other chain now"
 
 
-# --- time to live ----------------------------------------------------------------------------------
-
-
 def test_what_is_of_no_use_any_more_is_not_found(h: Hinting) -> None:
     ns = h.space()
     h.store(ns, branch(1, 1))
@@ -78,9 +103,6 @@ def test_what_is_of_no_use_any_more_is_not_found(h: Hinting) -> None:
     h.store(ns, key(1, 1, 5), parent=key(1, 1))
     h.later(100.0)
     assert h.here(ns, branch(1, 1, 5)) == [3], "stored again without a hint"
-
-
-# --- priority --------------------------------------------------------------------------------------
 
 
 def test_low_goes_before_normal_and_high_after() -> None:
@@ -97,9 +119,6 @@ def test_low_goes_before_normal_and_high_after() -> None:
     h.fill(ns, 200, 15)
     assert h.here(ns, *map(branch, range(3))) == [1, 1, 1]
     assert sum(h.here(ns, *map(branch, range(3, 20)))) == 0
-
-
-# --- what is said, and of what ---------------------------------------------------------------------
 
 
 def test_a_block_that_comes_back_brings_what_was_said_with_it() -> None:
@@ -137,15 +156,6 @@ def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(policy._latest) <= 2 * 20 + 5 + 1
 
 
-# --- whatever is said ------------------------------------------------------------------------------
-
-# --- bounds: how many blocks a hint is about, and how much is done at once ----------------------------
-
-
-def mark_of(h: Hinting, ns: Namespace, block: bytes) -> Mark | None:
-    return h.policy(ns).mark_of(ns.table.get(block))
-
-
 def test_a_hint_is_about_so_many_blocks_of_all_its_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Hinting(frames=40)
     monkeypatch.setattr(hints, "MAX_WALK", 4)
@@ -154,6 +164,6 @@ def test_a_hint_is_about_so_many_blocks_of_all_its_namespaces(monkeypatch: pytes
         h.store(ns, branch(1, 2, 3, 4, 5, 6))
     for asked, own in ((spaces[:1], 4), (spaces, 2)):
         h.cache.hint_now(asked, branch(1, 2, 3, 4, 5, 6), 0, hint_given_at(h.now_s, True, 0.0, 0.0, None))
-        mark = mark_of(h, spaces[0], key(1, 2, 3, 4, 5, 6))
+        mark = h.policy(spaces[0]).mark_of(spaces[0].table.get(key(1, 2, 3, 4, 5, 6)))
         assert mark is not None
         assert mark.own == own

@@ -70,19 +70,6 @@ def test_places_and_hits_are_those_of_a_plain_count(paths: list[Steps]) -> None:
             assert (shown[name(steps)]["hits"], shown[name(steps)]["blocks"]) == (hits, len(steps))
 
 
-def test_the_branches_of_one_prompt_hide_no_other_prompt() -> None:
-    tree = Tree()
-    for branch in range(40):
-        for _ in range(9):
-            tree.match((0, branch))
-    for root in range(1, 12):
-        tree.match((root,), root % 2)
-    shown = tree.shown(32)
-    assert {one["name"] for one in shown if one["parent"] is None} == {name((root,)) for root in range(12)}
-    assert sum(one["parent"] == 0 for one in shown) == 20
-    assert len(tree.shown(1)) == 1
-
-
 def test_hits_fade() -> None:
     tree = Tree()
     for _ in range(100):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -27,7 +26,6 @@ from tiercache.protocol.messages import KEY_BYTES, BlockState
 from tiercache.protocol.namespaces import NamespaceSpec
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-TRACES = os.environ.get("TIERCACHE_TRACES")  # read before a fixture hides it
 BLOCK = 4096
 POINTS = 0.02
 
@@ -132,18 +130,6 @@ def test_a_window_needs_its_last_blocks() -> None:
     assert h.rates(1, 2, 3) == [0, 1, 1]
     h.ask(keys, spaces=[h.space, window])
     assert h.rates(1000) == [0.5]  # with a namespace beside that needs all: nothing
-
-
-def test_a_flush_forgets() -> None:
-    cache = CacheAtOnce(lambda: 0.0, what_if=(what_if := WhatIf(lambda: 0.0, 8 * BLOCK)))
-    one, other = (cache.space.open_namespace(spec(tp_rank=rank)) for rank in (0, 1))
-    for namespace in (one, other):
-        what_if.stored(namespace, b"", keys_of(1, 4))
-    cache.flush_dram([one.number], b"")
-    assert len(what_if.stack) == 4
-    what_if.looked_up([one], keys_of(1, 4), 0, 0)
-    assert what_if.lookups.hit_rates([1 << 40]) == [0]
-    assert cache.check_integrity() == []
 
 
 # --- bounds --------------------------------------------------------------------------------------

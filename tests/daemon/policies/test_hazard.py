@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from chains import chain_of
@@ -22,40 +20,6 @@ from tiercache.replay.simulation import Simulation, Sizes
 
 BLOCK_BYTES = 4096
 TOKENS = 16
-SPEC = plain_spec(TOKENS, BLOCK_BYTES)
-
-
-ROOM = 1000
-"""The capacity, in blocks of a byte each."""
-
-
-class Learning:
-    """A predictor, and prompts that are asked for and then stored."""
-
-    def __init__(self) -> None:
-        self.turnover = Turnover(lambda: 0.0)
-        self.turnover.room_bytes = lambda: ROOM
-        self.predictor = Predictor(self.turnover)
-
-    def ask(self, keys: bytes, found: int = 0) -> None:
-        blocks = len(keys) // KEY_BYTES
-        self.predictor.asked(keys, found, found)
-        self.go_on(blocks - found)
-        new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in range(found, blocks)]
-        if new:
-            self.predictor.stored(keys[(found - 1) * KEY_BYTES : found * KEY_BYTES] if found else b"", new)
-
-    def go_on(self, blocks: int) -> None:
-        """A client stores that many blocks."""
-        self.turnover.comes(blocks, stored=True)
-
-
-def ask(time_s: float, keys: bytes) -> TraceRequest:
-    return TraceRequest(time_s, keys, TOKENS * len(keys) // KEY_BYTES)
-
-
-def sizes(dram: int, nvme: int, **others: object) -> Sizes:
-    return replace(Sizes(dram * BLOCK_BYTES, nvme * BLOCK_BYTES, policy="hazard"), **others)  # type: ignore[arg-type]
 
 
 def test_the_index_is_the_best_rate_of_any_stay() -> None:
@@ -77,30 +41,29 @@ def test_the_index_is_the_best_rate_of_any_stay() -> None:
 
 def test_the_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicting, "MAX_SAMPLES", 500)
-    learning = Learning()
-    for number in range(400):
-        learning.ask(chain_of(number, 20))
-        assert learning.predictor.sampled[0] <= 500
-    blocks, share = learning.predictor.sampled
+    turnover = Turnover(lambda: 0.0)
+    turnover.room_bytes = lambda: 1000  # blocks of a byte each
+    learning = Predictor(turnover)
+    for number in range(400):  # prompts that are asked for and then stored
+        keys = chain_of(number, 20)
+        learning.asked(keys, 0, 0)
+        turnover.comes(20, stored=True)
+        learning.stored(b"", [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
+        assert learning.sampled[0] <= 500
+    blocks, share = learning.sampled
     assert blocks > 100
     assert share == pytest.approx(blocks / 8000, rel=0.5)
-    assert len(learning.predictor.expected) <= 500
-
-
-def loop(documents: int, blocks: int, laps: int) -> list[TraceRequest]:
-    return [
-        ask(5.0 * (lap * documents + number), chain_of(number, blocks))
-        for lap in range(laps)
-        for number in range(documents)
-    ]
+    assert len(learning.expected) <= 500
 
 
 def test_a_loop_larger_than_the_cache_has_hits() -> None:
     """LRU has no hit at all: it evicts the block that comes next."""
-    hits = {}
+    hits, loop = {}, [chain_of(number, 10) for number in range(50)] * 20
     for policy in ("lru", "hazard"):
-        engine = Simulation(sizes(120, 0, policy=policy, headroom_bytes=20 * BLOCK_BYTES), {1: SPEC})
-        hits[policy] = sum(engine.play(request).dram for request in loop(50, 10, 20))
+        sizes = Sizes(120 * BLOCK_BYTES, policy=policy, headroom_bytes=20 * BLOCK_BYTES)
+        engine = Simulation(sizes, {1: plain_spec(TOKENS, BLOCK_BYTES)})
+        asked = [TraceRequest(5.0 * number, keys, 10 * TOKENS) for number, keys in enumerate(loop)]
+        hits[policy] = sum(engine.play(request).dram for request in asked)
         assert engine.check_integrity() == []
     assert hits["lru"] == 0
     assert hits["hazard"] > 0.6 * 100 * 19, "100 of 500 blocks can be kept for 19 laps"

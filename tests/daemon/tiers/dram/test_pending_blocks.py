@@ -89,23 +89,6 @@ def test_what_hangs_below_a_lost_block_is_dropped_in_slices(
     assert h.cache.match(h.owner, [namespace], chain_of(1, 3), 0).dram == 3
 
 
-@pytest.mark.parametrize("unlinked", [False, True])
-def test_a_block_whose_ancestor_was_flushed_is_dropped_when_it_is_complete(unlinked: bool) -> None:
-    h = CacheRig(region_bytes=2 * BLOCKS * FRAME_BYTES)
-    namespace, keys = h.space(), chain_of(1, 3 * MAX_RESERVE)
-    for at in range(0, 2 * MAX_RESERVE, MAX_RESERVE):
-        h.store(namespace, keys[16 * at : 16 * (at + MAX_RESERVE)], keys[16 * (at - 1) : 16 * at] if at else b"")
-    parent, below = keys[16 * (2 * MAX_RESERVE - 1) : 32 * MAX_RESERVE], keys[32 * MAX_RESERVE :]
-    lease = h.cache.reserve(h.owner, namespace, parent, below, 10).lease_id
-    h.cache.flush_dram([namespace.number], keys[:16])
-    if unlinked:
-        finish(h)
-    states = h.cache.writes.commit(h.owner, lease, range(MAX_RESERVE))
-    assert set(states) == {CommitState.DROPPED}
-    finish(h)
-    assert h.cache.space.allocator.used_bytes == 0
-
-
 def test_a_region_that_is_emptied_costs_only_what_is_written_there_without_the_mapping() -> None:
     """And what hangs below that."""
     h, remote = CacheRig(regions=2), Owner(b"r" * 16, mapped=False)

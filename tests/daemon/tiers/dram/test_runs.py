@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cache_rig import FRAME_BYTES, CacheRig, counted, fill, in_slices
-from chains import chain_of
 from raw_client import Client, block_of, new_chain
 
-from tiercache.daemon.ground.slices import LOOKUPS, PINS
+from tiercache.daemon.ground.slices import PINS
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.tiers.dram.space import Namespace
 
@@ -22,50 +19,6 @@ def windowed(h: CacheRig, blocks: int = WINDOW, rank: int = 0) -> tuple[Namespac
     """A namespace with one whole window."""
     namespace = h.space(rank=rank, window_blocks=WINDOW)
     return namespace, fill(h, namespace, 1, blocks)
-
-
-def counted_lookups(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many blocks of windows were looked up since the last call."""
-    looked, lookup = 0, Index.lookup
-
-    def counting(self: Index, table: Any) -> Callable[[bytes], bool] | None:
-        here = lookup(self, table)
-
-        def one(key: bytes) -> bool:
-            nonlocal looked
-            looked += 1
-            assert here is not None
-            return here(key)
-
-        return None if here is None else one
-
-    def since() -> int:
-        nonlocal looked
-        asked, looked = looked, 0
-        return asked
-
-    monkeypatch.setattr(Index, "lookup", counting)
-    return since
-
-
-@pytest.mark.parametrize("window", [1, 7])
-def test_a_long_list_of_which_nothing_is_here_takes_slices(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    h = CacheRig()
-    spaces = [h.space(rank=rank, window_blocks=window) for rank in range(3)]
-    for rank, namespace in enumerate(spaces):
-        h.store(namespace, chain_of(10 + rank, 1))
-    looked = counted_lookups(monkeypatch)
-    most = 0
-
-    def look() -> None:
-        nonlocal most
-        most = max(most, looked())
-
-    found, slices = in_slices(h.cache.reads.match(h.owner, spaces, chain_of(1, 20_000), 10), look)
-    assert (found.dram, found.lease) == (0, None)
-    assert slices > 20_000 // window // LOOKUPS
-    assert most <= LOOKUPS
-    h.check()
 
 
 @pytest.mark.parametrize("ttl_s", [0, 10])

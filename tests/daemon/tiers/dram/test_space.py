@@ -14,33 +14,26 @@ from tiercache.protocol.messages import BlockState
 BLOCKS = 6000
 
 
-def test_a_store_unlinks_a_part_of_what_others_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["flushed by others", "still being read"])
+def test_a_store_makes_room_of_a_part_of_what_there_is(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Frames of blocks that are being read are not free at once."""
     h = CacheRig(regions=2, region_bytes=BLOCKS // 2 * FRAME_BYTES)
     small, large = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES)
-    fill(h, small, 1, BLOCKS)
-    unlinked = counted(monkeypatch, Index, "_unlink")
-    h.cache.flush_dram([small.number], b"")
+    keys, held = fill(h, small, 1, BLOCKS), list[int]()
+    allocator, index = h.cache.space.allocator, h.cache.space.index
+    unlinked, wanted = counted(monkeypatch, Index, "_unlink"), large
+    if what == "flushed by others":
+        h.cache.flush_dram([small.number], b"")
+    else:
+        held = [index.frame[small.table.get(keys[at : at + 16])] for at in range(0, len(keys), 16)]
+        allocator.hold_many(held)
+        wanted = small
     unlinked()
-    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
-    assert 0 < unlinked() <= ROOM_STEPS
-    assert small.table.unlinking
+    assert h.cache.reserve(h.owner, wanted, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
+    assert 0 < unlinked() + h.cache.counters.evicted_blocks <= ROOM_STEPS
+    allocator.unhold_many(held)
     finish(h)
-    assert h.cache.reserve(h.owner, large, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
-
-
-def test_a_store_evicts_a_part_of_blocks_that_are_still_being_read() -> None:
-    """Their frames are not free at once."""
-    h = CacheRig(region_bytes=BLOCKS * FRAME_BYTES)
-    namespace = h.space()
-    keys, allocator = fill(h, namespace, 1, BLOCKS), h.cache.space.allocator
-    frames = [h.cache.space.index.frame[namespace.table.get(keys[at : at + 16])] for at in range(0, len(keys), 16)]
-    for frame in frames:
-        allocator.hold(frame)
-    assert h.cache.reserve(h.owner, namespace, b"", chain_of(2, 1), 10).states == [BlockState.NONE]
-    assert 0 < h.cache.counters.evicted_blocks <= ROOM_STEPS
-    allocator.unhold_many(frames)
-    assert h.cache.reserve(h.owner, namespace, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
-    finish(h)
+    assert h.cache.reserve(h.owner, wanted, b"", chain_of(2, 1), 10).states == [BlockState.FRAME]
 
 
 @pytest.mark.parametrize("flushed", [False, True])

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from cache_at_once import CacheAtOnce
+from cache_rig import FRAME_BYTES, CacheRig
 from chains import chain_of
 
-from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.tiers.dram.leases import Owner
-from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.dram.write_lease import Reservation
 from tiercache.protocol.messages import BlockState, CommitState
-from tiercache.protocol.namespaces import NamespaceSpec
 
-FRAME = 4096
 ARENA_FRAMES = 32
 INSTANCE = bytes(16)
 """The instance under which the daemon itself writes; a client may claim the same."""
 
 
-class Writers:
-    """An arena of 32 frames of which a quarter stays readable, a clock that is a field, and who writes to it."""
+class Writers(CacheRig):
+    """An arena of 32 frames of which a quarter stays readable, and who writes to it."""
 
-    def __init__(self, quarantine_frames: int = ARENA_FRAMES, floor_share: float = 0.25) -> None:
-        self.now_s = 0.0
-        limits = CacheLimits(quarantine_bytes=quarantine_frames * FRAME, floor_share=floor_share)
-        self.cache = CacheAtOnce(lambda: self.now_s, limits)
-        self.cache.space.allocator.add_region(0, ARENA_FRAMES * FRAME)
-        spec = NamespaceSpec(engine="t", layout="x", dtype="u8", block_size=1, block_bytes=FRAME)
-        self.namespace: Namespace = self.cache.space.open_namespace(spec)
-        self._chains = 0
+    def __init__(self, quarantine_frames: int = ARENA_FRAMES) -> None:
+        super().__init__(
+            region_bytes=ARENA_FRAMES * FRAME_BYTES, quarantine_bytes=quarantine_frames * FRAME_BYTES, floor_share=0.25
+        )
+        self.namespace, self._chains = self.space(), 0
 
-    def reserve(self, owner: Owner, blocks: int, parent: bytes = b"", ttl_s: float = 10.0) -> Reservation:
+    def reserve(self, owner: Owner, blocks: int) -> Reservation:
         """Reserve a new chain of `blocks` blocks."""
         self._chains += 1
-        return self.cache.reserve(owner, self.namespace, parent, chain_of(self._chains, blocks), ttl_s)
+        return self.cache.reserve(owner, self.namespace, b"", chain_of(self._chains, blocks), 10.0)
 
     def frames(self, owner: Owner, blocks: int) -> int:
         """How many of `blocks` new blocks get frames."""
@@ -41,17 +34,6 @@ class Writers:
         assert got.states == [BlockState.FRAME] * len(got.frames) + [BlockState.NONE] * (blocks - len(got.frames))
         self.check()
         return len(got.frames)
-
-    def expire(self) -> None:
-        self.now_s += 11
-        self.cache.expire()
-        self.check()
-
-    def reasons(self) -> list[str]:
-        return self.cache.writes.unfinished.reasons()
-
-    def check(self) -> None:
-        assert self.cache.check_integrity() == []
 
 
 def party(name: str, session: int = 0, *, mapped: bool = True, internal: bool = False) -> Owner:
@@ -78,11 +60,13 @@ def test_what_the_daemon_brings_up_is_under_no_limit() -> None:
 
 def test_health_names_the_client_that_leaves_much_unfinished() -> None:
     w = Writers()
+    reasons = w.cache.writes.unfinished.reasons
     w.reserve(party("process 7"), 8)
-    assert w.reasons() == [], "blocks that are still being written do no harm"
-    w.expire()
+    assert reasons() == [], "blocks that are still being written do no harm"
+    w.now_s += 11
+    w.cache.expire()
     text = "32.0 KiB of the arena wait in quarantine for process 7, which does not finish its stores: restart it"
-    assert w.reasons() == [text]
+    assert reasons() == [text]
 
 
 def test_a_client_that_calls_itself_like_the_daemon_does_not_reach_its_leases() -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from catalog_bench import bench
+from cluster import Cluster
 from disk_rig import ObedientDisk
 
 from tiercache.daemon.tiers.nvme.opening import keeper
 
 __all__ = ["bench"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A daemon with one directory."""
+    made = Cluster(tmp_path)
+    yield made
+    made.stop()
 
 
 @pytest.fixture

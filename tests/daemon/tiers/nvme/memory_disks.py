@@ -85,10 +85,15 @@ class MemoryDisk:
     """
 
     def __init__(
-        self, number: int, clock_s: Callable[[], float], segments: int = 64, segment_bytes: int = 32 << 10
+        self,
+        number: int,
+        clock_s: Callable[[], float],
+        segments: int = 64,
+        segment_bytes: int = 32 << 10,
+        most_pending: int = 1 << 30,
     ) -> None:
-        """Room for so many segments."""
-        self.most_segments = segments
+        """Room for so many segments; its catalog is full with so many changes that are not committed."""
+        self.most_segments, self.most_pending = segments, most_pending
         self.segment_bytes = segment_bytes
         self.directory_id = hashlib.blake2b(number.to_bytes(4, "little"), digest_size=16).digest()
         self.clock_s = clock_s
@@ -197,7 +202,8 @@ class MemoryDisk:
                 continue
             if slot >> REGION_SHIFT not in database.segments:
                 findings.append(f"a row in segment {slot >> REGION_SHIFT}, whose slots have no size")
-            alone = row.parent != ROOT_KEY and (row.namespace, row.parent) not in names
+            before = row.namespace, row.parent
+            alone = row.parent != ROOT_KEY and before not in names and before not in database.tombstones
             if alone and self._is_live(fields) and not self.rows_refused:
                 findings.append(f"block {row.key.hex()} without the one before it")
             segment, at = self.segments[slot >> REGION_SHIFT], slot & OFFSET_MASK
@@ -296,8 +302,6 @@ class MemoryCatalog:
 
     def __init__(self, disk: MemoryDisk) -> None:
         self.error = ""
-        self.full = False
-        """Set by the test."""
         self._disk = disk
         self._posted: list[_Change] = []
         self._kept: dict[tuple[Any, ...], _Change] = {}
@@ -423,6 +427,10 @@ class MemoryCatalog:
     @property
     def pending(self) -> int:
         return sum(change.rows for change in self._posted) + len(self._kept)
+
+    @property
+    def full(self) -> bool:
+        return self.pending >= self._disk.most_pending
 
     def age_s(self) -> float:
         return self._disk.clock_s() - self._since_s if self._disk.hung and self._posted else 0.0

@@ -8,19 +8,22 @@ three promises:
                             durable
     nothing is lost         what was on the disks when all was quiet is found, unless a disk has lost it
 
-Between the steps the books are checked, and whether a daemon that starts now would find the disks in order.
+Between the steps the books are checked, and whether a daemon that starts now would find the disks in order. A
+subscriber to the events knows what is in which tier.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain as joined
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from cache_rig import Kept
 from chains import KEY_BYTES, chain_of, key_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,15 +32,17 @@ from played import Clock, ClockLoop
 from tier_rig import TierRig
 
 from tiercache.daemon.cache import CacheLimits
+from tiercache.daemon.events.events import Block, Events, NamedBlocks
+from tiercache.daemon.index.index import Index
 from tiercache.daemon.tiers.dram import growing_leases, growing_run, promotion, read_leases, runs
-from tiercache.daemon.tiers.dram.below import Granted
+from tiercache.daemon.tiers.dram.below import FlushBelow, Granted
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.nvme.moves import flights, flushes, offers, placement, shelf_source
 from tiercache.daemon.tiers.nvme.shelf import recovery, registry, shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES, block_checksum, block_seed
-from tiercache.protocol.messages import BlockState
+from tiercache.protocol.messages import BlockState, ReceivedRun
 
 T = TypeVar("T")
 Name = tuple[str, bytes]
@@ -55,6 +60,8 @@ SPACES = [(PAGE, 0, 0), (PAGE, 1, 0), (PAGE, 0, WINDOW), (2 * PAGE, 0, 0)]
 """Block bytes, rank and window of the namespaces."""
 MANY_ROUNDS = 3000
 FOR_EVER_NS = 1 << 60
+FEW_CHANGES = 6
+"""Of a catalog, beyond which its owner holds back."""
 SLICES: list[tuple[Any, str]] = [
     (growing_run, "PINS"),
     (growing_leases, "PINS"),
@@ -63,6 +70,7 @@ SLICES: list[tuple[Any, str]] = [
     (shelf_source, "PINS"),
     (offers, "LOOKED_AT_ONCE"),
     (flushes, "TOLD_AT_ONCE"),
+    (flushes, "ANSWERED_AT_ONCE"),
     (recovery, "RELEASED_AT_ONCE"),
     (registry, "BURIED_AT_ONCE"),
     (shelf, "EVICT_AT_ONCE"),
@@ -124,6 +132,40 @@ class Model:
         self.in_dram = set()
 
 
+def hash_of(number: int, key: bytes) -> int:
+    """What events call a block of that namespace: the first two are ranks of one model, and share their names."""
+    return max(2, number) * len(KEYS) + KEYS.index(key)
+
+
+def hashes_in(index: Index) -> set[int]:
+    return {hash_of(number, key) for number, table in index.tables.items() for shard in table.shards for key in shard}
+
+
+class Subscriber:
+    """What somebody knows who is told each event: the hashes of the blocks in each tier."""
+
+    def __init__(self) -> None:
+        self.kept = Kept()
+        self.events = Events(self.kept)
+        self.here: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}
+
+    def catch_up(self, knows_all: bool) -> None:
+        """Take in all events so far, each of which must be possible. `knows_all`: each block has a name."""
+        self.events.flush()
+        for event in joined(*self.kept.published):
+            if event["type"] == "BlockStored":
+                here, before = self.here[event["medium"]], event["parent_block_hash"]
+                for one in event["block_hashes"]:
+                    assert one not in here, "stored twice"
+                    assert before is None or before in here or not knows_all, "stored before the one that it follows"
+                    here.add(one)
+                    before = one
+            elif event["type"] == "BlockRemoved":
+                for one in event["block_hashes"]:
+                    self.here[event["medium"]].remove(one)
+        self.kept.published.clear()
+
+
 @dataclass
 class Grant:
     """Slots that a client writes to by itself, and the bytes for each."""
@@ -171,7 +213,8 @@ class NvmeMachine(RuleBasedStateMachine):
         self.patch.setattr(placement, "COPIED_SHARE", 1)  # nearly any head may be copied
         self.roomy = roomy
         segments = 64 if roomy else 2
-        self.disks = [MemoryDisk(number, self.clock, segments, SEGMENT_BYTES) for number in range(directories)]
+        self.most_pending = FEW_CHANGES if small_slices else 1 << 30
+        self.disks = [self.disk(number, segments) for number in range(directories)]
         self.quota = {"tenant": 5 * PAGE} if quota and not roomy else {}
         self.codecs, self.lives = codecs, 0
         """Of the daemon's lives in turn."""
@@ -183,24 +226,31 @@ class NvmeMachine(RuleBasedStateMachine):
             self.store(self.spaces.index(space), CHAINS[-1], 1, 0, (2, 3, True))
         self.come_to_rest()
 
+    def disk(self, number: int, segments: int) -> MemoryDisk:
+        return MemoryDisk(number, self.clock, segments, SEGMENT_BYTES, self.most_pending)
+
     def start(self) -> None:
         self.lives += 1
         self.held: list[Held] = []
         self.grants: list[Grant] = []
         self.writers = [Owner(name * 16) for name in (b"b", b"c")]
         self.others = [
-            MemoryDisk(10 * self.lives + number, self.clock, disk.most_segments, SEGMENT_BYTES)
-            for number, disk in enumerate(self.disks)
+            self.disk(10 * self.lives + number, disk.most_segments) for number, disk in enumerate(self.disks)
         ]
         """Disks that may be put in the places of those."""
+        self.flushes: list[FlushBelow] = []
         self.answers: list[list[bool]] = []
         """Of the flushes of this life."""
+        self.subscriber = Subscriber()
+        self.all_are_named = self.lives == 1
+        """Events may name each block that there is."""
         self.calm = not any(disk.hung or disk.failing or disk.away for disk in self.disks)
         """There was no trouble in this life."""
         self.rig = TierRig(
             Path("/nowhere"),
             disks=self.disks,
             arena_regions=8 if self.roomy else 2,
+            events=self.subscriber.events,
             region_bytes=REGION_BYTES,
             limits=CacheLimits(quarantine_bytes=1 << 30, quota_below=self.quota, pin_share=1.0),
             nvme_codec=self.codecs[self.lives % len(self.codecs)],
@@ -227,6 +277,7 @@ class NvmeMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             assert not self.errors, self.errors
             self.rig.check()
+            self.subscriber.catch_up(self.all_are_named)
             for disk in self.rig.memory:
                 assert disk.check() == []
 
@@ -242,7 +293,7 @@ class NvmeMachine(RuleBasedStateMachine):
         chain = chain[: KEY_BYTES * length]
         first = min(first, len(chain) // KEY_BYTES - 1) if its.table.windowed else 0
         parent = key_of(chain, first - 1) if first else b""
-        got = rig.cache.reserve(rig.owner, its, parent, chain[KEY_BYTES * first :], 10, None)
+        got = rig.cache.reserve(rig.owner, its, parent, chain[KEY_BYTES * first :], 10, self.named(its, chain, first))
         numbers = [number for number, state in enumerate(got.states) if state is BlockState.FRAME]
         for number, frame in zip(numbers, got.frames, strict=True):
             name = self.name(its, chain, first + number)
@@ -252,6 +303,18 @@ class NvmeMachine(RuleBasedStateMachine):
             assert BlockState.NONE not in got.states, "there is room for everything"
             self.model.in_dram |= {self.name(its, chain, first + number) for number in range(len(got.states))}
         self.go(then)
+
+    @staticmethod
+    def named(space: Namespace, chain: bytes, first: int) -> Callable[[int], Block]:
+        """What events are to say of a chain from its block `first` on; a block of a window follows none."""
+
+        def say(place: int) -> Block:
+            at = first + place
+            follows = hash_of(space.number, key_of(chain, at - 1)) if at and not space.table.windowed else None
+            its = hash_of(space.number, key_of(chain, at))
+            return NamedBlocks(ReceivedRun([its], follows, bytes(4)), 1)(0)
+
+        return say
 
     @staticmethod
     def bytes_of(space: Namespace, name: Name, generation: int) -> bytes:
@@ -309,14 +372,60 @@ class NvmeMachine(RuleBasedStateMachine):
             self.store(before, chain, 7, 0, (2, 0, False))
         elif before == 3:
             self.match((0,), chain, 7, (1, 0, False))
-        concerned = {(space.fingerprint, one) for space in self.spaces for one in (behind(space, key) if key else KEYS)}
         every = self.rig.cache.space.all_namespaces()
         if tier == "all":
-            self.rig.cache.flush_dram([space.number for space in every], key)
-            kept = self.model.flushed(concerned)
+            for _ in self.flush_in_turn(every, [every], key, False):
+                pass
         else:
-            kept = {}
-            self.model.promised -= concerned
+            self.model.promised -= self.concerned(every, key)
+            self.begin_flush(every, key, False, {}).forget(every)
+            self.flushes[-1].end()
+        self.go(then)
+        if looks:
+            self.look()
+
+    @rule(
+        key=st.one_of(st.just(b""), keys),
+        named=st.booleans(),
+        events=st.lists(st.sampled_from(["away", "away", "replaced", "works"]), min_size=4, max_size=4),
+        disk=disks,
+        rounds=st.sampled_from([1, 6, 40]),
+    )
+    def flush_namespaces_in_turn(self, key: bytes, named: bool, events: list[str], disk: int, rounds: int) -> None:
+        """One namespace after the other, or three of the four, while directories come and go."""
+        self.end_grants()  # nobody writes to slots of a directory that is closed and opened again
+        every = self.spaces[:3] if named else self.spaces
+        self.come_and_go(events.pop(), disk, rounds)
+        for space in range(len(self.spaces)):
+            self.store(space, CHAINS[0], 7, 0, (0, 0, False))
+        for _ in self.flush_in_turn(every, [[space] for space in every], key, named):
+            self.come_and_go(events.pop() if events else "works", disk, rounds)
+            self.nothing_is_wrong()
+
+    def come_and_go(self, what: str, disk: int, rounds: int) -> None:
+        """A directory disappears or comes back, or another one is at its place, and the daemon sees that."""
+        if what == "away":
+            self.take_away(disk)
+        elif what == "replaced":
+            self.replace(disk)
+        self.wait(30.0)
+        self.go_on(rounds)
+
+    def flush_in_turn(
+        self, every: Sequence[Namespace], parts: Sequence[Sequence[Namespace]], key: bytes, named: bool
+    ) -> Iterator[None]:
+        """Flush these, part by part, in DRAM and below; it goes on after each of them."""
+        kept: dict[Name, int] = {}
+        flush = self.begin_flush(every, key, named, kept)
+        for part in parts:
+            self.rig.cache.flush_dram([space.number for space in part], key)
+            kept.update(self.model.flushed(self.concerned(part, key)))
+            flush.forget(part)
+            yield
+        flush.end()
+
+    def begin_flush(self, every: Sequence[Namespace], key: bytes, named: bool, kept: dict[Name, int]) -> FlushBelow:
+        """A flush of the tier, which is answered some time later, once; `kept`: the generations that it lets live."""
         answers, model = list[bool](), self.model
         self.answers.append(answers)
 
@@ -326,10 +435,14 @@ class NvmeMachine(RuleBasedStateMachine):
             for name, generation in kept.items() if durable else ():
                 model.durable_floor[name] = max(model.durable_floor.get(name, 0), generation)
 
-        self.rig.tier.flush(every, key, answered)
-        self.go(then)
-        if looks:
-            self.look()
+        flush = self.rig.tier.begin_flush(every, key, answered, named)
+        self.flushes.append(flush)
+        return flush
+
+    @staticmethod
+    def concerned(every: Sequence[Namespace], key: bytes) -> set[Name]:
+        """The blocks that a flush is about."""
+        return {(space.fingerprint, one) for space in every for one in (behind(space, key) if key else KEYS)}
 
     @rule()
     def look(self) -> None:
@@ -356,6 +469,7 @@ class NvmeMachine(RuleBasedStateMachine):
         assert grants is not None
         got = grants.reserve(owner, its, parent, keys, 2.0)
         if got.lease_id:
+            self.all_are_named = False
             wanted = [key_of(keys, got.present + number) for number in range(len(got.extents))]
             names = [(its.fingerprint, key) for key in wanted]
             data = [self.bytes_of(its, name, self.model.generation.get(name, 0)) for name in names]
@@ -383,6 +497,10 @@ class NvmeMachine(RuleBasedStateMachine):
         if how in ("late", "never"):
             grants.abort(grant.owner, grant.got.lease_id, True)
         self.go(then)
+
+    def end_grants(self) -> None:
+        while self.grants:
+            self.end_grant(0, "never", (0, 0, False))
 
     @rule(writer=disks, process=st.booleans())
     def lose_writer(self, writer: int, process: bool) -> None:
@@ -454,7 +572,8 @@ class NvmeMachine(RuleBasedStateMachine):
     @rule(disk=disks)
     def take_away(self, disk: int) -> None:
         its = self.disks[disk % len(self.disks)]
-        its.away, self.calm = "" if its.away else "the test took it", False
+        its.away = "" if its.away else "the test took it"
+        self.calm = self.all_are_named = False
 
     @rule(disk=disks)
     def replace(self, disk: int) -> None:
@@ -469,6 +588,7 @@ class NvmeMachine(RuleBasedStateMachine):
         self.mount()
 
     def mount(self) -> None:
+        self.all_are_named = False
         self.rig.at.update(zip(self.rig.dirs, self.disks, strict=True))
         self.calm, self.suspect = False, True
         self.model.promised.clear()
@@ -519,14 +639,19 @@ class NvmeMachine(RuleBasedStateMachine):
     @rule(grace_s=st.sampled_from([0.0, 3.0, 3.0]), all_is_dirty=st.booleans())
     def stop(self, grace_s: float, all_is_dirty: bool) -> None:
         well, self.held = self.calm and self.roomy and self.all_are_open(), []
+        for disk in self.rig.memory:
+            disk.most_pending = 1 << 30  # else its owner holds back until the grace is over
         if all_is_dirty:
             self.flush(b"", "nvme", 5, (2, 3, True))
+            while well and self.rig.tier.unlinking:  # such blocks count as being there
+                self.go_on(1)
         left = self.run(self.rig.close(grace_s))
         if well and grace_s:
             assert left == 0
             self.model.promised |= self.model.in_dram
         for disk in self.rig.memory:
             disk.crash()
+            disk.most_pending = self.most_pending
         self.model.restarted()
         self.start()
 
@@ -561,14 +686,18 @@ class NvmeMachine(RuleBasedStateMachine):
         """Once all is well again everything comes to an end, and nothing is lost that DRAM or the disks have."""
         while self.held:
             self.read(self.held.pop())
-        while self.grants:
-            self.end_grant(0, "never", (0, 0, False))
+        self.end_grants()
         for disk in self.rig.memory:
             disk.failing, disk.hung, disk.away = set(), False, ""
         self.clock.now_s += 60.0  # the pauses after failures are over
         self.come_to_rest()
         self.nothing_is_wrong()
         assert all(self.answers), "a flush was never answered"
+        assert all(flush.settled for flush in self.flushes), "a flush takes memory for ever"
+        self.events_tell_what_is_there()
+        for one in self.rig.shelves:
+            stones = one.directory.disk.database.tombstones  # type: ignore[attr-defined]
+            assert one.registry.tombstone_count == sum(key != b"" for _, key in stones)
         for disk in self.disks if self.calm else ():
             assert all(key == b"" for _, key in disk.database.tombstones), "a note of a flush stays for ever"
         if not self.roomy:
@@ -592,6 +721,15 @@ class NvmeMachine(RuleBasedStateMachine):
         missing = self.whole(self.model.promised | here) - self.found()
         assert not missing, f"lost: {missing}"
         self.model.promised |= here
+
+    def events_tell_what_is_there(self) -> None:
+        """At rest; of blocks of earlier lives, and of what clients wrote by themselves, they do not know the names."""
+        self.subscriber.catch_up(self.all_are_named)
+        dram, disks = [self.rig.cache.space.index], [shelf.index for shelf in self.rig.shelves]
+        for medium, indexes in (("CPU", dram), ("STORAGE", disks)):
+            here = set[int]().union(*map(hashes_in, indexes))
+            known = self.subscriber.here[medium]
+            assert known == here if self.all_are_named else known <= here, medium
 
     def ends(self) -> Iterator[tuple[Namespace, bytes]]:
         """Where a request may end: a chain for a namespace of chains, and each start of it for one of windows."""

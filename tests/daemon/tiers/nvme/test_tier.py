@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,6 +109,18 @@ def test_what_is_flushed_while_another_disk_is_there_stays_away_when_the_first_i
     end(machine)
 
 
+@pytest.mark.parametrize("happens", [["away", "back", "away"], ["", "away", "back"], ["", "replaced", "replaced"]])
+@pytest.mark.parametrize("key", [b"", key_of(CHAINS[0], 2)], ids=["all", "key"])
+def test_what_is_flushed_part_by_part_while_a_directory_goes_and_comes_stays_away(
+    happens: list[str], key: bytes
+) -> None:
+    """Before the first part, and after each of the next ones."""
+    machine = begun(small_slices=True)
+    events = ["away" if what == "back" else what for what in reversed(happens)]
+    machine.flush_namespaces_in_turn(key, False, events, 0, 40)
+    end(machine)
+
+
 def test_a_flush_that_a_disk_has_not_recorded_is_told_again_when_it_is_back() -> None:
     machine = filled()
     machine.fail(0, "commit")
@@ -140,13 +152,6 @@ def test_a_daemon_whose_directory_cannot_be_used_ends_at_once() -> None:
 
 
 # --- with real daemons -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.stop()
 
 
 def test_blocks_come_back_after_a_kill_and_flushed_ones_stay_away(cluster: Cluster) -> None:

@@ -120,6 +120,11 @@ class Bench:
             db.execute(statement, values)
         db.close()
 
+    def clear(self) -> None:
+        """Remove all files."""
+        for path in self.directory.iterdir():
+            path.unlink()
+
     def set_aside(self) -> list[Path]:
         """Databases that were renamed, without their logs."""
         return [path for path in self.directory.glob(f"{NAME}.damaged-*") if not path.name.endswith(("-wal", "-shm"))]

@@ -60,13 +60,6 @@ def test_no_file_is_mapped_for_which_the_disk_may_have_no_room(bench: Bench) -> 
     assert catalog.close(WAIT_S)
 
 
-def test_rows_come_back_in_order_of_place(bench: Bench) -> None:
-    rows = {place_of(number % 3, number): row(number) for number in range(1, 400)}
-    bench.filled(rows)
-    found = bench.reopened()
-    assert list(found.items()) == sorted(rows.items())
-
-
 def test_the_last_change_of_a_place_counts(bench: Bench) -> None:
     catalog, _ = bench.open()
     for place in range(300):  # more than one statement holds
@@ -153,9 +146,11 @@ def test_a_log_that_grew_is_given_back_when_idle(bench: Bench, monkeypatch: pyte
 
 
 def test_loading_waits_for_the_loop(bench: Bench) -> None:
-    rows = {number: row(number) for number in range(1000)}
+    rows = {place_of(number % 3, number): row(number) for number in range(1000)}
     bench.filled(rows)
     catalog, _ = bench.open()
+    catalog.insert([place_of(4, 0)], [row(5000)])  # is not shown, as it came after the opening
+    assert catalog.sync(WAIT_S)
     loading = catalog.load(lambda: None, batch_rows=10)
     taken: list[tuple[int, Row]] = []
     while not loading.finished:
@@ -163,14 +158,6 @@ def test_loading_waits_for_the_loop(bench: Bench) -> None:
         # One more may be on its way in when one was taken.
         assert loading.rows - len(taken) <= 10 * (WAITING_BATCHES + 1)
         taken += loading.next_batch() or []
-    assert taken == list(rows.items())
+    assert taken == sorted(rows.items()), "in order of place"
     assert loading.next_batch() is None
     assert loading.error == ""
-
-
-def test_what_is_inserted_meanwhile_is_not_shown(bench: Bench) -> None:
-    bench.filled({place_of(1, slot): row(slot) for slot in range(100)})
-    catalog, _ = bench.open()
-    catalog.insert([place_of(2, 0)], [row(500)])
-    assert catalog.sync(WAIT_S)
-    assert list(bench.rows(catalog)) == [place_of(1, slot) for slot in range(100)]

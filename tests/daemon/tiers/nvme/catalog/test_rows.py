@@ -15,7 +15,6 @@ from tiercache.daemon.tiers.nvme.catalog.rows import (
     Row,
     pack_row,
     place_of,
-    unpack_row,
     unpack_rows,
 )
 
@@ -25,14 +24,6 @@ rows = st.builds(Row, keys, keys, u32, u32, u32, u32, u8, u8, u64, u64)
 places = st.builds(place_of, st.integers(0, MAX_SEGMENTS - 1), st.integers(0, MAX_SLOTS - 1))
 
 ROW = Row(b"k" * 16, ROOT_KEY, 3, 4, 5000, 4096, 1, 2, 2**64 - 1, 77)
-
-
-@given(rows, places)
-def test_a_row_comes_back_from_its_place_only(row: Row, place: int) -> None:
-    record = pack_row(place, row)
-    assert unpack_row(place, record) == row
-    assert unpack_row(place ^ 1, record) is None
-    assert unpack_row(place ^ 1 << 24, record) is None
 
 
 def test_the_record_from_the_bytes() -> None:

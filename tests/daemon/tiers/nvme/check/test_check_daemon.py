@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from waiting import wait_until
 from tiercache.cli.main import main
 from tiercache.daemon.tiers.nvme.catalog.rows import segment_and_slot
 from tiercache.protocol.messages import Check, CheckReply
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.stop()
 
 
 def flip_bit(cluster: Cluster, number: int) -> None:

@@ -26,6 +26,7 @@ from tiercache.protocol.namespaces import NamespaceSpec
 CHAIN = chain_of("checked", 12)
 OTHER = chain_of("other", 3)
 SLOT = BLOCK_BYTES // 4096
+SEGMENT = "segments/00000001.seg"
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +113,32 @@ def test_reading_keeps_to_its_rate(directory: Path, monkeypatch: pytest.MonkeyPa
 class Damage(NamedTuple):
     """For each kind of damage: how to do it, a word of the finding, and the rows that a repair leaves."""
 
-    do: Callable[[Path], None]
+    do: Callable[[Path], object]
     words: str
     left: int
 
 
-def spoil_row(directory: Path) -> None:
-    place, _ = at(directory, 4)
-    with database(directory) as db:
-        db.execute("UPDATE blocks SET record = zeroblob(76) WHERE place = ?", (place,))
+def changed(statement: str, *values: object) -> Callable[[Path], None]:
+    """Changes the database by a statement."""
+
+    def do(directory: Path) -> None:
+        with database(directory) as db:
+            db.execute(statement, values)
+
+    return do
 
 
-def shorten_row(directory: Path) -> None:
-    place, _ = at(directory, 11)
-    with database(directory) as db:
-        db.execute("UPDATE blocks SET record = 'text' WHERE place = ?", (place,))
+def changed_at(number: int, statement: str) -> Callable[[Path], None]:
+    """The same, with the place of a block of the chain."""
+    return lambda directory: changed(statement, at(directory, number)[0])(directory)
+
+
+spoil_row = changed_at(4, "UPDATE blocks SET record = zeroblob(76) WHERE place = ?")
+shorten_row = changed_at(11, "UPDATE blocks SET record = 'text' WHERE place = ?")
+delete_row = changed_at(3, "DELETE FROM blocks WHERE place = ?")
+senseless_slots = changed("UPDATE segments SET slot_bytes = 5000, checksum = ? WHERE segment = 1", _checksum(1, 5000))
+lose_count = changed("UPDATE meta SET value = 1 WHERE key = 'sequence'")
+foreign_database = changed("UPDATE meta SET value = zeroblob(16) WHERE key = 'directory_id'")
 
 
 def swap_rows(directory: Path) -> None:
@@ -136,11 +148,6 @@ def swap_rows(directory: Path) -> None:
         records = dict(db.execute("SELECT place, record FROM blocks"))
         db.execute("UPDATE blocks SET record = ? WHERE place = ?", (records[second], first))
         db.execute("UPDATE blocks SET record = ? WHERE place = ?", (records[first], second))
-
-
-def delete_row(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("DELETE FROM blocks WHERE place = ?", (at(directory, 3)[0],))
 
 
 def move_row(directory: Path, number: int, place: int) -> None:
@@ -174,16 +181,6 @@ def resize_slots(directory: Path) -> None:
         db.execute("UPDATE segments SET slot_bytes = ?, checksum = ? WHERE segment = ?", values)
 
 
-def senseless_slots(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("UPDATE segments SET slot_bytes = 5000, checksum = ? WHERE segment = 1", (_checksum(1, 5000),))
-
-
-def forget_namespace(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("DELETE FROM namespaces")
-
-
 def change_namespace(directory: Path) -> None:
     """The spec of another block size under the fingerprint of this one."""
     with database(directory) as db:
@@ -193,40 +190,12 @@ def change_namespace(directory: Path) -> None:
         db.execute("UPDATE namespaces SET spec = ?, checksum = ?", (values[2], _checksum(*values)))
 
 
-def remove_segment(directory: Path) -> None:
-    (directory / "segments" / "00000001.seg").unlink()
-
-
-def shorten_segment(directory: Path) -> None:
-    os.truncate(directory / "segments" / "00000001.seg", 1 << 20)
-
-
 def flip_bit(directory: Path) -> None:
     segment, slot = segment_and_slot(at(directory, 5)[0])
-    with (directory / "segments" / f"{segment:08d}.seg").open("r+b") as file:
-        file.seek(slot * 4096 + 1234)
-        byte = file.read(1)[0]
-        file.seek(slot * 4096 + 1234)
-        file.write(bytes([byte ^ 16]))
-
-
-def lose_count(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("UPDATE meta SET value = 1 WHERE key = 'sequence'")
-
-
-def spoil_small_table(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("UPDATE namespaces SET epoch = 7")
-
-
-def foreign_database(directory: Path) -> None:
-    with database(directory) as db:
-        db.execute("UPDATE meta SET value = zeroblob(16) WHERE key = 'directory_id'")
-
-
-def rubbish_database(directory: Path) -> None:
-    (directory / "index.db").write_bytes(os.urandom(20_000))
+    path, at_byte = directory / "segments" / f"{segment:08d}.seg", slot * 4096 + 1234
+    whole = bytearray(path.read_bytes())
+    whole[at_byte] ^= 16
+    path.write_bytes(whole)
 
 
 def tear_database(directory: Path) -> None:
@@ -237,10 +206,6 @@ def tear_database(directory: Path) -> None:
     with (directory / "index.db").open("r+b") as file:
         file.seek((page - 1) * 4096)
         file.write(bytes(4096))
-
-
-def mark_suspect(directory: Path) -> None:
-    (directory / "index.db.suspect").touch()
 
 
 def remove_database(directory: Path) -> None:
@@ -268,19 +233,19 @@ DAMAGES = {
     "codec": Damage(change_row(8, codec=0x23), "codec 35", 8 + 3),
     "kind": Damage(change_row(8, kind=9), "checksum kind 9", 8 + 3),
     "namespace": Damage(change_row(8, namespace=77), "namespace 77 is not known", 8 + 3),
-    "forgotten namespace": Damage(forget_namespace, "namespace 1 is not known", 0),
+    "forgotten namespace": Damage(changed("DELETE FROM namespaces"), "namespace 1 is not known", 0),
     "changed namespace": Damage(change_namespace, "namespace 1 is not known", 0),
     "two slots": Damage(copy_row, "is also in segment", 12 + 3),
     "checksum in a row": Damage(change_row(8, checksum=5), "fail their checksum", 8 + 3),
     "flipped bit": Damage(flip_bit, "fail their checksum", 5 + 3),
-    "segment without file": Damage(remove_segment, "segment 1 has no file", 0),
-    "short segment": Damage(shorten_segment, "segment 1 has 1048576 bytes", 0),
+    "segment without file": Damage(lambda path: (path / SEGMENT).unlink(), "segment 1 has no file", 0),
+    "short segment": Damage(lambda path: os.truncate(path / SEGMENT, 1 << 20), "segment 1 has 1048576 bytes", 0),
     "count of insertions": Damage(lose_count, "1 insertions are counted", 12 + 3),
-    "small table": Damage(spoil_small_table, "fails its checksum", 0),
+    "small table": Damage(changed("UPDATE namespaces SET epoch = 7"), "fails its checksum", 0),
     "another directory's database": Damage(foreign_database, "belongs to another directory", 0),
-    "rubbish": Damage(rubbish_database, "cannot be read", 0),
+    "rubbish": Damage(lambda path: (path / "index.db").write_bytes(os.urandom(20_000)), "cannot be read", 0),
     "torn page": Damage(tear_database, "index.db", 0),
-    "suspect": Damage(mark_suspect, "found damaged while it was in use", 0),
+    "suspect": Damage(lambda path: (path / "index.db.suspect").touch(), "found damaged while it was in use", 0),
     "no database": Damage(remove_database, "there is none", 0),
 }
 

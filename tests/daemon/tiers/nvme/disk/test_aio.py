@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from disk_rig import DEADLINE_S, ObedientContext, ObedientDisk, Rig, content
+from disk_rig import ObedientContext, ObedientDisk, Rig, content
 
 from tiercache.daemon.tiers.nvme.disk import kernel_aio
 from tiercache.daemon.tiers.nvme.disk.aio_probe import refusal_of_aio
@@ -17,12 +16,9 @@ from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE
 from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.disk.disk import DiskIO
 from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
-from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, TaskOp
+from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority
 
 OK, IO_ERROR, ABANDONED = DiskOutcome.OK, DiskOutcome.IO_ERROR, DiskOutcome.ABANDONED
-
-
-# --- the kernel's context ------------------------------------------------------------------------
 
 
 # --- a kernel that takes less than it is given ---------------------------------------------------
@@ -93,39 +89,6 @@ def test_what_the_kernel_holds_is_kept_until_it_lets_go(tmp_path: Path) -> None:
     assert [op.outcome for op in reads] == [ABANDONED] * 2, "nobody looks at the frames any more"
     assert frame != rig.frame(8, 8192), "which is why nobody may have them"
     rig.close()
-
-
-def test_a_load_begins_while_writes_hang_and_a_task_holds_up_nothing(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "nvme", threads=4)
-    (written,) = rig.store([0], 8192)
-    hang = Hang()
-    rig.disk.hook = hang.hook
-    ended: list[TaskOp] = []
-    task = TaskOp(call=hang.wait, done=ended.append)
-    assert rig.queue.submit(task, DiskPriority.WRITE)
-    writes = [rig.write_op(2 * number, content(number, 100)) for number in range(1, 9)]
-    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 8
-    rig.until(lambda: rig.disk.running == 3)
-    assert rig.run([rig.read_op(written, 31)]) == [OK]
-    rig.until(lambda: rig.queue.oldest_age_s() > 0.02)
-    hang.over.set()
-    rig.until(lambda: rig.queue.in_flight == 0)
-    assert [op.outcome for op in [*writes, *ended]] == [OK] * 9
-    rig.close()
-
-
-class Hang:
-    """Writes, and a task, that end when they are told to."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def hook(self, name: str, size: int) -> None:
-        if name == "pwritev":
-            self.wait()
-
-    def wait(self) -> None:
-        assert self.over.wait(DEADLINE_S)
 
 
 # --- whether to use it ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import xxhash
 from disk_rig import ObedientDisk, segment_path
 
 from tiercache.daemon.tiers.nvme.disk.directory import DATABASE_NAME, Directory, Home
+from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.daemon.tiers.nvme.disk.superblock import (
     SIZE_BYTES,
     DamagedSuperblock,
@@ -292,3 +293,23 @@ def test_the_folder_below_a_mount_that_has_gone_is_not_taken_for_the_directory(
     with pytest.raises(DirectoryUnavailable, match="its file system is not mounted any more: mount it"):
         Directory(folder, 32 * MIB, MIB, before=below).open()
     assert list(folder.iterdir()) == []
+
+
+def test_writing_pauses_longer_after_each_failure() -> None:
+    now = [0.0]
+    health = WriteHealth("a disk", lambda: now[0])
+    for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert health.may_write
+        health.failed("EIO")
+        health.failed("EIO")  # was already under way: it counts, and changes nothing
+        health.worked()
+        assert not health.may_write
+        now[0] += pause_s - 0.5
+        assert not health.may_write
+        now[0] += 0.5
+    assert health.failures == 16
+    health.worked()
+    assert health.reason == ""
+    health.failed("EIO")
+    now[0] += 1
+    assert health.may_write

@@ -130,12 +130,3 @@ def test_another_process_with_the_pid_of_the_daemon_is_told_from_it(
         assert problem.ourselves, "by another path"
     finally:
         holder.end()
-
-
-def test_a_directory_that_this_process_has_locked_is_refused_at_once(tmp_path: Path) -> None:
-    fd = take_lock(tmp_path)
-    try:
-        problem = refusal(tmp_path)
-        assert (problem.ourselves, problem.ending) == (True, False)
-    finally:
-        os.close(fd)

@@ -81,21 +81,3 @@ async def test_a_quota_that_was_made_smaller_holds_after_the_next_store(clock: C
     rig.forget_dram()
     assert await rig.load(a, chain_of("second", 4)) == 4
     await rig.close()
-
-
-@on_clock
-async def test_a_tenant_has_one_quota_over_all_directories_and_namespaces(clock: Clock) -> None:
-    rig = await rig_with([MemoryDisk(number, clock) for number in range(2)], {"*": 24})
-    one, two = rig.namespace(PAGE, tenant="a"), rig.namespace(PAGE, rank=1, tenant="a")
-    free = rig.namespace(PAGE)
-    for number in range(6):
-        await store(rig, one, chain_of(f"one{number}", 6))
-        await store(rig, two, chain_of(f"two{number}", 6))
-    await store(rig, free, chain_of("free", 60))
-    assert below(rig, one, two) <= 24
-    assert rig.tier.fairness.used_bytes(one.account_below) == below(rig, one, two) * PAGE
-    assert all(row["blocks"] for row in rig.tier.stats()["directories"])
-    rig.forget_dram()
-    assert await rig.load(free, chain_of("free", 60)) == 60
-    assert await rig.load(two, chain_of("two5", 6)) == 6
-    await rig.close()

@@ -12,11 +12,10 @@ from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.daemon.tiers.nvme.moves.flights import SETTLED_AT_ONCE, Flight
+from tiercache.daemon.tiers.nvme.moves.flights import Flight
 
 PAGE = 4096
 NOWHERE = Path("/nowhere")
-BLOCKS = 2 * SETTLED_AT_ONCE + 20
 
 
 async def rig_on(clock: Clock, **settings: object) -> tuple[TierRig, MemoryDisk, Namespace]:
@@ -27,41 +26,6 @@ async def rig_on(clock: Clock, **settings: object) -> tuple[TierRig, MemoryDisk,
     rig.store(space, chain_of("makes the segment", 1))
     await rig.settled()
     return rig, disk, space
-
-
-async def first_is_late(rig: TierRig, disk: MemoryDisk, space: Namespace) -> bytes:
-    """All of a chain is written but its first block."""
-    chain = chain_of("late", BLOCKS)
-    rig.store(space, chain)
-    while rig.tier._writes.queued:
-        await rig.work()
-    disk.step(BLOCKS - 1, at=1, commits=False)
-    return chain
-
-
-@on_clock
-async def test_what_waited_for_a_block_becomes_visible_in_slices_and_is_in_flight_until_then(clock: Clock) -> None:
-    rig, disk, space = await rig_on(clock)
-    table, before = rig.shelves[0].table(space), rig.shelves[0].table(space).blocks
-    chain = await first_is_late(rig, disk, space)
-    rig.tier._writes.settle()
-    assert table.blocks == before
-    assert rig.tier._writes.in_flight_bytes == PAGE
-    disk.step(commits=False)
-    assert rig.tier._writes.in_flight_bytes == 0
-    visible = 0
-    while visible < BLOCKS:
-        assert rig.tier.stats()["write_in_flight_bytes"] == (BLOCKS - visible) * PAGE
-        more = rig.tier._writes.settle()
-        rig.check()
-        assert 0 < table.blocks - before - visible <= SETTLED_AT_ONCE
-        visible = table.blocks - before
-        assert more is (visible < BLOCKS)
-    assert rig.tier.stats()["write_in_flight_bytes"] == 0
-    await rig.settled()
-    rig.forget_dram()
-    assert await rig.load(space, chain) == BLOCKS
-    await rig.close()
 
 
 @on_clock
@@ -157,25 +121,5 @@ async def test_a_flushed_block_that_arrives_late_does_not_come_back_below_its_pa
     await rig.settled()
     assert shelf.has(space, parent)
     assert not shelf.has(space, child), "it was flushed"
-    rig.check()
-    await rig.close()
-
-
-@on_clock
-async def test_what_was_written_to_a_directory_that_has_gone_since_does_not_count(clock: Clock) -> None:
-    rig, disk, space = await rig_on(clock)
-    chain, before = chain_of("a", 2), rig.tier.stats()["written_blocks"]
-    late, done = hold_back(rig, lambda op: True)
-    rig.store(space, chain)
-    await rig.until(lambda: len(late) == 2)
-    disk.away = "the test took it"
-    for _ in range(30):
-        clock.now_s += 1.0
-        rig.step_disks()
-        await rig.work(3)
-    assert not rig.shelves, "found to be gone"
-    done(list(late.values()))
-    await rig.until(lambda: rig.tier._writes.idle)
-    assert rig.tier.stats()["written_blocks"] == before
     rig.check()
     await rig.close()

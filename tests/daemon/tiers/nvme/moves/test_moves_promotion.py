@@ -1,4 +1,4 @@
-"""NVMe to DRAM: shared reads, long runs in slices of the loop, and what a lease waits for."""
+"""NVMe to DRAM: shared reads, long runs in slices of the loop, and blocks that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tier_rig import TierRig
 from tiercache.daemon.tiers.dram import promotion, reads
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS, DiskPriority
+from tiercache.daemon.tiers.nvme.moves import shelf_source
 
 PAGE = 4096
 
@@ -68,27 +69,6 @@ async def test_a_run_longer_than_the_disks_queue_comes_up_whole(clock: Clock) ->
 
 
 @on_clock
-async def test_jobs_that_wait_end_when_what_they_wait_for_does(clock: Clock) -> None:
-    chain = chain_of("a", 10)
-    rig, _, space = await below(clock, chain)
-    writer = rig.cache.reserve(rig.owner, space, b"", chain[: 16 * 4], 3600)  # a client that then stops
-    lease = rig.match([space], chain)
-    assert lease is not None
-    for _ in range(20):
-        rig.step_disks()
-        await rig.work()
-    assert lease.lease_id in rig.cache.reads.growing.leases
-    rig.cache.writes.abort(rig.owner, writer.lease_id, finished=True)
-    clock.now_s += promotion.LOOK_AGAIN_S
-    await rig.work(3)
-    assert lease.lease_id not in rig.cache.reads.growing.leases
-    assert rig.read(lease, space) == 0
-    assert await rig.load(space, chain) == 10
-    rig.check()
-    await rig.close()
-
-
-@on_clock
 async def test_so_many_prefetches_are_under_way_at_a_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease beyond the limit gets the blocks that are in DRAM, and promotes nothing."""
     monkeypatch.setattr(reads, "MAX_PREFETCHES", 2)
@@ -124,5 +104,27 @@ async def test_jobs_of_a_disk_that_goes_are_ended_in_slices(clock: Clock, monkey
     assert [rig.read(lease, space) for lease in leases if lease] == [0] * 6
     disk.hung = False
     assert await rig.load_all([space], chains[0]) == 4
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_an_unreadable_block_has_one_more_chance_and_so_many_are_remembered(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf_source, "MAX_UNREADABLE", 2)
+    chains = [chain_of(name, 1) for name in "abc"]
+    rig, disk, space = await below(clock, *chains)
+    disk.failing.add("read")
+    assert [await rig.load(space, chain) for chain in chains] == [0, 0, 0]
+    assert [key for _, key in rig.tier.sources.unreadable.blocks] == chains[1:]
+    disk.failing.clear()
+    assert await rig.load(space, chains[2]) == 1, "it is good after all"
+    assert [key for _, key in rig.tier.sources.unreadable.blocks] == chains[1:2]
+    disk.failing.add("read")
+    assert await rig.load(space, chains[1]) == 0
+    assert not rig.shelves[0].has(space, chains[1]), "twice is enough: else it would be found and missed for ever"
+    assert not rig.tier.sources.unreadable.blocks
+    assert rig.tier.stats()["failed_reads"] == 4
     rig.check()
     await rig.close()

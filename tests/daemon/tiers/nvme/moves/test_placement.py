@@ -141,21 +141,6 @@ async def test_a_branch_far_down_a_chain_stays_where_the_chain_is(clock: Clock) 
 
 
 @on_clock
-async def test_copies_wait_until_enough_was_written(clock: Clock) -> None:
-    disks = [MemoryDisk(number, clock) for number in range(2)]
-    rig = await TierRig(NOWHERE, disks=disks, arena_regions=8).open()
-    space, head = rig.namespace(PAGE), chain_of("system prompt", 12)
-    chains = [chain_of(str(number), 1, after=head) for number in range(12 * COPIED_SHARE)]
-    for number, chain in enumerate(chains):
-        await store_in_turn(rig, space, [chain])
-        stats = rig.tier.stats()
-        assert stats["head_copied_bytes"] * COPIED_SHARE <= stats["written_bytes"], number
-        assert (min(having(rig, space, chains)) > 0) is (stats["head_copied_blocks"] == 12)
-    assert stats["head_copied_blocks"] == 12
-    await rig.close()
-
-
-@on_clock
 @pytest.mark.parametrize("whole_namespace", [True, False])
 async def test_a_flush_reaches_the_copies_of_a_head(clock: Clock, whole_namespace: bool) -> None:
     disks = [MemoryDisk(number, clock) for number in range(2)]

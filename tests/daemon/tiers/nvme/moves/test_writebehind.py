@@ -1,4 +1,4 @@
-"""Writes begin by the run: a chain's blocks together, in neighbouring slots, as far as nothing decides otherwise."""
+"""Writes begin by the run: a chain's blocks together, as far as neither budget, room nor worth decide otherwise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tier_rig import BLOCK_BYTES, TierRig
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.moves import flights, writebehind
+from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
+from tiercache.daemon.tiers.nvme.moves.offers import CHAINS_AT_ONCE, MAX_BYTES
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 SEGMENT_BYTES = 16 << 20
@@ -34,13 +36,12 @@ async def filled(root: Path, free: int, **settings: Any) -> tuple[TierRig, Names
     return rig, space, size_class.frames // 8
 
 
-def slots_of(shelf: Shelf, space: Namespace, chain: bytes, count: int) -> list[int]:
-    found = [shelf.find(space, key_of(chain, number)) for number in range(count)]
-    return [stored.slot for stored in found if stored is not None]
-
-
-def submissions(shelf: Shelf) -> list[int]:
-    """Notes from here on how many blocks each submission to the disk's queue has."""
+@played
+async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> None:
+    rig = await TierRig(tmp_path).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
+    rig.store(space, chain_of("makes the segment", 1))
+    await rig.settled()
     sizes, submit = list[int](), shelf.queue.submit_many
 
     def noted(ops: Any, priority: Any) -> int:
@@ -48,20 +49,10 @@ def submissions(shelf: Shelf) -> list[int]:
         return submit(ops, priority)
 
     shelf.queue.submit_many = noted  # type: ignore[method-assign]
-    return sizes
-
-
-@played
-async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> None:
-    rig = await TierRig(tmp_path).open()
-    [shelf], space, chain = rig.shelves, rig.namespace(), chain_of("a", 30)
-    rig.store(space, chain_of("makes the segment", 1))
-    await rig.settled()
-    sizes = submissions(shelf)
     rig.store(space, chain)
     await rig.settled()
     assert sizes == [30]
-    slots = slots_of(shelf, space, chain, 30)
+    slots = [stored.slot for stored in shelf.find_many(space, [key_of(chain, number) for number in range(30)])]
     assert slots == [slots[0] + number * BLOCK_BYTES for number in range(30)]
     rig.forget_dram()
     assert await rig.load(space, chain) == 30
@@ -154,6 +145,46 @@ async def test_what_the_budget_skips_orphans_nothing(tmp_path: Path) -> None:
     assert again.shelves[0].stats()["orphan_rows"] == 0
     assert await again.load(again.namespace(), chain) == 20
     await again.close()
+
+
+def test_the_budget_is_a_bucket_of_two_hours() -> None:
+    now = [0.0]
+    budget = WriteBudget(12 * 1000, lambda: now[0])  # a bucket of 1000 bytes
+    assert budget.admits(400, asked_again=False)
+    budget.charge(400)
+    assert budget.admits(500, asked_again=False), "more than half is left"
+    budget.charge(200)
+    assert not budget.admits(100, asked_again=False)
+    assert budget.admits(400, asked_again=True)
+    assert not budget.admits(401, asked_again=True)
+    budget.charge(400)
+    assert budget.fullness == 0
+    now[0] = 3600.0
+    assert budget.fullness == 0.5
+    now[0] = 10**9
+    assert budget.fullness == 1
+    assert budget.admits(5000, asked_again=True), "a block larger than the bucket goes when that is full"
+    budget.charge(5000)
+    assert not budget.admits(1, asked_again=True)
+    assert WriteBudget(0).admits(1 << 50, asked_again=False)
+
+
+@played
+async def test_no_more_keys_wait_to_be_looked_for_than_there_is_room_for(tmp_path: Path) -> None:
+    """A match of very many chains offers them all to the disks."""
+    rig = await TierRig(tmp_path).open()
+    spaces = [rig.namespace(4096 * size, rank=rank) for size in range(1, 6) for rank in range(8)]
+    spaces = spaces[: 2 * CHAINS_AT_ONCE + 8]
+    for space in spaces:
+        rig.store(space, chain_of("a", 3))
+    await rig.settled()
+    keys = chain_of("a", 3) + chain_of("b", 60_000)
+    for _ in range(3 * MAX_BYTES // len(keys)):
+        rig.cache.match(rig.owner, spaces, keys, 0)
+    assert 0 < rig.tier._offers._bytes <= MAX_BYTES  # rule: a part of the tier
+    await rig.until(lambda: rig.tier._offers.idle)  # rule: a part of the tier
+    assert rig.tier._offers._bytes == 0  # rule: a part of the tier
+    await rig.close()
 
 
 # --- branches to another directory -------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import deque
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,18 +18,18 @@ from tier_rig import TierRig
 from tiercache.daemon.cache import Cache
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram import space as space_module
-from tiercache.daemon.tiers.dram.space import Namespace, NoRoom, Space
-from tiercache.daemon.tiers.nvme.catalog import catalog as catalog_module
+from tiercache.daemon.tiers.dram.space import NoRoom, Space
 from tiercache.daemon.tiers.nvme.catalog import rows
-from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog, CatalogState, SavedNamespace
+from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
-from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.shelf.parts import CatalogRows, SavedNames
 from tiercache.daemon.tiers.nvme.shelf.registry import Registry
-from tiercache.protocol.namespaces import NamespaceSpec
 
 RANKS = 4
+PAGE = 4096
+NOWHERE = Path("/nowhere")
+CHAIN = chain_of("a", 5)
 
 
 @pytest.mark.parametrize(
@@ -58,72 +55,62 @@ def _registry(catalog: CatalogRows, names: SavedNames, space: Space) -> Registry
     return registry
 
 
-async def _filled(root: Path) -> tuple[TierRig, list[Namespace]]:
-    """A tier with one chain in as many namespaces as there may be."""
-    rig = await TierRig(root).open()
-    namespaces = [rig.namespace(rank=rank) for rank in range(RANKS)]
-    for namespace in namespaces:
-        rig.store(namespace, chain_of("a", 5))
-    await rig.settled()
-    return rig, namespaces
+async def life(disk: MemoryDisk) -> TierRig:
+    return await TierRig(NOWHERE, disks=[disk]).open()
 
 
-def test_namespaces_without_blocks_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def lived_in(disk: MemoryDisk, ranks: int = RANKS) -> MemoryDisk:
+    """A disk with one chain in so many namespaces."""
+    rig = await life(disk)
+    await rig.store_below([rig.namespace(PAGE, rank) for rank in range(ranks)], CHAIN)
+    await rig.crash()
+    return disk
+
+
+@on_clock
+async def test_namespaces_without_blocks_are_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "MAX_NAMESPACES", RANKS)
-
-    async def scenario() -> None:
-        rig, namespaces = await _filled(tmp_path)
-        answers: list[bool] = []
-        rig.forget_dram()  # what DRAM has is written again at the end
-        rig.tier.flush(namespaces[1:], b"", lambda blocks, durable: answers.append(durable))
-        await rig.until(lambda: bool(answers))
-        await rig.close()
-        rig = await TierRig(tmp_path).open()
-        with pytest.raises(NoRoom, match="restart the daemon to forget the empty ones"):
-            rig.namespace(rank=RANKS)
-        first, second = rig.namespace(rank=0), rig.namespace(rank=1)
-        assert await rig.load(first, chain_of("a", 5)) == 5
-        rig.store(second, chain_of("b", 3))  # one that was forgotten just now is made anew
-        await rig.settled()
-        await rig.crash()
-        rig = await TierRig(tmp_path).open()
-        new = rig.namespace(rank=RANKS)
-        rig.store(new, chain_of("a", 2))
-        await rig.settled()
-        await rig.close()
-        state = read_state(rig.dirs[0])
-        assert len(state.namespaces) == 3
-        assert state.tombstones == []
-        rig = await TierRig(tmp_path).open()
-        for rank, name, blocks in ((0, "a", 5), (1, "a", 0), (1, "b", 3), (RANKS, "a", 2)):
-            assert await rig.load(rig.namespace(rank=rank), chain_of(name, 5)) == blocks
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+    disk = await lived_in(MemoryDisk(0, clock))
+    rig = await life(disk)
+    namespaces = rig.cache.space.all_namespaces()
+    rig.tier.flush(namespaces[1:], b"", lambda blocks, durable: None)
+    await rig.committed()
+    await rig.close()
+    rig = await life(disk)
+    with pytest.raises(NoRoom, match="restart the daemon to forget the empty ones"):
+        rig.namespace(PAGE, rank=RANKS)
+    rig.store(rig.namespace(PAGE, rank=1), chain_of("b", 3))  # one that was forgotten just now is made anew
+    await rig.settled()
+    await rig.crash()
+    rig = await life(disk)
+    rig.store(rig.namespace(PAGE, rank=RANKS), chain_of("a", 2))
+    await rig.settled()
+    await rig.close()
+    assert (len(disk.database.namespaces), disk.database.tombstones) == (3, {})
+    rig = await life(disk)
+    for rank, name, blocks in ((0, "a", 5), (1, "a", 0), (1, "b", 3), (RANKS, "a", 2)):
+        assert await rig.load(rig.namespace(PAGE, rank=rank), chain_of(name, 5)) == blocks
+    rig.check()
+    await rig.close()
 
 
-def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@on_clock
+async def test_namespaces_beyond_the_limit_are_dropped_with_their_blocks(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        rig, _ = await _filled(tmp_path)
-        await rig.close()
-        monkeypatch.setattr(space_module, "MAX_NAMESPACES", 1)
-        rig = await TierRig(tmp_path).open()
-        await rig.until(lambda: not rig.shelves[0].registry._unserved)
+    disk = await lived_in(MemoryDisk(0, clock))
+    with monkeypatch.context() as patch:
+        patch.setattr(space_module, "MAX_NAMESPACES", 1)
+        rig = await life(disk)
         await rig.committed()
         assert rig.tier.stats()["blocks"] == 5
         await rig.close()
-        monkeypatch.setattr(space_module, "MAX_NAMESPACES", RANKS)
-        assert len(read_state(rig.dirs[0]).namespaces) == 1
-        rig = await TierRig(tmp_path).open()
-        found = [await rig.load(rig.namespace(rank=rank), chain_of("a", 5)) for rank in range(RANKS)]
-        assert sorted(found) == [0, 0, 0, 5]
-        rig.check()
-        await rig.close()
-
-    play(scenario)
+    assert len(disk.database.namespaces) == 1
+    rig = await life(disk)
+    found = [await rig.load(rig.namespace(PAGE, rank), CHAIN) for rank in range(RANKS)]
+    assert sorted(found) == [0, 0, 0, 5]
+    rig.check()
+    await rig.close()
 
 
 def test_numbers_of_dropped_namespaces_are_not_given_again_while_their_rows_may_be_there(
@@ -135,7 +122,8 @@ def test_numbers_of_dropped_namespaces_are_not_given_again_while_their_rows_may_
         raise sqlite3.OperationalError("disk I/O error")
 
     async def scenario() -> None:
-        rig, _ = await _filled(tmp_path)
+        rig = await TierRig(tmp_path).open()
+        await rig.store_below([rig.namespace(rank=rank) for rank in range(RANKS)], CHAIN)
         await rig.close()
         monkeypatch.setattr(space_module, "MAX_NAMESPACES", 1)
         monkeypatch.setattr(rows, "read_page", unreadable)
@@ -154,11 +142,8 @@ async def test_namespaces_are_taken_in_in_slices_before_their_directory_is_used(
 ) -> None:
     """There may be thousands that this life does not know yet."""
     monkeypatch.setattr(registry_module, "ADOPTED_AT_ONCE", 1)
-    disk, chain, answers = MemoryDisk(0, clock), chain_of("a", 5), list[bool]()
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    await rig.store_below([rig.namespace(4096, rank) for rank in range(RANKS)], chain)
-    await rig.crash()
-    rig = TierRig(Path("/nowhere"), disks=[disk])
+    disk, answers = await lived_in(MemoryDisk(0, clock)), list[bool]()
+    rig = TierRig(NOWHERE, disks=[disk])
     opening, known = asyncio.ensure_future(rig.tier.open()), [0]
     while not rig.shelves:
         known.append(len(rig.cache.space.namespaces))
@@ -173,7 +158,7 @@ async def test_namespaces_are_taken_in_in_slices_before_their_directory_is_used(
     await rig.loaded()
     await rig.committed()
     assert answers == [True]
-    assert [await rig.load(rig.namespace(4096, rank), chain) for rank in range(RANKS)] == [0, 0, 5, 5]
+    assert [await rig.load(rig.namespace(PAGE, rank), CHAIN) for rank in range(RANKS)] == [0, 0, 5, 5]
     rig.check()
     await rig.close()
 
@@ -198,53 +183,6 @@ def test_a_namespace_that_cannot_be_served_is_known_until_it_is_dropped() -> Non
     assert disk.database.namespaces[1].epoch == 4
 
 
-def test_flushes_that_wait_for_what_is_dropped_are_answered_in_slices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each answer is a line of the log and a message."""
-    monkeypatch.setattr(catalog_module, "CALLBACKS_AT_ONCE", 2)
-    posted, answers, told = deque[Callable[[], object]](), list[bool](), [0]
-    catalog = Catalog(tmp_path, bytes(16), lambda callback, *args: posted.append(partial(callback, *args)))
-    catalog.open()
-    saved = SavedNamespace(1, "f", b"nothing that can be read", 3)
-    catalog.add_namespace(*saved)
-    registry = _registry(catalog, SavedNames(1, [(saved, None)], {}, {1: 3}), Cache(lambda: 0.0).space)
-    for _ in range(5):
-        registry.drop_unserved(answers.append)
-    assert catalog.close(30.0)
-    while posted:
-        posted.popleft()()
-        told.append(len(answers))
-    assert answers == [True] * 5
-    assert all(after - before <= 2 for before, after in pairwise(told))
-
-
-def test_tombstones_of_an_earlier_life_are_buried_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failing disk may have left very many."""
-    monkeypatch.setattr(registry_module, "BURIED_AT_ONCE", 2)
-    space = Cache(lambda: 0.0).space
-    spec = NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=4096, tp_rank=0, tp_size=1)
-    namespace = space.open_namespace(spec)
-    disk = MemoryDisk(0, lambda: 0.0)
-    saved = SavedNamespace(1, namespace.fingerprint, space.save(namespace), 0)
-    disk.database.namespaces[1] = saved
-    disk.database.tombstones = {(1, bytes([number]) * 16): number for number in range(1, 6)}
-    catalog = MemoryCatalog(disk)
-    registry = _registry(catalog, SavedNames.read(catalog.state()), space)
-    registry.flush_key(namespace, bytes([1]) * 16, lambda ok: None)
-    assert not registry.bury(), "rows may still come"
-    registry.loaded(complete=True)
-    left = [registry.tombstone_count]
-    more = True
-    while more:
-        more = registry.bury()
-        assert registry.tombstone_count == left[-1], "not before they are gone from the catalog"
-        catalog.commit()
-        left.append(registry.tombstone_count)
-    assert left == [5, 3, 1, 0]
-    assert {key for _, key in disk.database.tombstones} == {b""}, "the one by which epochs go on"
-
-
 @on_clock
 async def test_very_many_flushes_by_key_that_cannot_be_forgotten_become_one_of_their_namespace(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -252,8 +190,8 @@ async def test_very_many_flushes_by_key_that_cannot_be_forgotten_become_one_of_t
     monkeypatch.setattr(registry_module, "MAX_TOMBSTONES", 6)
     monkeypatch.setattr(registry_module, "MANY_TOMBSTONES", 3)
     disk = MemoryDisk(0, clock)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    many, few, chain = rig.namespace(4096), rig.namespace(4096, rank=1), chain_of("a", 20)
+    rig = await life(disk)
+    many, few, chain = rig.namespace(PAGE), rig.namespace(PAGE, rank=1), chain_of("a", 20)
     await rig.store_below([many, few], chain)
     disk.hung = True
     for namespace, blocks in ((many, (19, 18, 17, 16)), (few, (19, 18, 17))):
@@ -267,32 +205,10 @@ async def test_very_many_flushes_by_key_that_cannot_be_forgotten_become_one_of_t
     disk.hung = False
     await rig.committed()
     await rig.crash()
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    rig = await life(disk)
     await rig.committed()
-    assert [await rig.load(rig.namespace(4096, rank), chain) for rank in (0, 1)] == [15, 0]
+    assert [await rig.load(rig.namespace(PAGE, rank), chain) for rank in (0, 1)] == [15, 0]
     assert all(key == b"" for _, key in disk.database.tombstones)
-    rig.check()
-    await rig.close()
-
-
-@on_clock
-async def test_a_block_that_was_flushed_twice_stays_gone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second flush finds nothing in the index, while the rows of the first one are still to be deleted."""
-    monkeypatch.setattr(shelf_module, "EVICT_AT_ONCE", 1)
-    disk, chain = MemoryDisk(0, clock), chain_of("a", 20)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    await rig.store_below([rig.namespace(4096)], chain)
-    answers: list[bool] = []
-    for _ in range(2):
-        rig.tier.flush([rig.namespace(4096)], key_of(chain, 5), lambda blocks, durable: answers.append(durable))
-        disk.step()
-        await rig.work()
-        disk.step()
-    assert answers == [True, True]
-    assert rig.shelves[0].index.is_unlinking
-    await rig.crash()
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    assert await rig.load(rig.namespace(4096), chain) == 5
     rig.check()
     await rig.close()
 
@@ -300,38 +216,15 @@ async def test_a_block_that_was_flushed_twice_stays_gone(clock: Clock, monkeypat
 @on_clock
 async def test_a_namespace_of_which_a_flush_is_all_that_is_left_is_forgotten(clock: Clock) -> None:
     """Its rows were deleted before the daemon was killed, its tombstone not yet."""
-    disk, chain = MemoryDisk(0, clock), chain_of("a", 3)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    await rig.store_below([rig.namespace(4096)], chain)
-    await rig.crash()
+    disk = await lived_in(MemoryDisk(0, clock), 1)
     disk.database.rows.clear()
     [number] = disk.database.namespaces
-    disk.database.tombstones[number, key_of(chain, 0)] = 1
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    disk.database.tombstones[number, key_of(CHAIN, 0)] = 1
+    rig = await life(disk)
     await rig.committed()
     assert (disk.database.namespaces, disk.database.tombstones) == ({}, {})
     assert rig.shelves[0].registry.tombstone_count == 0
     rig.check()
-    await rig.close()
-
-
-@on_clock
-async def test_tombstones_that_the_catalog_keeps_are_counted(clock: Clock) -> None:
-    """Where a row could not be written, one that should be gone may be left: the tombstone is for the next life."""
-    disk, chain = MemoryDisk(0, clock), chain_of("a", 5)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    await rig.store_below([rig.namespace(4096)], chain)
-    disk.failing = {"commit"}
-    rig.tier.flush([rig.namespace(4096)], key_of(chain, 4), lambda blocks, durable: None)
-    await rig.work(3)
-    disk.step()
-    disk.failing = set()
-    clock.now_s += 60.0
-    await rig.committed()
-    assert not await rig.load(rig.namespace(4096), key_of(chain, 4))
-    rig.tier.flush([rig.namespace(4096)], key_of(chain, 3), lambda blocks, durable: None)
-    await rig.until(lambda: rig.shelves[0].catalog.pending == 0 and not rig.shelves[0].registry.bury())
-    assert rig.shelves[0].registry.tombstone_count == 2
     await rig.close()
 
 
@@ -341,14 +234,11 @@ async def test_a_flush_of_everything_is_about_namespaces_for_which_there_is_no_r
     clock: Clock, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     """They are dropped row by row while the rows are loading, and the next life may have room for them."""
-    disk, chain = MemoryDisk(0, clock), chain_of("a", 5)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    await rig.store_below([rig.namespace(4096, rank) for rank in (0, 1)], chain)
-    await rig.crash()
+    disk = await lived_in(MemoryDisk(0, clock), 2)
     with monkeypatch.context() as patch:
         patch.setattr(space_module, "MAX_NAMESPACES", 1)
-        rig = TierRig(Path("/nowhere"), disks=[disk])
-        rig.namespace(4096, rank=2)
+        rig = TierRig(NOWHERE, disks=[disk])
+        rig.namespace(PAGE, rank=2)
         await rig.tier.open()
         assert rig.shelves[0].loading
         answers, every = list[bool](), rig.cache.space.all_namespaces()
@@ -360,8 +250,8 @@ async def test_a_flush_of_everything_is_about_namespaces_for_which_there_is_no_r
         disk.catalog.commit()
         assert answers == [True]
         await rig.crash()
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    assert [await rig.load(rig.namespace(4096, rank), chain) for rank in (0, 1)] == [0, 0]
+    rig = await life(disk)
+    assert [await rig.load(rig.namespace(PAGE, rank), CHAIN) for rank in (0, 1)] == [0, 0]
     rig.check()
     await rig.close()
 
@@ -370,13 +260,10 @@ async def test_a_flush_of_everything_is_about_namespaces_for_which_there_is_no_r
 async def test_a_flush_of_everything_waits_for_what_a_failing_disk_could_not_drop(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = MemoryDisk(0, clock)
-    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
-    await rig.store_below([rig.namespace(4096)], chain_of("a", 5))
-    await rig.crash()
+    disk = await lived_in(MemoryDisk(0, clock), 1)
     monkeypatch.setattr(space_module, "MAX_NAMESPACES", 0)
     disk.failing = {"commit"}
-    rig = TierRig(Path("/nowhere"), disks=[disk])
+    rig = TierRig(NOWHERE, disks=[disk])
     await rig.tier.open()
     answers = list[bool]()
 

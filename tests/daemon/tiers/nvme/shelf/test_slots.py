@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import chain_of
+from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
@@ -148,5 +148,26 @@ async def test_a_chain_as_long_as_the_directory_does_not_wait_for_ever(clock: Cl
     assert SLOTS - AHEAD <= blocks(rig) <= SLOTS
     rig.forget_dram()
     assert await rig.load(space, chain) == blocks(rig)
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_nothing_more_is_unlinked_while_the_index_is_behind(clock: Clock) -> None:
+    """Each evicted block is a row to delete. These wait where they cost nothing, not in an unbounded queue."""
+    rig = await rig_on(clock)
+    [disk], [shelf], space = rig.memory, rig.shelves, rig.namespace(PAGE)
+    rig.store(space, chain_of("a", 20))
+    await rig.settled()
+    disk.most_pending = 0
+    shelf.drop(space, key_of(chain_of("a", 20), 0))
+    for _ in range(3):
+        assert not shelf.work()
+    assert (len(shelf.slots.left), shelf.catalog.pending) == (0, 0)
+    disk.most_pending = 100
+    shelf.work()
+    assert len(shelf.slots.left) == 20
+    await rig.committed()
+    assert shelf.allocator.used_bytes == 0
     rig.check()
     await rig.close()

@@ -31,7 +31,7 @@ FRAMES = 12
 MOST_SEGMENTS = 3
 PLACES = 4
 ROWS = ("insert", "delete")
-BURIALS = ("remove_tombstone",)
+BURIALS = ("remove_tombstone", "forget_namespaces")
 OK, CANCELLED, ABANDONED = DiskOutcome.OK, DiskOutcome.CANCELLED, DiskOutcome.ABANDONED
 
 STEPS = (
@@ -72,16 +72,31 @@ class Change:
                 return dict.fromkeys(places)
             case ("raise_epoch", (number, epoch)):
                 return {f"epoch {number}": epoch}
+            case ("set_segment", (segment, slot_bytes)):
+                return {f"segment {segment}": slot_bytes}
+            case ("set_key", key):
+                return {"key": tuple(key)}
+            case ("add_namespace", (number, _, _, epoch)):
+                return {f"epoch {number}": epoch}
+            case ("forget_namespaces", _):
+                return {}
             case (_, (_, key, *epoch)):
                 return {key: epoch[0] if epoch else None}
         raise AssertionError(f"no catalog has {self.method}")
 
 
 def contents(database: Database) -> dict[Any, Any]:
-    """Rows by place, epochs of namespaces, tombstones by key."""
+    """Rows by place, epochs of namespaces, sizes of slots, the key of the cipher, tombstones by key."""
     epochs = {f"epoch {number}": its.epoch for number, its in database.namespaces.items()}
     rows = {place: tuple(row) for place, row in database.rows.items()}
-    return {**rows, **epochs, **{key: epoch for (_, key), epoch in database.tombstones.items()}}
+    sizes = {f"segment {number}": size for number, size in database.segments.items()}
+    return {
+        **rows,
+        **epochs,
+        **sizes,
+        "key": database.key,
+        **{key: epoch for (_, key), epoch in database.tombstones.items()},
+    }
 
 
 class WorkerMachine(RuleBasedStateMachine):
@@ -235,6 +250,18 @@ class WorkerMachine(RuleBasedStateMachine):
         else:
             self.post(how, 1, key, *([self.count] if how == "add_tombstone" else []))
 
+    @rule(how=st.sampled_from(["set_segment", "set_key", "add_namespace", "forget_namespaces"]))
+    def set(self, how: str) -> None:
+        """Something that is kept where it cannot be written now; and one that changes nothing here."""
+        self.count += 1
+        settings: dict[str, list[Any]] = {
+            "set_segment": [1, PAGE_BYTES * self.count],
+            "set_key": [bytes([self.count % 256]), self.count],
+            "add_namespace": [3, "3", b"spec", self.count],
+            "forget_namespaces": [[1, 2, 3]],
+        }
+        self.post(how, *settings[how])
+
     @rule()
     def load_rows(self) -> None:
         while batch := self.loading.next_batch():
@@ -274,6 +301,22 @@ class WorkerMachine(RuleBasedStateMachine):
         if self.world.serving is not None:
             self.world.serving.work()
             self.turn()
+
+    @rule()
+    def refuse_changes(self) -> None:
+        """The process cannot write what has been posted: its disk is full for a second."""
+        self.time_passes(0.01)
+        self.turn(2)
+        child = self.world.serving
+        if child is not None:
+            for _ in range(4):
+                child.serve_rows()
+            child.catalog.fail()
+            child.catalog.answer()
+            child.tell_status()
+            self.turn(3)
+            self.time_passes(0.01)
+            self.turn(3)
 
     @rule(times=st.integers(1, 2))
     def run_task(self, times: int = 1) -> None:
@@ -414,13 +457,17 @@ class WorkerMachine(RuleBasedStateMachine):
             assert self.may_give_up, "there is no reason to give the directory up"
             assert not self.world.directory.worker_pid, "a directory that was given up is not used again"
 
-    def check_durable(self) -> None:
-        """The database holds what was confirmed, and nothing that was not asked for."""
+    def check_durable(self, settled: bool) -> None:
+        """The database holds what was confirmed, and nothing that was not asked for.
+
+        `settled`: also what a process could not write at first, but for rows and what hangs on them.
+        """
         allowed = {name: [value] for name, value in contents(self.before).items()}
         for change in self.changes:
             gone = [name for name in allowed if isinstance(name, bytes)] if change.drops_tombstones else []
             for name, value in [*change.results().items(), *((name, None) for name in gone)]:
-                others = allowed.get(name, [None]) if change.answers != [True] else []
+                is_kept = settled and change.method not in (*ROWS, *BURIALS)
+                others = [] if is_kept or change.answers == [True] else allowed.get(name, [None])
                 allowed[name] = [*others, value]
         found = contents(self.world.disk.database)
         assert found.keys() <= allowed.keys()
@@ -460,14 +507,14 @@ class WorkerMachine(RuleBasedStateMachine):
             self.only_a_good_process_is_used()
         raise AssertionError(f"it never ends: {self.world.queue.stats()}, {len(self.flying)} under way")
 
-    def close(self) -> None:
+    def close(self, settled: bool = False) -> None:
         self.world.stop()
         self.note(stopped=True)
         self.nobody_else_writes_to_frames()
         assert not self.flying
         self.world.close()
         self.nobody_else_writes_to_frames()
-        self.check_durable()
+        self.check_durable(settled)
 
     def teardown(self) -> None:
         try:
@@ -477,7 +524,10 @@ class WorkerMachine(RuleBasedStateMachine):
             if not self.world.given_up:
                 self.check_all_blocks()
                 assert self.world.catalog.pending == 0
-            self.close()
+                self.change_rows(0, many=False, there=True)
+                self.settle()
+                assert self.changes[-1].answers == [True] or self.world.given_up
+            self.close(settled=not self.world.given_up)
         finally:
             self.world.end()
             self.root.cleanup()
@@ -509,6 +559,22 @@ def test_a_process_is_killed_amid_its_work_and_the_next_one_opens_the_directory(
     machine.replace(how, turns=3)
     machine.only_a_good_process_is_used()
     machine.teardown()
+
+
+@pytest.mark.parametrize("next_one", [False, True], ids=["this process", "the next one"])
+def test_what_a_full_disk_has_refused_is_written_later_but_for_rows_and_what_hangs_on_them(next_one: bool) -> None:
+    """The row of a flushed block may be the one that could not be deleted: the note of the flush stays."""
+    machine = WorkerMachine()
+    machine.flush("add_tombstone", 1)
+    machine.change_rows(0, many=False, there=False)
+    machine.refuse_changes()
+    assert [change.answers for change in machine.changes[-2:]] == [[False]] * 2
+    if next_one:
+        machine.replace("well", turns=0)
+    machine.settle()
+    machine.flush("remove_tombstone", 1)
+    machine.teardown()
+    machine.books_are_right()
 
 
 def test_a_directory_whose_processes_end_at_once_in_a_row_is_given_up() -> None:

@@ -1,4 +1,4 @@
-"""Runs of blocks that come and go at once leave the index as the same blocks would one by one."""
+"""Runs of blocks leave the index as the same blocks would one by one; walks up a chain, while blocks are unlinked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from cache_rig import SmallCache, branch, finish
 
-from tiercache.daemon.ground.slices import finish
+from tiercache.daemon.ground import slices
+from tiercache.daemon.index import walks
 from tiercache.daemon.index.allocator import NO_FRAME
 from tiercache.daemon.index.check import check_index
 from tiercache.daemon.index.entries import Table
@@ -74,7 +76,7 @@ def history(both: Both, seed: int, steps: int) -> None:
         else:
             both.evict(chance.randint(1, 15))
         if step % 10 == 0:
-            assert [finish(check_index(index)) for index in both.indexes] == [[], []]
+            assert [slices.finish(check_index(index)) for index in both.indexes] == [[], []]
         one, other = both.keys()
         assert one == other, f"step {step}"
 
@@ -99,7 +101,7 @@ def test_a_run_takes_rows_that_were_used_before(policy: str) -> None:
         assert [index.parent[entry] for entry in entries] == [table.root, *entries[:-1]]
         while table.blocks:
             index.evict_run(table.policy.victim(), 150)
-        assert finish(check_index(index)) == []
+        assert slices.finish(check_index(index)) == []
     assert len(index.key) <= 4096, "6,000 blocks in all"
 
 
@@ -112,6 +114,22 @@ def test_the_last_of_a_run_may_be_pinned_and_no_key_comes_twice() -> None:
     index.unpin(entries[-1])
     index.unpin(entries[-1])
     assert table.policy.victim() == entries[-1]
-    assert finish(check_index(index)) == []
+    assert slices.finish(check_index(index)) == []
     with pytest.raises(AssertionError, match="published once"):
         index.insert_run(table, [keys[3], keys[0]], entries[-1], [4, 5])
+
+
+def test_a_walk_within_which_a_block_is_dropped_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walks, "WALKED_AT_ONCE", 2)
+    h = SmallCache(frames=20)
+    namespace, keys, others = h.space(), branch(1, 1, 1, 1, 1, 1), branch(2, 2, 2)
+    h.store(namespace, keys)
+    h.store(namespace, others)
+    index, table = h.cache.space.index, namespace.table
+    index.drop(table.get(others[:16]))
+    steps = walks.walk(index, table, keys, 6)
+    next(steps)
+    index.drop(table.get(keys[64:80]))  # the blocks that were walked over hang below it, and are still to be unlinked
+    assert list(steps) == []
+    assert index.prefix_length(table, keys, 6) == 4
+    finish(h)
