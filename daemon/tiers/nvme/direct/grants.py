@@ -10,7 +10,8 @@ than its head (see `placement`): then the client, which has all blocks of the he
 
 A slot granted to a client gets no other owner before that client says that its writes have ended (commit, or abort with
 that word) or its process has exited; if the lease ends earlier the slot is in quarantine. Writes that outlive the
-daemon are the exception: its next life knows nothing of them, and a block that they spoil fails its checksum.
+daemon, or a directory that was away in the meantime, are the exception: nothing is known of them then, and a block that
+they spoil fails its checksum.
 
 The checksum is the client's own word. Every reader of the block computes the same sum over what is on the disk, so a
 wrong one costs a miss; and a client that may open the segment files could write anything there anyway. Such clients
