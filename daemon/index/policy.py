@@ -77,7 +77,11 @@ class Learner(Protocol):
 
 
 class Policy(Protocol):
-    """The decisions of an eviction policy. All methods are called on the event loop: O(1), no blocking."""
+    """The decisions of an eviction policy. All methods are called on the event loop: O(1), no blocking.
+
+    A candidate has `columns.next[entry]` set, as `Rings` does it; of any other entry it is 0. The check of the index
+    and hints tell candidates by that.
+    """
 
     def inserted_run(self, entries: Sequence[int], stored: bool = False) -> None:
         """New blocks, already below their parents; none is a candidate yet. `stored`: a client stores them now.

@@ -21,6 +21,11 @@ region id in the top 16 bits, byte offset inside the region in the low 48.
 
 A request says in its base class what answers it: `class Ping(Request[Done])`. What else a new request needs is in
 daemon/requests/__init__.py.
+
+A new field is the last one of its struct, with a default, and has a row in `daemon/PROTOCOL.md`, which a test compares.
+Who makes the message sets it: requests are made in `tiercache/client` and `tiercache/connector`, replies where
+`daemon/requests` names the struct (`Matched` in `reads` and `admin`), and the daemons of tests (`memory_daemon.py`,
+`fake_daemon.py`) answer too.
 """
 
 from __future__ import annotations

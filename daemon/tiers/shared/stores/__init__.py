@@ -13,9 +13,12 @@ A new kind of store is a folder with its settings (the parts of the URL), a conn
 (`store.SharedStore`); its schemes and a branch in `open_store`, and its URL in `_EXAMPLES`. It needs besides:
 
 - `helper/` to run it, if its calls may hang in the kernel: see `folder/`;
-- for a package, an extra in pyproject.toml, which an error names by `ground.extras.install_extra`: see `objects/`;
-- a row in `KINDS` of tests/daemon/tiers/shared/stores/test_store.py, which tests what `store` promises;
-- OPERATING.md, SHARED_FORMAT.md, and `_REMEDIES` in tiercache/cli/doctor/store.py.
+- then also `daemon/processes.py`, `copies.arena.Beside` and the chart's `_container.tpl`, which count such processes;
+- for a package, an extra in pyproject.toml, which an error names by `ground.extras.install_extra`: see `objects/`; its
+  version in constraints.txt, and a line for mypy where it has no types;
+- a row in `KINDS` of tests/daemon/tiers/shared/stores/test_store.py, which tests what `store` promises, and its URLs in
+  `test_names.py` there;
+- OPERATING.md, SHARED_FORMAT.md, README.md, and `_REMEDIES` in tiercache/cli/doctor/store.py where a failure is new.
 """
 
 from __future__ import annotations
