@@ -232,7 +232,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         )
         costs = None
         if settings.load == "auto":
-            block_bytes = sum(spec.block_bytes for spec in specs)
+            block_bytes = max(sum(spec.block_bytes for spec in form.specs) for form in ranks)
             costs = EngineCosts(block_size, block_bytes, engine.batches, partial=not engine.windowed)
         log, introduction = RequestLog(settings.log_requests), partial(introduce, connector, len(ranks))
         self.planner = RequestPlanner(connector, engine, names, self._kv_cache_manager, costs, log, introduction)

@@ -48,7 +48,7 @@ class EngineCosts:
 
     Args:
         block_size: tokens in a block.
-        block_bytes: bytes of a block in all groups of layers and on all ranks.
+        block_bytes: bytes of a block in all groups of layers of one rank.
         batches: steps that the engine has in flight at the same time (`VllmConfig.max_concurrent_batches`).
         partial: whether a match can be loaded in part; not if a window has left holes in it.
 
@@ -80,9 +80,10 @@ class EngineCosts:
         self._witness = next(iter(running), None)
         self._last_s = now_s
 
-    def loaded(self, blocks: TierBlocks, seconds: float) -> None:
-        """Note how long a load of these blocks took."""
-        self._model.note_load(LoadChoice(sum(blocks), *blocks), seconds, waited_s=0.0)
+    def loaded(self, blocks: TierBlocks, seconds: float, failed: bool = False) -> None:
+        """Note how long a load of these blocks took, or until it failed."""
+        note = self._model.note_miss if failed else self._model.note_load
+        note(LoadChoice(sum(blocks), *blocks, load_s=self._model.load_s(*blocks)), seconds, waited_s=0.0)
 
     def choose(self, blocks: TierBlocks) -> int:
         """How many leading blocks of a match to load: none, or those up to the end of one of the tiers.
@@ -95,25 +96,23 @@ class EngineCosts:
             reaches = [Reach(end, *blocks[: tier + 1]) for tier, end in enumerate(ends)]
         else:
             ends, reaches = [whole] * len(blocks), [Reach(whole, *blocks)]
+        figures = [self._load_and_compute_s(tier, count) for tier, count in enumerate(blocks)]
         end = self._model.choose(0, reaches, 0.0).end
         self.declined_blocks += whole - end
-        for tier, count in enumerate(blocks):
-            if not count:
-                continue
-            if ends[tier] <= end:
+        for tier, (load_s, compute_s) in enumerate(figures):
+            if ends[tier] <= end and blocks[tier]:
                 self._too_slow.discard(tier)
-            elif tier not in self._too_slow:
+            elif load_s > compute_s and tier not in self._too_slow:
                 self._too_slow.add(tier)
-                self._say_too_slow(tier, count, end)
+                logger.info(
+                    "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
+                    blocks[tier],
+                    TIER_NAMES[tier],
+                    load_s * 1e3,
+                    compute_s * 1e3,
+                )
         return end
 
-    def _say_too_slow(self, tier: int, count: int, end: int) -> None:
+    def _load_and_compute_s(self, tier: int, count: int) -> tuple[float, float]:
         alone = [count if one == tier else 0 for one in range(len(TIER_NAMES))]
-        compute_s = self._model.prefill_s(end * self._block_size, (end + count) * self._block_size)
-        logger.info(
-            "%d blocks from %s take %.3g ms, and to compute them %.3g: for now such hits are computed",
-            count,
-            TIER_NAMES[tier],
-            self._model.load_s(*alone) * 1e3,
-            compute_s * 1e3,
-        )
+        return self._model.load_s(*alone), self._model.prefill_s(0, count * self._block_size)

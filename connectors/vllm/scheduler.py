@@ -425,7 +425,7 @@ class RequestPlanner:
             if ended is not None:
                 self._lookups.drop(ended.lookup)
                 if self.costs is not None and ended.seconds:
-                    self.costs.loaded(ended.blocks, ended.seconds)
+                    self.costs.loaded(ended.blocks, ended.seconds, failed)
                 if not failed:
                     size = self._block_size
                     tokens = TierBlocks(*(count * size for count in ended.blocks))

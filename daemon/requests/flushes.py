@@ -67,11 +67,9 @@ class FlushRequests:
         if self._cache.events is not None and not (named or request.key) and request.tier == "all":
             self._cache.events.cleared()
         self._cache.observers.flushed(namespaces, request.key, request.tier)
-        identity, blocks, more, has_failed = self._context.identity, 0, False, False
+        identity, blocks, more = self._context.identity, 0, False
 
         def done(below_blocks: int, durable: bool) -> None:
-            if has_failed:
-                return  # the exception is the answer
             late = () if below is None or durable else below.unconfirmed
             _log_flush(session, request, namespaces, blocks, below_blocks, late)
             kept = _KEPT if "shared" in late else ""
@@ -92,9 +90,9 @@ class FlushRequests:
         try:
             blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
         except BaseException:
-            has_failed = True
+            log.warning("flush by %s failed half way: flush again", session.who)
             if below is not None:
-                below.end()  # or it would count as not written for ever
+                below.give_up()
             raise
         if below is None:
             _log_flush(session, request, namespaces, blocks, 0, ())

@@ -268,6 +268,12 @@ class _FlushOfBoth:
         self._done = done
         self._answered()
 
+    def give_up(self) -> None:
+        """See `FlushBelow`. Of the store this host uses nothing that the flush was about: DRAM may still have some."""
+        self._done = None
+        if self._local is not None:
+            self._local.give_up()
+
     @property
     def settled(self) -> bool:
         """See `FlushBelow`."""

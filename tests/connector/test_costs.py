@@ -66,6 +66,9 @@ def test_everything_is_loaded_until_computing_has_been_measured() -> None:
 
 def test_a_load_that_came_short_is_no_proof_of_speed() -> None:
     cost = model_of()
+    cost.note_miss(choose_all(cost, 64), 1.0, 1.0)
+    assert cost.load_s(64, 0) == 0, "it was never tried"
+    note(cost, LoadChoice(64, 64), 0.01)
     before = cost.load_s(64, 0)
     cost.note_miss(choose_all(cost, 64), 1e-9, 1e-9)
     assert cost.load_s(64, 0) == before
@@ -109,6 +112,18 @@ def test_loads_that_queue_behind_others_count_those_too() -> None:
     cost = model_of()
     assert choose_all(cost, 4, queue_s=10.0).end == 0
     assert choose_all(cost, 1024, queue_s=10.0).end == 1024
+
+
+def test_a_step_that_compiles_or_stalls_is_soon_forgotten() -> None:
+    cost = CostModel(16, BLOCK_BYTES)
+    cost.note_prefill(512, 0, 20.0)
+    for _ in range(2):
+        cost.note_prefill(200, 0, 0.2)
+    assert cost.prefill_s(0, 1000) == pytest.approx(1.0)
+    cost.note_prefill(8192, 0, 1000.0)
+    assert cost.prefill_s(0, 1000) < 4.0
+    cost.note_prefill(8192, 0, 1000.0)
+    assert cost.prefill_s(0, 1000) > 10.0
 
 
 def test_each_tier_is_charged_for_its_own_blocks() -> None:

@@ -9,7 +9,7 @@ to stop is one of the ends: nothing, all that is in DRAM, all that is on this ho
 
 Three rules keep a wrong estimate from staying wrong, or from costing much:
 
-- Until computing has been measured, everything is loaded.
+- Until computing has been measured, everything is loaded; a tier that was never tried costs nothing.
 - A load left out makes the estimate that spoke against it a tenth smaller. So a tier that was slow is
   tried again, after few requests if it was a little too slow, after many if it was far too slow.
 - A load that has taken as long as computing would have is given up. Waiting and then computing
@@ -32,7 +32,7 @@ _STALL_TIMES_EXPECTED = 4.0
 _STALL_OVER_EXPECTED_S = 0.01
 # A load that was given up counts as its waiting time, times this: its full duration is unknown.
 _GIVEN_UP_TIMES = 8.0
-# Used before there are samples: the speed of a good machine, so that nothing is avoided untried.
+# Slopes used while all samples have about the same length: the speed of a good machine.
 _DRAM_LATENCY_S, _DRAM_BYTES_PER_S = 0.0005, 4e9
 _NVME_LATENCY_S, _NVME_BYTES_PER_S = 0.001, 1e9
 _SHARED_LATENCY_S, _SHARED_BYTES_PER_S = 0.002, 1e9
@@ -40,6 +40,8 @@ _SHARED_LATENCY_S, _SHARED_BYTES_PER_S = 0.002, 1e9
 _CONTEXT_SPREAD, _LOAD_SPREAD = 128, 16
 # Tokens of prefill that are a sample of weight 1.
 _PREFILL_TOKENS = 512
+# The most that one sample of it weighs: none decides alone.
+_PREFILL_WEIGHT = 2.0
 # Below this, giving up a load gains nothing noticeable.
 _LEAST_PATIENCE_S = 0.25
 
@@ -79,6 +81,9 @@ class FittedLine:
     def shrink(self, factor: float) -> None:
         self._y *= factor
         self._xy *= factor
+
+    def forget(self) -> None:
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
 
 
 class Reach(NamedTuple):
@@ -121,7 +126,7 @@ class CostModel:
         self.loads_avoided = 0
         self.loads_regretted = 0
         self._block_size = block_size
-        self._stalled = False
+        self._stalled = self._step_stalled = False
         self._unnoted: list[tuple[int, int]] = []
         self._unnoted_s = 0.0
         self._prefill = FittedLine(0.0, 0.0, _CONTEXT_SPREAD)
@@ -138,9 +143,9 @@ class CostModel:
         return (end - start) * self._prefill.at((start + end) / 2)
 
     def load_s(self, dram_blocks: int, nvme_blocks: int = 0, shared_blocks: int = 0) -> float:
-        """Expected seconds of a load of that many blocks, from its start."""
-        parts = (self._dram, dram_blocks), (self._nvme, nvme_blocks), (self._shared, shared_blocks)
-        return sum(line.at(blocks) for line, blocks in parts if blocks)
+        """Expected seconds of a load of that many blocks, from its start; nothing for a tier that was never tried."""
+        parts = zip((self._dram, self._nvme, self._shared), (dram_blocks, nvme_blocks, shared_blocks), strict=True)
+        return sum(line.at(blocks) for line, blocks in parts if blocks and line.weight)
 
     def choose(self, kept: int, reaches: Iterable[Reach], queue_s: float) -> LoadChoice:
         """The best load for a sequence, in blocks of its chain.
@@ -158,13 +163,20 @@ class CostModel:
         widest = choices[-1]
         if best.end < widest.end:
             self.loads_avoided += 1
-            if best is none and widest.dram_blocks:
-                self._dram.shrink(_KEPT_DOUBT)
-            if widest.nvme_blocks > best.nvme_blocks:
-                self._nvme.shrink(_KEPT_DOUBT)
-            if widest.shared_blocks > best.shared_blocks:
-                self._shared.shrink(_KEPT_DOUBT)
+            self._doubt(best, widest)
         return best
+
+    def _doubt(self, best: LoadChoice, widest: LoadChoice) -> None:
+        """Make the estimates smaller that spoke against the rest: of tiers that take longer than to compute it."""
+        left_out = widest.blocks - best.blocks
+        block_s = (widest.saved_s - best.saved_s) / left_out if left_out else 0.0
+        for line, most, loaded in (
+            (self._dram, widest.dram_blocks, best.dram_blocks),
+            (self._nvme, widest.nvme_blocks, best.nvme_blocks),
+            (self._shared, widest.shared_blocks, best.shared_blocks),
+        ):
+            if most > loaded and line.at(most - loaded) > (most - loaded) * block_s:
+                line.shrink(_KEPT_DOUBT)
 
     def _choice(self, kept: int, reach: Reach, queue_s: float) -> LoadChoice:
         saved_s = self.prefill_s(kept * self._block_size, reach.end * self._block_size)
@@ -188,8 +200,19 @@ class CostModel:
         self._unnoted, self._unnoted_s = [], 0.0
 
     def note_prefill(self, tokens: int, context: float, seconds: float) -> None:
-        """Add a sample: `tokens` of prompts computed in `seconds`, at a mean context of that many tokens."""
-        self._prefill.add(context, seconds / tokens, weight=tokens / _PREFILL_TOKENS)
+        """Add a sample: `tokens` of prompts computed in `seconds`, at a mean context of that many tokens.
+
+        The first slow one in a row may be a stall; a fast one shows that those before it were: something was compiled.
+        """
+        line, token_s = self._prefill, seconds / tokens
+        if line.weight:
+            expected_s = line.at(context)
+            stalled, self._step_stalled = self._step_stalled, token_s > _STALL_TIMES_EXPECTED * expected_s
+            if self._step_stalled and not stalled:
+                token_s = _STALL_TIMES_EXPECTED * expected_s
+            elif _STALL_TIMES_EXPECTED * token_s < expected_s:
+                line.forget()
+        line.add(context, token_s, weight=min(_PREFILL_WEIGHT, tokens / _PREFILL_TOKENS))
 
     def note_load(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
         """Add a load that took `seconds` from start to end, and for which its sequence waited.
@@ -215,5 +238,5 @@ class CostModel:
 
     def note_miss(self, choice: LoadChoice, seconds: float, waited_s: float) -> None:
         """Add a load that brought too few blocks. That says nothing about its speed, unless it was slow as well."""
-        if seconds > choice.load_s:
+        if 0 < choice.load_s < seconds:
             self.note_load(choice, seconds, waited_s)

@@ -55,6 +55,9 @@ class FlushBelow(Protocol):
     def end(self) -> None:
         """Those were all. If this raises, `done` is not called: the exception is the answer."""
 
+    def give_up(self) -> None:
+        """It failed half way, and the exception is the answer: `done` is not called."""
+
     @property
     def settled(self) -> bool:
         """True if it was answered and no disk has any of it left to write: until then it takes memory."""
@@ -81,6 +84,9 @@ class _NoFlush:
 
     def end(self) -> None:
         self._done(0, True)
+
+    def give_up(self) -> None:
+        return
 
 
 class Claim(NamedTuple):

@@ -50,6 +50,35 @@ def test_what_a_slow_tier_has_is_computed_until_that_tier_is_fast(caplog: pytest
     assert choose(costs, 0, 0, 4) == 4
 
 
+@pytest.mark.parametrize("blocks", [(8, 0, 0), (8, 4, 0), (8, 4, 4)])
+def test_a_tier_that_was_never_tried_is_tried(blocks: tuple[int, int, int]) -> None:
+    """However fast computing is: else it would be avoided for ever."""
+    costs = EngineCosts(SIZE, 1 << 30)
+    for step in range(4):
+        costs.stepped({"long": STEP_TOKENS}, STEP_TOKENS, step * 1e-6)
+    assert choose(costs, *blocks) == sum(blocks)
+
+
+def test_loads_that_fail_at_once_do_not_make_a_slow_tier_fast() -> None:
+    costs = measured()
+    load(costs, 0, 8, 100 * BLOCK_S)
+    for _ in range(20):
+        costs.loaded(TierBlocks(0, 8), 0.001, failed=True)
+    assert choose(costs, 0, 8) == 0
+
+
+def test_a_slow_tier_makes_no_other_one_look_fast(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    costs = measured(partial=False)
+    load(costs, 8, 0, 4 * BLOCK_S)
+    load(costs, 8, 8, 1000 * BLOCK_S)
+    assert {choose(costs, 8, 8) for _ in range(20)} == {0}
+    assert [line.split(" take ")[0] for line in caplog.messages] == ["8 blocks from NVMe"]
+    for _ in range(3):
+        load(costs, 8, 8, 11 * BLOCK_S)
+    assert choose(costs, 8, 8) == 16
+
+
 def test_a_match_with_holes_is_loaded_whole_or_not_at_all() -> None:
     costs = measured(partial=False)
     load(costs, 8, 0, 1 * BLOCK_S)

@@ -25,8 +25,9 @@ from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 FLUSH_S = 10.0
 """Time after which a flush that some disk has not recorded is answered as not durable."""
-MAX_KEYS = 256
-"""Flushes of single blocks that directories are told as they were. Older ones become flushes of their namespaces."""
+MAX_KEYS, MAX_KEY_NAMES = 256, 16_384
+"""Flushes of single blocks that directories are told as they were, and namespaces in them. Older ones become flushes of
+their namespaces."""
 TOLD_AT_ONCE = 64
 """Namespaces that a directory is told of in one slice: a millisecond or two."""
 ANSWERED_AT_ONCE = 64
@@ -160,6 +161,7 @@ class Flushes:
         self._flushed: dict[Namespace, int] = {}  # the number of its last flush
         self._all_flushed = 0  # the number of the last flush of everything
         self._of_keys: deque[tuple[int, _Part]] = deque()  # flushes of single blocks, with their numbers
+        self._key_names = 0  # namespaces in these, nearly: there may be more by now
         self._untold: dict[int, _Flush] = {}  # those that open directories were not wholly told of
         self._recorded: dict[bytes, int] = {}  # of directories that were open and are not: up to which number
         self._open: dict[Shelf, _OpenDirectory] = {}
@@ -191,8 +193,10 @@ class Flushes:
             self._note(self._number, names)
         else:
             self._of_keys.append((self._number, (names, key)))
-            if len(self._of_keys) > MAX_KEYS:
+            self._key_names += len(namespaces)
+            while len(self._of_keys) > MAX_KEYS or self._key_names > MAX_KEY_NAMES:
                 number, (names, _) = self._of_keys.popleft()
+                self._key_names -= len(self._every() if names is None else names)
                 self._note(number, names)
         flush = self._untold[self._number] = _Flush(self, self._number, is_all, key, done, shelves, closed)
         flush.look_for_closed()
@@ -260,12 +264,20 @@ class Flushes:
         self._tell_owed(shelf)
 
     def _tell_owed(self, shelf: Shelf) -> bool:
-        """A slice of what a directory is owed; True while there is more."""
+        """A slice of what a directory is owed, and then its rows; True while there is more."""
         directory = self._open[shelf]
         owed = directory.owed
         if owed is None or shelf.catalog.full:  # what is told now would wait for the disk in memory
             return False
-        left, number = TOLD_AT_ONCE, directory.recorded + 1
+        if self._tell_parts(shelf, owed, directory.recorded + 1):
+            return True
+        directory.owed = None
+        owed.flush.noted(True)
+        shelf.start_loading()
+        return False
+
+    def _tell_parts(self, shelf: Shelf, owed: _Owed, number: int) -> bool:
+        left = TOLD_AT_ONCE
         while owed.parts and left > 0:
             names, key = owed.parts[0]
             every = self._every() if names is None else names
@@ -278,19 +290,15 @@ class Flushes:
                 owed.told = 0
                 if names is None:
                     self.drop_unserved(shelf, number, owed.flush)
-        if owed.parts:
-            return True
-        directory.owed = None
-        owed.flush.noted(True)
-        shelf.start_loading()
-        return False
+        return bool(owed.parts)
 
     def gone(self, shelf: Shelf) -> None:
         """A directory is no longer open: it has not confirmed all flushes, nor will another in its place in time."""
         last = min([self._number, *(number - 1 for number in self._untold)])
         for flush in (*self._under_way, *self._untold.values()):
             flush.is_durable = False
-        self._recorded[shelf.directory.superblock.directory_id] = self._open.pop(shelf).close(last)
+        here, recorded = shelf.directory.superblock.directory_id, self._open.pop(shelf).close(last)
+        self._recorded[here] = min(recorded, self._recorded.get(here, recorded))  # a copy of it may be open, too
 
     # --- in slices ---------------------------------------------------------------------------------
 
@@ -313,8 +321,9 @@ class Flushes:
     def close(self) -> None:
         """Before the directories are closed: tell them the rest, for a second or two."""
         end_s = self._clock_s() + LAST_WORDS_S
-        for shelf in self._open:
-            while self._clock_s() < end_s and self._tell_owed(shelf):
+        for shelf, directory in self._open.items():
+            owed, number = directory.owed, directory.recorded + 1
+            while owed is not None and self._clock_s() < end_s and self._tell_parts(shelf, owed, number):
                 pass
 
 
@@ -368,6 +377,11 @@ class _Flush(FlushUnderWay):
             self._flushes.drop_unserved(shelf, self._number, self)
         self._done = done
         self.noted(True)
+
+    def give_up(self) -> None:
+        """See `FlushBelow`. Directories that open are told of all of it."""
+        self._done = None
+        self.answer(False)
 
     def answer(self, durable: bool) -> None:
         """See `FlushUnderWay`."""
