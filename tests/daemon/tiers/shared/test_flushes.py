@@ -28,6 +28,7 @@ from played import played
 from tiercache.daemon.tiers.shared import flushes, presence, writes
 from tiercache.daemon.tiers.shared.access import StoreAccess
 from tiercache.daemon.tiers.shared.breaker import FAILURES, BreakerState
+from tiercache.daemon.tiers.shared.epochs import EpochReader, Epochs
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import LineUse
 from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
@@ -377,6 +378,16 @@ async def test_what_a_flush_took_with_it_is_sent_again(tmp_path: Path, monkeypat
     assert not one.shared.access.presence.has(space, other[:KEY_BYTES])
     assert await one.flush()
     await one.close()
+
+
+def test_an_answer_that_comes_while_its_names_are_flushed_says_nothing() -> None:
+    epochs, scope = Epochs(Naming("d", b"")), Scope("f", 7)
+    names = epochs.naming.notes(scope)
+    epochs.learn(dict.fromkeys(names, b"a note"))
+    reader = EpochReader(epochs, [scope])
+    assert reader.check([b"a note"] * len(names))
+    epochs.await_replacement(names[:1])
+    assert not reader.check([b"a note"] * len(names)), "the store has yet to be told"
 
 
 @played
