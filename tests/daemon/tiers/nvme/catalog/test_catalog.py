@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tiercache.daemon.tiers.nvme.catalog.catalog import (
     Tombstone,
 )
 from tiercache.daemon.tiers.nvme.catalog.catalog_check import check_rows, read_state
+from tiercache.daemon.tiers.nvme.catalog.changes import Change
 from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Row, place_of
 
 
@@ -161,3 +163,29 @@ def test_loading_waits_for_the_loop(bench: Bench) -> None:
     assert taken == sorted(rows.items()), "in order of place"
     assert loading.next_batch() is None
     assert loading.error == ""
+
+
+def test_a_flush_is_confirmed_once_it_would_outlive_a_power_cut_and_rows_are_not_held_up_for_that(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels, apply = list[int](), writer.apply
+
+    def applied(db: sqlite3.Connection, batch: Sequence[Change]) -> None:
+        levels.append(db.execute("PRAGMA synchronous").fetchone()[0])
+        apply(db, batch)
+
+    catalog, _ = bench.open()
+    answers = Answers()
+    monkeypatch.setattr(writer, "apply", applied)
+    posts: list[Callable[[], None]] = [
+        lambda: catalog.add_namespace(1, "aa", b"", done=answers("a name")),
+        lambda: catalog.insert([1], [row(1)], answers("rows")),
+        lambda: catalog.raise_epoch(1, 5, answers("flush")),
+        lambda: catalog.add_tombstone(1, b"k" * 16, 6, answers("flush of a key")),
+        lambda: catalog.insert([2], [row(2)], answers("rows")),
+    ]
+    for number, post in enumerate(posts, 1):
+        post()
+        bench.loop.until(lambda number=number: len(answers.got) == number)  # type: ignore[misc]
+    normal, full = 1, 2
+    assert levels == [normal, normal, full, full, normal]
