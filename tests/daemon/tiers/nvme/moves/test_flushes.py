@@ -94,12 +94,13 @@ def test_a_directory_that_is_back_drops_what_was_flushed_while_it_was_away() -> 
     disks = Disks("n", "m", "before", "never")
     one = disks.open(A, "1")
     disks.flush(["before"], b"k")
-    assert disks.answers == [True]
+    disks.flush(["before"])
+    assert disks.answers == [True] * 2
     disks.gone(one)
     other = disks.open(A, "2")
     disks.flush(["m"], b"k")
     disks.flush(["n"])
-    assert disks.answers == [True, False, False], "the first may come back after a restart"
+    assert disks.answers[2:] == [False] * 2, "the first may come back after a restart"
     disks.gone(other)
     assert disks.open(A, "1").flushed == [*whole("n"), ("m", b"k")]
     disks.flush(["n"])
