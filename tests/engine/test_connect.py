@@ -47,7 +47,7 @@ def test_a_new_engine_finds_what_the_first_one_computed(
     daemon: tiercache.LaunchedDaemon,
     save_model: SaveModel,
 ) -> None:
-    folder, connect = save_model(config, **options), connect_to(daemon.address, required=True)
+    folder, connect = save_model(config, **options), connect_to(daemon.address, required=True, request_timeout_s=60.0)
     with small_engine(folder, connect, pool_blocks=128, **settings) as engine:
         cold = Watch(engine).serve(PROMPT, 6)
         assert engine.drain(60.0)
@@ -104,7 +104,7 @@ def test_events_have_the_tokens_of_what_is_stored(settings: dict[str, Any], tmp_
     ):
         dealer.linger = 0
         dealer.connect(places["kv_events_replay"])
-        with small_engine(llama, connect_to(daemon.address), **settings) as engine:
+        with small_engine(llama, connect_to(daemon.address, request_timeout_s=60.0), **settings) as engine:
             engine.generate([PROMPT], greedy(6))
             assert engine.drain(60.0)
         wait_until(lambda: len(stored_events(dealer)) >= 14, "all blocks are told of")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -176,25 +176,16 @@ Connect = Callable[[NamespaceSpec, torch.Tensor], CacheLike]
 """Makes a connector for the blocks of a namespace in a pool `[block, ...]`, each contiguous (see `KVLayout.empty`)."""
 
 
-def connect_to(
-    address: str | Path | None = None,
-    *,
-    name: str = "engine",
-    required: bool = False,
-    gds: str = "off",
-    gds_store: bool = False,
-) -> Connect:
+def connect_to(address: str | Path | None = None, *, name: str = "engine", **options: Any) -> Connect:
     """Connects an engine to the daemon at `address` (by default the daemon's default address).
 
-    With `required`, the engine raises DaemonUnavailable when no daemon answers; else it starts without
-    its cache and connects when the daemon comes. `gds` and `gds_store` as for `tiercache.connect`.
+    `options` are those of `tiercache.connect`. With `required`, the engine raises DaemonUnavailable when no daemon
+    answers; else it starts without its cache and connects when the daemon comes.
     """
 
     def connect(namespace: NamespaceSpec, pool: torch.Tensor) -> CacheLike:
         blocks = tiercache.Pool.from_blocks(pool)
-        return tiercache.connect(
-            address, namespace=namespace, pool=blocks, name=name, required=required, gds=gds, gds_store=gds_store
-        )
+        return tiercache.connect(address, namespace=namespace, pool=blocks, name=name, **options)
 
     return connect
 
