@@ -37,7 +37,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiercache.Conne
     pool = tiercache.Pool.from_blocks(np.zeros((16, 4096), np.uint8))
     with (
         tiercache.launch("4MiB", pin_share=0.01, **settings) as running,
-        tiercache.connect(running.address, namespace=SPEC, pool=pool, name="engine", required=True) as connector,
+        tiercache.connect(
+            running.address, namespace=SPEC, pool=pool, name="engine", required=True, request_timeout_s=60.0
+        ) as connector,
     ):
         connector.client.announce([ModelCard(["demo"], bytes(16), [SPEC.fingerprint()], 4)])
         assert connector.store(KEYS, list(range(BLOCKS))).stored == BLOCKS

@@ -142,7 +142,9 @@ def test_what_is_dropped_without_close_is_closed(daemon: tiercache.LaunchedDaemo
 
     def use(name: str, *, drop: bool = False) -> None:
         pool, other = tiercache.Pool.from_blocks(np.zeros((8, 5000), np.uint8)), spec(700, group="dropped")
-        connector = tiercache.connect(daemon.address, namespace=spec(), pool=pool, required=True)
+        connector = tiercache.connect(
+            daemon.address, namespace=spec(), pool=pool, required=True, request_timeout_s=60.0
+        )
         sibling, client = connector.sibling(other, small_pool()), tiercache.Client.connect(daemon.address)
         chain = chain_of(name, 8)
         stored = connector.store_async(chain, range(8))

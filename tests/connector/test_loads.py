@@ -43,7 +43,9 @@ def daemon() -> Iterator[FakeDaemon]:
 def test_a_match_that_makes_no_sense_is_a_miss(daemon: FakeDaemon, case: str) -> None:
     pool = np.full((2 * COUNT, BLOCK), 7, np.uint8)
     blocks = tiercache.Pool.from_blocks(pool)
-    with tiercache.connect(daemon.address, namespace=SPEC, pool=blocks, required=True) as connector:
+    with tiercache.connect(
+        daemon.address, namespace=SPEC, pool=blocks, required=True, request_timeout_s=60.0
+    ) as connector:
         assert connector.store(KEYS, range(COUNT)).stored == COUNT
         daemon.rules[m.Match] = lambda request, reply: [
             msgspec.msgpack.encode(m.Matched(request.request_id, daemon.generation, **GOOD | MATCHED[case]))

@@ -102,7 +102,9 @@ def test_each_window_tells_what_its_blocks_are_to_a_daemon_that_wants_events(dae
     daemon.kv_events = wanted
     tokens, first = np.arange(4 * BLOCKS), 3
     pool = tiercache.Pool.from_blocks(np.zeros((BLOCKS, BLOCK), np.uint8))
-    with tiercache.connect(daemon.address, namespace=SPEC, pool=pool, required=True) as connector:
+    with tiercache.connect(
+        daemon.address, namespace=SPEC, pool=pool, required=True, request_timeout_s=60.0
+    ) as connector:
         assert connector.wants_events == wanted
         events = name_blocks(KEYS, first, tokens[4 * first :])
         assert connector.store(KEYS, range(first, BLOCKS), first=first, events=events).stored == BLOCKS - first

@@ -111,7 +111,7 @@ def connect(address: str, namespace: tiercache.NamespaceSpec, blocks: int = 64) 
     """A connector with a pool of noise."""
     noise = np.random.default_rng(1).integers(0, 256, (blocks, BLOCK_BYTES), np.uint8)
     pool = tiercache.Pool.from_blocks(noise)
-    return tiercache.connect(address, namespace=namespace, pool=pool, required=True)
+    return tiercache.connect(address, namespace=namespace, pool=pool, required=True, request_timeout_s=60.0)
 
 
 def tokens_of(name: str, blocks: int) -> list[int]:

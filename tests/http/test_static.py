@@ -81,7 +81,9 @@ def test_charts_and_tables_have_what_happened(browser: Browser, url: str, client
 
 def test_what_clients_name_is_text(browser: Browser, url: str, client: tiercache.Client) -> None:
     pool = tiercache.Pool.from_blocks(np.zeros((32, BLOCK_BYTES), np.uint8))
-    with tiercache.connect(client.address, namespace=spec(), pool=pool, name=EVIL[:64], required=True) as connector:
+    with tiercache.connect(
+        client.address, namespace=spec(), pool=pool, name=EVIL[:64], required=True, request_timeout_s=60.0
+    ) as connector:
         connector.announce([card(spec(), name=EVIL)])
         traffic(connector, "evil")
         browser.open(url)

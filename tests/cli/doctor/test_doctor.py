@@ -294,8 +294,10 @@ def test_with_a_daemon(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
     chain = tiercache.KeyChain(tiercache.root_key("m"), 16, range(128)).packed()
     settings: dict[str, Any] = {"nvme": str(tmp_path / "kv"), "nvme_size": "64MiB", "nvme_segment": "8MiB"}
     with tiercache.launch("4MiB", **settings) as launched:
-        asks = tiercache.connect(launched.address, namespace=spec(), pool=pool, required=True)
-        stores = tiercache.connect(launched.address, namespace=spec(dtype="float16"), pool=pool, required=True)
+        asks = tiercache.connect(launched.address, namespace=spec(), pool=pool, required=True, request_timeout_s=60.0)
+        stores = tiercache.connect(
+            launched.address, namespace=spec(dtype="float16"), pool=pool, required=True, request_timeout_s=60.0
+        )
         with asks, stores:
             stats = asks.client.stats
             wait_until(lambda: stats()["tiers"]["nvme"]["directories"][0]["state"] == "ok", "the directory is open")

@@ -75,7 +75,9 @@ def test_top_on_a_terminal(tmp_path: Path) -> None:
         tiercache.launch("8MiB", **settings) as lives,
         Terminal([*COMMAND, "top", "--interval", "0.1", "--address", lives.address]) as terminal,
     ):
-        with tiercache.connect(lives.address, namespace=spec, pool=pool, name="an engine", required=True) as engine:
+        with tiercache.connect(
+            lives.address, namespace=spec, pool=pool, name="an engine", required=True, request_timeout_s=60.0
+        ) as engine:
 
             def until(condition: Callable[[list[str]], bool], what: str) -> list[str]:
 

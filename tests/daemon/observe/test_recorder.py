@@ -157,7 +157,7 @@ def test_a_daemon_records_hints(tmp_path: Path) -> None:
     chain = tiercache.KeyChain(tiercache.root_key("m"), 4, range(16)).packed()
     with (
         tiercache.launch("16MiB", region="8MiB", record=str(path)) as daemon,
-        tiercache.connect(daemon.address, namespace=spec, pool=pool, required=True) as engine,
+        tiercache.connect(daemon.address, namespace=spec, pool=pool, required=True, request_timeout_s=60.0) as engine,
     ):
         engine.store(chain[:48], [0, 1, 2], hint=tiercache.Hint(priority=Priority.LOW))
         engine.hint(chain, tiercache.Hint(return_in_s=1.5, ttl_s=60), first=1)
