@@ -108,8 +108,8 @@ class _OpenDirectory:
         try:
             call(partial(self._noted, change, of))
         except BaseException:  # a bug of ours, which is the answer: it takes no memory, and is told again
-            self._changes.pop(change, None)
-            of.unwritten -= 1
+            if self._changes.pop(change, None) is not None:  # else it was confirmed before that
+                of.unwritten -= 1
             self._failed = min(self._failed, number)
             raise
         finally:
