@@ -291,9 +291,9 @@ class Promotion:
             self._fetches[source] = self._fetches.get(source, 0) + len(fetches)
             fetch_bytes = len(fetches) * job.namespace.size_class.frame_bytes
             self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + fetch_bytes
-        all_began = not fetches or source.fetch(fetches)
         job.next += count
-        return BlockState.NONE not in got.states and all_began and len(fetches) == len(places)
+        all_began = (not fetches or source.fetch(fetches)) and len(fetches) == len(places)
+        return BlockState.NONE not in got.states and all_began and job.next < len(job.numbers)
 
     def _give_up(self, write_lease: int, numbers: range) -> None:
         """These blocks of a batch will not be fetched."""

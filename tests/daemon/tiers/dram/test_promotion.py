@@ -1,10 +1,137 @@
-"""Promotions of windows, of which any block may be missing."""
+"""Promotions from one source and from two: who is asked for what, and when a lease stops to wait."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from cache_rig import FRAME_BYTES, CacheRig, finish
+from chains import chain_of
+
+from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram import promotion
+from tiercache.daemon.tiers.dram.below import TierBelow
+from tiercache.daemon.tiers.dram.leases import ReadLease
+from tiercache.daemon.tiers.dram.promotion import Promotion
+from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
+from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.protocol.messages import KEY_BYTES, REGION_SHIFT
+
+
+class Source:
+    """A source of blocks `first ..< end` of every chain. Fetches end when a test says so; it records what it is told.
+
+    It refuses fetches beyond `room`.
+    """
+
+    def __init__(self, first: int, end: int) -> None:
+        self.numbers = range(first, end)
+        self.room = 1 << 20
+        self.offline = self.retired = False
+        self.trusted = True
+        self.tally = FetchTally()
+        self.fetching: list[Fetch] = []
+        self.asked: list[int] = []
+        self.words: list[bool] = []
+        self.let_go_of = self.cancels = 0
+
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[int]:
+        return [number for number in numbers if number in self.numbers]
+
+    def fetch(self, fetches: Sequence[Fetch]) -> bool:
+        taken, refused = fetches[: self.room], fetches[self.room :]
+        self.room -= len(taken)
+        self.fetching += taken
+        self.asked += [fetch.held for fetch in taken]
+        for fetch in refused:
+            fetch.outcome = FetchOutcome.CANCELLED
+        if refused:
+            refused[0].done(refused)
+        return not refused
+
+    def deliver(self, count: int, outcome: FetchOutcome = FetchOutcome.OK) -> None:
+        """The oldest of its fetches end together."""
+        ended, self.fetching = self.fetching[:count], self.fetching[count:]
+        for fetch in ended:
+            fetch.outcome, fetch.stored_bytes = outcome, 10
+        ended[0].done(ended)
+
+    def let_go(self, fetches: Sequence[Fetch]) -> None:
+        self.let_go_of += len(fetches)
+
+    def failed(self, fetch: Fetch) -> bool:
+        return fetch.outcome is FetchOutcome.MISSING
+
+    def kept_word(self, kept: bool) -> None:
+        self.words.append(kept)
+
+    def cancel(self) -> None:
+        self.cancels += 1
+
+
+class Tier(TierBelow):
+    """A tier with one source."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
+        numbers = [number for number in wanted if number in self.source.numbers]
+        yield
+        rest = [number for number in wanted if number not in numbers]
+        return TierParts([SourcePart(self.source, numbers)] if numbers else [], rest)
+
+
+class Rig(CacheRig, TierBelow):
+    """A cache of 64 frames above these sources, the nearest first; a lease on a chain that it promotes."""
+
+    tiers = ("below",)
+
+    def __init__(self, *sources: Source) -> None:
+        super().__init__(regions=8, below=self)
+        self.landed = self.soon = 0
+        self.sources = sources
+        regions: Any = {number: SimpleNamespace(address=number << REGION_SHIFT) for number in range(8)}
+        growing, writes, tiers = self.cache.reads.growing, self.cache.writes, list(map(Tier, sources))
+        self.promotion = Promotion(
+            growing, writes, None, regions, tiers, self._landed, self._soon, lambda: self.now_s
+        )
+        self.namespace = self.space()
+
+    def _landed(self) -> None:
+        self.landed += 1
+
+    def _soon(self) -> None:
+        self.soon += 1
+
+    @property
+    def kinds(self) -> Sequence[Callable[[], bool]]:
+        return [lambda: self.promotion.look(), lambda: self.promotion.begin(), lambda: self.promotion.land()]
+
+    def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
+        return min(limit, max(source.numbers.stop for source in self.sources))
+
+    def promote(self, lease: ReadLease) -> None:
+        self.promotion.start(lease)
+
+    def ask(self, blocks: int, tag: int = 1) -> ReadLease:
+        """A match of a chain, none of it in DRAM, which the sources are asked for."""
+        found = self.cache.match(self.owner, [self.namespace], chain_of(tag, blocks), 1000.0, promote=True)
+        assert found.lease is not None
+        finish(self)
+        return found.lease
+
+    def waits(self, lease: ReadLease) -> bool:
+        """Do all work; True if more may arrive for a lease."""
+        finish(self)
+        return lease.lease_id in self.cache.reads.growing.leases
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "BATCH", 2)
 
 
 @pytest.mark.parametrize(
@@ -13,3 +140,205 @@ from tiercache.daemon.tiers.dram import promotion
 def test_blocks_are_stored_together_up_to_a_gap(arrived: list[int], together: list[int]) -> None:
     """Of a block behind it another one comes before: that is told of each store."""
     assert list(promotion._leading_run(arrived)) == together
+
+
+def test_a_lease_grows_with_each_batch_until_all_has_arrived() -> None:
+    source = Source(0, 5)
+    h = Rig(source)
+    lease = h.ask(5)
+    assert source.asked == [0, 1, 2, 3, 4]
+    assert h.promotion.in_flight_bytes(source.tally) == 5 * FRAME_BYTES
+    source.deliver(2)
+    assert h.soon == 1, "the loop is asked to take them in"
+    assert h.waits(lease)
+    assert lease.blocks == 2
+    assert h.landed > 0
+    source.deliver(3)
+    assert not h.waits(lease)
+    assert lease.blocks == lease.target == 5
+    assert source.let_go_of == source.tally.blocks == 5
+    assert source.tally.stored_bytes == 50
+    assert set(source.words) == {True}
+    assert h.promotion.in_flight_bytes(source.tally) == 0
+    assert h.promotion.idle
+
+
+def test_of_a_chain_in_two_tiers_the_near_one_is_asked_first_and_both_fetch_side_by_side() -> None:
+    near, far = Source(0, 4), Source(4, 6)
+    h = Rig(near, far)
+    lease = h.ask(6)
+    assert (near.asked, far.asked) == ([0, 1, 2, 3], [4, 5])
+    far.deliver(2)
+    assert h.waits(lease)
+    assert lease.blocks == 0, "they hang below blocks that have not arrived"
+    near.deliver(4)
+    assert not h.waits(lease)
+    assert lease.blocks == 6
+
+
+def test_the_far_tier_waits_until_the_near_one_has_asked_for_all_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "MAX_IN_FLIGHT", 2)
+    near, far = Source(0, 4), Source(4, 6)
+    h = Rig(near, far)
+    lease = h.ask(6)
+    assert (near.asked, far.asked) == ([0, 1], [])
+    near.deliver(2)
+    assert h.waits(lease)
+    assert (near.asked, far.asked) == ([0, 1, 2, 3], [4, 5])
+
+
+def test_an_offline_source_is_not_asked_and_others_do_not_wait_for_it() -> None:
+    near, far = Source(0, 2), Source(2, 4)
+    near.offline = True
+    h = Rig(near, far)
+    lease = h.ask(4)
+    assert (near.asked, far.asked) == ([], [2, 3]) or not h.waits(lease)
+    while far.fetching:
+        far.deliver(1)
+    assert not h.waits(lease)
+    assert lease.blocks == 0
+
+
+def test_a_source_that_refuses_fetches_is_asked_for_no_more_of_that_lease() -> None:
+    source = Source(0, 6)
+    source.room = 3
+    h = Rig(source)
+    lease = h.ask(6)
+    assert source.asked == [0, 1, 2]
+    source.deliver(3)
+    assert not h.waits(lease)
+    assert lease.blocks == 3
+    assert source.asked == [0, 1, 2]
+    assert h.cache.space.allocator.used_bytes == 3 * FRAME_BYTES, "frames of what was refused are back"
+
+
+def test_a_block_that_is_gone_ends_the_promotion_of_what_follows() -> None:
+    source = Source(0, 6)
+    h = Rig(source)
+    lease = h.ask(6)
+    source.deliver(1)
+    source.deliver(1, FetchOutcome.MISSING)
+    source.deliver(1, FetchOutcome.CORRUPT)
+    source.deliver(1, FetchOutcome.OTHER_VERSION)
+    source.deliver(1, FetchOutcome.FAILED)
+    assert h.waits(lease), "what was asked for is under way"
+    source.deliver(1)
+    assert not h.waits(lease)
+    assert lease.blocks == 1
+    tally = source.tally
+    assert (tally.bad_blocks, tally.other_version, tally.failed) == (1, 1, 1)
+    assert h.cache.space.allocator.used_bytes == FRAME_BYTES
+
+
+def test_a_source_that_has_nothing_of_what_it_is_said_to_have_has_not_kept_its_word() -> None:
+    source = Source(0, 4)
+    h = Rig(source)
+    lease = h.ask(4)
+    source.deliver(4, FetchOutcome.MISSING)
+    assert not h.waits(lease)
+    assert source.words == [False]
+    failing = Source(0, 4)
+    h = Rig(failing)
+    lease = h.ask(4)
+    failing.deliver(4, FetchOutcome.FAILED)
+    assert not h.waits(lease)
+    assert failing.words == [], "that the disk fails says nothing about what is there"
+
+
+def test_of_a_source_that_is_not_trusted_one_batch_is_under_way() -> None:
+    source = Source(0, 6)
+    source.trusted = False
+    h = Rig(source)
+    lease = h.ask(6)
+    assert source.asked == [0, 1]
+    source.trusted = True
+    source.deliver(2)
+    assert h.waits(lease)
+    assert source.asked == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_source_that_hangs_is_not_waited_for_and_its_frames_stay_its_own() -> None:
+    source = Source(0, 4)
+    h = Rig(source)
+    lease = h.ask(4)
+    source.deliver(1)
+    finish(h)
+    h.promotion.give_up(source)
+    assert source.cancels == 1
+    assert not h.waits(lease)
+    assert lease.blocks == 1
+    assert h.cache.space.allocator.used_bytes == 4 * FRAME_BYTES, "it may still write to three frames"
+    source.deliver(3, FetchOutcome.FAILED)
+    finish(h)
+    assert h.cache.space.allocator.used_bytes == FRAME_BYTES
+
+
+def test_of_a_source_that_is_gone_nothing_is_kept_once_its_fetches_have_ended() -> None:
+    source, stays = Source(0, 2), Source(2, 4)
+    h = Rig(source, stays)
+    h.ask(4)
+    source.retired = True
+    source.deliver(1)
+    assert source in h.promotion._fetches
+    source.deliver(1)
+    stays.deliver(2)
+    assert source not in h.promotion._fetches
+    assert source not in h.promotion._fetch_bytes
+    assert stays in h.promotion._fetches
+
+
+def test_two_leases_share_what_is_on_its_way() -> None:
+    source = Source(0, 4)
+    h = Rig(source)
+    first, second = h.ask(4), h.ask(4)
+    assert source.asked == [0, 1, 2, 3]
+    assert h.waits(second)
+    source.deliver(4)
+    assert not h.waits(first)
+    assert not h.waits(second)
+    assert second.blocks == 4
+
+
+def test_a_lease_that_waits_for_another_ones_block_ends_when_that_does_not_come() -> None:
+    source = Source(0, 4)
+    h = Rig(source)
+    first, second = h.ask(4), h.ask(4)
+    source.deliver(1)
+    source.deliver(3, FetchOutcome.FAILED)
+    h.waits(second)
+    h.now_s += 1
+    assert not h.waits(first)
+    assert not h.waits(second)
+    assert (first.blocks, second.blocks) == (1, 1)
+
+
+def test_what_ends_while_the_daemon_stops_is_taken_in_and_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "MAX_IN_FLIGHT", 2)
+    source = Source(0, 4)
+    h = Rig(source)
+    lease, landed = h.ask(4), h.landed
+    h.promotion.closed = True
+    source.deliver(1)
+    source.deliver(1, FetchOutcome.ABANDONED)
+    assert not h.promotion.begin()
+    assert not h.promotion.land()
+    assert not h.promotion.look()
+    assert h.landed == landed, "nobody is told"
+    assert source.asked == [0, 1]
+    assert source.let_go_of == 1, "something may still read for what was abandoned"
+    assert h.cache.peek([h.namespace], lease.keys)[0] == 1
+    assert h.cache.space.allocator.used_bytes == 2 * FRAME_BYTES
+
+
+def test_a_prefetch_comes_after_what_clients_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "MAX_IN_FLIGHT", 2)
+    source = Source(0, 4)
+    h = Rig(source)
+    h.ask(2, tag=1)
+    h.cache.prefetch(h.owner, [h.namespace], chain_of(2, 2))
+    finish(h)
+    h.ask(2, tag=3)
+    source.deliver(2)
+    finish(h)
+    assert source.fetching[0].key == chain_of(3, 2)[:KEY_BYTES]
+    assert [fetch.urgent for fetch in source.fetching] == [True, True]
