@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 
 from tiercache.copies.arena import Region
 from tiercache.daemon.events.events import Block, Events
@@ -48,13 +48,14 @@ Name = tuple[int, bytes]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Flight(WriteOp):
-    """One block being written to a slot."""
+    """One block being written to a slot. Of two, the one that began later has the higher `number`."""
 
     namespace: Namespace
     parent: bytes
     shelf: Shelf
     frame: int
     epoch: int
+    number: int
     said: Block | None
 
 
@@ -102,6 +103,7 @@ class Flights(ABC):
         self._on_done: Callable[[Sequence[Flight]], None] = self._done
         """One object for all, by which the queue knows what it may hand over together."""
         self._forms: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._numbers = count()
 
     @property
     def in_flight_bytes(self) -> int:
@@ -141,7 +143,7 @@ class Flights(ABC):
         said = [None] * count if self._events is None else self._events.known(number, b"".join(keys))
         regions, done, flying, ops = self._regions, self._on_done, self._flying, self._taken.setdefault(shelf, [])
         self._space.allocator.hold_many(frames)
-        below, above = self._below, None
+        below, above, numbers = self._below, None, self._numbers
         for key, frame, slot, known in zip(keys, frames, slots, said, strict=True):
             write = Flight(
                 done=done,
@@ -158,6 +160,7 @@ class Flights(ABC):
                 shelf=shelf,
                 frame=frame,
                 epoch=epoch,
+                number=next(numbers),
                 said=known,
             )
             ops.append(write)
@@ -264,9 +267,14 @@ class Flights(ABC):
             self._soon()
 
     def _park(self, run: Run) -> None:
-        """Keep written blocks, or those that become a run with them, until `settle` may make them visible."""
-        parent = run[0].namespace.number, run[0].parent
-        if parent[1] and self._flies(parent, run[0].shelf):
+        """Keep written blocks, or those that become a run with them, until `settle` may make them visible.
+
+        A block waits for a parent that began before it, never for one that began later: that would be a circle where
+        clients make up keys that are no chains.
+        """
+        first = run[0]
+        parent = first.namespace.number, first.parent
+        if first.parent and self._flies(parent, first.shelf) and self._flying[parent].number < first.number:
             self._parked.setdefault(parent, []).append(run)
         else:
             self._complete.append(run)

@@ -253,8 +253,7 @@ class WriteBehind(Flights):
         if shelf is None:
             self.skipped_without_parent += 1
             return _PASSED
-        above = self._above(namespace.number, parent)
-        if shelf.has(namespace, key) or name in self._flying or key == above:
+        if shelf.has(namespace, key) or name in self._flying:
             return _PASSED
         if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
             self.skipped_too_large += 1
@@ -271,11 +270,9 @@ class WriteBehind(Flights):
         if room is not Room.HERE:
             self.skipped_by_quota += room is Room.NONE
             return _Begun(shelf if room is Room.SOON else None, 0)
-        if head:
-            if not self._copy(shelf, namespace, head):
-                return _Begun(shelf, 0)
-            above = self._above(namespace.number, parent)  # past the copies that fly now
-        entries = [entry, *self._going_on(wanted, entry, shelf, others, lane, above)]
+        if head and not self._copy(shelf, namespace, head):
+            return _Begun(shelf, 0)
+        entries = [entry, *self._going_on(wanted, entry, shelf, others, lane)]
         slots = shelf.take_slots(namespace, parent, len(entries))
         if not slots:
             return _Begun(shelf, 0)
@@ -283,13 +280,7 @@ class WriteBehind(Flights):
         return _Begun(None, len(slots) - 1)
 
     def _going_on(
-        self,
-        wanted: WantedWrite,
-        entry: int,
-        shelf: Shelf,
-        others: Iterable[WantedWrite],
-        lane: Shelf | None,
-        above: bytes,
+        self, wanted: WantedWrite, entry: int, shelf: Shelf, others: Iterable[WantedWrite], lane: Shelf | None
     ) -> Iterator[int]:
         """The entries in DRAM of the leading `others` that hang below `wanted`, each below the one before it.
 
@@ -306,7 +297,7 @@ class WriteBehind(Flights):
         for count, other in enumerate(others, 1):
             key = other.key
             below = table.get(key) if other.namespace is namespace else NO_ENTRY
-            if count >= most or below == NO_ENTRY or parent[below] != entry or key == above:
+            if count >= most or below == NO_ENTRY or parent[below] != entry:
                 return
             name = number, key
             if name in flying or here.get(key) != NO_ENTRY or (lane is None and name in in_lane):
@@ -318,15 +309,6 @@ class WriteBehind(Flights):
                     return
             entry = below
             yield below
-
-    def _above(self, number: int, parent: bytes) -> bytes:
-        """The first block from `parent` up that is not being written. Keys that clients make up may be no chains: a
-        block that one being written waits for must not wait for that one."""
-        for _ in range(len(self._flying) + 1):
-            if not parent or (write := self._flying.get((number, parent))) is None:
-                return parent
-            parent = write.parent
-        raise AssertionError("writes under way wait for each other in a circle")
 
     def _shelf_of(self, wanted: WantedWrite, entry: int, parent: bytes) -> tuple[Shelf | None, list[int]]:
         """Where a block goes, and what has to be copied there before it, first blocks first; None: nowhere.
@@ -374,8 +356,6 @@ class WriteBehind(Flights):
                 break
             missing.append(above)
             above = index.parent[above]
-        if missing and self._closes_circle(namespace, entry, missing):
-            return None
         count, size = len(missing), namespace.size_class.frame_bytes
         if missing and (
             count > most
@@ -385,15 +365,6 @@ class WriteBehind(Flights):
         ):
             return None
         return missing[::-1]
-
-    def _closes_circle(self, namespace: Namespace, entry: int, head: list[int]) -> bool:
-        """True if a write under way waits for one of the blocks to come, and one of those would wait for it.
-
-        Keys that clients make up may be no chains. `head`: the first block last.
-        """
-        key = self._space.index.key
-        first = self._above(namespace.number, key[self._space.index.parent[head[-1]]])
-        return first == key[entry] or any(first == key[one] for one in head)
 
     def _copy(self, shelf: Shelf, namespace: Namespace, head: list[int]) -> bool:
         """Begin to write blocks of a head to a further shelf; True when all of them are under way."""
