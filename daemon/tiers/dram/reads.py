@@ -123,5 +123,7 @@ class Reads(ReadLeases):
 
     def work(self) -> bool:
         """Run a slice of deferred work of each kind; True while there is more."""
+        if not (self._suspected or self._suspects or self.runs.busy or self.growing.busy):
+            return False
         more = [self.runs.work(), self.growing.work(), super().work()]
         return any(more)

@@ -196,6 +196,11 @@ class Runs:
         """Entries with a pin that no lease has: not yet, or no longer."""
         return chain(self._unpinning, self._space.index.walked_from, *self._taken.values())
 
+    @property
+    def busy(self) -> bool:
+        """True if `work` has more to do."""
+        return bool(self._unpinning)
+
     def work(self) -> bool:
         """Undo a slice of pins; True while there is more."""
         for _ in range(min(PINS, len(self._unpinning))):

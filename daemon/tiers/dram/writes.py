@@ -267,6 +267,8 @@ class Writes(StoreLeases[WriteLease]):
 
     def work(self) -> bool:
         """Run a slice of deferred work; True while there is more."""
+        if not self.pending.busy:
+            return False
         self.pending.work()
         self._take_back_some()
         return self.pending.busy

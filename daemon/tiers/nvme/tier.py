@@ -112,6 +112,7 @@ class NvmeTier(TierBelow):
         self._hung: set[Shelf] = set()
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
         self._scan: Scan | None = None
+        self._shelves_due = True  # a tick has come, or a shelf has asked for work
         self.sources = ShelfSources(self._placement)
         self.grants: Grants | None = None
 
@@ -194,13 +195,13 @@ class NvmeTier(TierBelow):
         for _ in registry.adopt(names):
             await asyncio.sleep(0)
         queue = make_queue()
-        shelf = Shelf(directory, catalog, queue, state, registry, self._space, self._soon, self._clock_s)
+        shelf = Shelf(directory, catalog, queue, state, registry, self._space, self._shelves_soon, self._clock_s)
         if self._events is not None:
             shelf.tell(self._events)
         self.use(shelf)
         order = [keeper.path for keeper in self._keepers]
         self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
-        self._soon()
+        self._shelves_soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
         log.info("nvme directory %s: %d segments, %s, by %s", directory.path, len(directory.segments), how, queue.io)
         if self._config.nvme_io == "aio" and queue.io != "aio":
@@ -231,6 +232,7 @@ class NvmeTier(TierBelow):
 
     def expire(self) -> None:
         """See `TierBelow`."""
+        self._shelves_due = True
         for shelf in self._shelves:
             shelf.slots.tails.lapse()
         if self.grants is not None:
@@ -321,16 +323,25 @@ class NvmeTier(TierBelow):
 
     def work(self) -> bool:
         """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
+        self._shelves_due = True
         more = [kind() for kind in self.kinds]
         return any(more)
 
+    def _shelves_soon(self) -> None:
+        self._shelves_due = True
+        self._soon()
+
     def _see_to_shelves(self) -> bool:
+        """At each tick, and when a shelf asks for it: most rounds are for a block that has arrived."""
+        if not self._shelves_due:
+            return False
         more = [shelf.work() for shelf in self._shelves]
         self._see_to_hung_disks()
         more.append(self._flushes.work())
         if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
-        return any(more)
+        self._shelves_due = any(more)
+        return self._shelves_due
 
     def _look_again(self) -> bool:
         return self.promotion.look()
@@ -345,10 +356,10 @@ class NvmeTier(TierBelow):
         return self._writes.settle()
 
     def _offer(self) -> bool:
-        return self._may_write and self._offers.work()
+        return not self._offers.idle and self._may_write and self._offers.work()
 
     def _write(self) -> bool:
-        return self._may_write and self._writes.pump()
+        return self._writes.wanting and self._may_write and self._writes.pump()
 
     def _see_to_hung_disks(self) -> None:
         for shelf in self._shelves:

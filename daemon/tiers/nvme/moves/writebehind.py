@@ -156,6 +156,11 @@ class WriteBehind(Flights):
         return bool(self._queue or self._in_lane)
 
     @property
+    def wanting(self) -> bool:
+        """True if `pump` has something to begin, if there is room."""
+        return bool(self._queue or self._in_lane or self._rest)
+
+    @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
         return not (self._queue or self._in_lane or self._flying or self._parked or self._rest)
