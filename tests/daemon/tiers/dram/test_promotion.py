@@ -95,9 +95,7 @@ class Rig(CacheRig, TierBelow):
         self.sources = sources
         regions: Any = {number: SimpleNamespace(address=number << REGION_SHIFT) for number in range(8)}
         growing, writes, tiers = self.cache.reads.growing, self.cache.writes, list(map(Tier, sources))
-        self.promotion = Promotion(
-            growing, writes, None, regions, tiers, self._landed, self._soon, lambda: self.now_s
-        )
+        self.promotion = Promotion(growing, writes, None, regions, tiers, self._landed, self._soon, lambda: self.now_s)
         self.namespace = self.space()
 
     def _landed(self) -> None:
