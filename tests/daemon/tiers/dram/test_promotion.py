@@ -92,6 +92,7 @@ class Rig(CacheRig, TierBelow):
     def __init__(self, *sources: Source) -> None:
         super().__init__(regions=8, below=self)
         self.landed = self.soon = 0
+        self.lost = set[bytes]()
         self.sources = sources
         regions: Any = {number: SimpleNamespace(address=number << REGION_SHIFT) for number in range(8)}
         growing, writes, tiers = self.cache.reads.growing, self.cache.writes, list(map(Tier, sources))
@@ -111,12 +112,16 @@ class Rig(CacheRig, TierBelow):
     def length(self, namespace: Namespace, keys: bytes, limit: int) -> int:
         return min(limit, max(source.numbers.stop for source in self.sources))
 
+    def lookup(self, namespace: Namespace) -> Callable[[bytes], bool]:
+        return lambda key: key not in self.lost
+
     def promote(self, lease: ReadLease) -> None:
         self.promotion.start(lease)
 
-    def ask(self, blocks: int, tag: int = 1) -> ReadLease:
-        """A match of a chain, none of it in DRAM, which the sources are asked for."""
-        found = self.cache.match(self.owner, [self.namespace], chain_of(tag, blocks), 1000.0, promote=True)
+    def ask(self, blocks: int, tag: int = 1, namespace: Namespace | None = None) -> ReadLease:
+        """A match of a prompt, which the sources are asked for as far as it is not in DRAM."""
+        namespaces = [namespace or self.namespace]
+        found = self.cache.match(self.owner, namespaces, chain_of(tag, blocks), 1000.0, promote=True)
         assert found.lease is not None
         finish(self)
         return found.lease
@@ -326,6 +331,94 @@ def test_what_ends_while_the_daemon_stops_is_taken_in_and_begins_nothing(monkeyp
     assert source.let_go_of == 1, "something may still read for what was abandoned"
     assert h.cache.peek([h.namespace], lease.keys)[0] == 1
     assert h.cache.space.allocator.used_bytes == 2 * FRAME_BYTES
+
+
+@pytest.mark.parametrize("window_blocks", [0, 6], ids=["chain", "window"])
+def test_nothing_is_asked_for_behind_a_block_that_did_not_come(
+    monkeypatch: pytest.MonkeyPatch, window_blocks: int
+) -> None:
+    monkeypatch.setattr(promotion, "MAX_IN_FLIGHT", 2)
+    source = Source(0, 6)
+    h = Rig(source)
+    lease = h.ask(6, namespace=h.space(rank=1, window_blocks=window_blocks))
+    source.deliver(2, FetchOutcome.FAILED)
+    assert h.waits(lease), "the next batch was asked for before this was taken in"
+    source.deliver(2)
+    assert not h.waits(lease)
+    assert source.asked == [0, 1, 2, 3]
+
+
+def test_a_lease_ends_at_once_where_no_source_has_its_blocks_any_more() -> None:
+    source = Source(0, 4)
+    h = Rig(source)
+    source.numbers, end = range(0), source.numbers.stop
+    h.length = lambda namespace, keys, limit: min(limit, end)  # type: ignore[method-assign]
+    lease = h.ask(4)
+    assert not h.waits(lease)
+    assert lease.blocks == lease.target == 0
+
+
+def test_a_lease_that_has_ended_before_its_sources_were_looked_up_is_not_promoted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Source(0, 4)
+    h = Rig(source)
+    found = h.cache.match(h.owner, [h.namespace], chain_of(1, 4), 1000.0, promote=True)
+    assert found.lease is not None
+    h.cache.reads.release(h.owner, found.lease.lease_id)
+    finish(h)
+    assert source.asked == []
+    assert h.promotion.idle
+
+
+def test_it_is_idle_once_nothing_is_planned_or_fetched_or_waits_to_be_taken_in() -> None:
+    source = Source(0, 2)
+    h = Rig(source)
+    assert h.promotion.idle
+    h.cache.match(h.owner, [h.namespace], chain_of(1, 2), 1000.0, promote=True)
+    assert not h.promotion.idle, "it has yet to find out who has them"
+    finish(h)
+    assert not h.promotion.idle
+    h.cache.process_gone(h.owner)
+    source.deliver(2)
+    assert not h.promotion.idle, "they are to be taken in"
+    finish(h)
+    assert h.promotion.idle
+
+
+# --- windows: any of their blocks may be missing -----------------------------------------------------
+
+
+def test_of_a_window_every_source_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "MAX_IN_FLIGHT", 1)
+    near, far = Source(4, 6), Source(2, 4)
+    h = Rig(near, far)
+    window = h.space(rank=1, window_blocks=4)
+    lease = h.ask(6, namespace=window)
+    assert (near.asked, far.asked) == ([4, 5], [2, 3]), "neither waits for the other"
+    far.deliver(2)
+    assert h.waits(lease)
+    assert lease.blocks == 0
+    near.deliver(2)
+    assert not h.waits(lease)
+    assert lease.blocks == 6
+
+
+def test_a_window_waits_for_what_another_request_promotes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "BATCH", 8)
+    source = Source(0, 8)
+    h = Rig(source)
+    window = h.space(rank=1, window_blocks=4)
+    first, second = h.ask(6, namespace=window), h.ask(7, namespace=window)
+    assert source.asked == [2, 3, 4, 5, 6]
+    source.fetching.append(source.fetching.pop(0))  # the first request's first block comes last
+    source.deliver(4)
+    assert h.waits(first)
+    assert not h.waits(second)
+    assert second.blocks == 7, "it needs four blocks, which have arrived"
+    source.deliver(1)
+    assert not h.waits(first)
+    assert first.blocks == 6
 
 
 def test_a_prefetch_comes_after_what_clients_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
