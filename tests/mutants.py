@@ -4,6 +4,7 @@ A break turns a condition round, replaces a comparison or an operator, leaves ou
 attribute, or loses a returned value. First all tests of the first ring run once, to learn which of them reach which
 line, or which file of tests starts a process that does. Then each break is tried by these, the nearest first, and after
 them by those of the ring `stress` in the folder that mirrors the broken file's. A break that none notices survives.
+Breaks that MUTANTS.md lists, because they change nothing that matters, are not tried.
 
     make mutants                                   the breaks in NAMED, and a sample of 150 over FOLDERS
     make mutants MUTANTS='--sample 20 --seed 7'    another, smaller sample
@@ -20,6 +21,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -83,6 +85,11 @@ class Mutant(NamedTuple):
     what: str
 
 
+    def listed(self, source: str) -> str:
+        """As MUTANTS.md lists it: its file, the line without the break and with it."""
+        return f"- `{self.path}`: `{source.splitlines()[self.line - 1].strip()}` -> `{self.text.strip()}`"
+
+
 class Named(NamedTuple):
     """A break that once survived all tests: in `path`, `old`, which stands there once, becomes `new`."""
 
@@ -134,6 +141,7 @@ NAMED = (
     ),
 )
 """Each replaces a line of the product by one that is wrong in a way that matters."""
+LISTED = re.compile(r"^(- `.+?`: `.+?` -> `.+?`):", re.MULTILINE)
 
 
 # --- breaks --------------------------------------------------------------------------------------
@@ -234,13 +242,29 @@ class Breaks(ast.NodeVisitor):
 
 
 def breaks(places: list[str]) -> list[Mutant]:
-    """All breaks of these files and folders."""
-    found: list[Mutant] = []
+    """All breaks of these files and folders, but for those that are known to be harmless."""
+    found, known = list[Mutant](), set(harmless())
     for place in places:
         path = ROOT / place
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            found += Breaks(str(file.relative_to(ROOT)), file.read_text()).found
+            source = file.read_text()
+            its = Breaks(str(file.relative_to(ROOT)), source).found
+            found += [one for one in its if one.listed(source) not in known]
     return found
+
+
+def harmless() -> list[str]:
+    """What MUTANTS.md lists, without the reasons."""
+    return LISTED.findall((ROOT / "tests" / "MUTANTS.md").read_text())
+
+
+def unknown() -> list[str]:
+    """What MUTANTS.md lists although there is no such line any more."""
+    there = set[str]()
+    for path in {one.split("`")[1] for one in harmless()}:
+        source = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+        there |= {one.listed(source) for one in Breaks(path, source).found}
+    return [one for one in harmless() if one not in there]
 
 
 def named() -> Iterator[Mutant]:
@@ -391,6 +415,8 @@ def main() -> int:
     parser.add_argument("--named-only", action="store_true")
     parser.add_argument("--list", action="store_true", help="print the breaks and try none")
     asked = parser.parse_args()
+    if stale := unknown():
+        sys.exit("tests/MUTANTS.md lists breaks of lines that are not there:\n" + "\n".join(stale))
     rng = random.Random(asked.seed)
     every = breaks(asked.places)
     sample = [] if asked.named_only else rng.sample(every, min(asked.sample, len(every)))
@@ -420,7 +446,7 @@ def try_all(mutants: list[Mutant], tests: str, jobs: int, folder: Path) -> int:
             by = workshop.killed_by(mutant, reached)
         finally:
             free.put(workshop)
-        how = f"({by})" if by else f"\n             {mutant.text.strip()}"
+        how = f"({by})" if by else f"\n{mutant.listed((ROOT / mutant.path).read_text())}"
         print(f"{'killed  ' if by else 'SURVIVED'} {mutant.path}:{mutant.line} {mutant.what} {how}", flush=True)
         return bool(by)
 

@@ -133,3 +133,18 @@ def test_a_walk_within_which_a_block_is_dropped_remembers_nothing(monkeypatch: p
     assert list(steps) == []
     assert index.prefix_length(table, keys, 6) == 4
     finish(h)
+
+
+def test_of_a_list_that_is_no_chain_only_the_leading_run_has_frames() -> None:
+    index = Index(lambda frame: None)
+    table = index.add_table(1, Policies("lru", Clock()).make(index), windowed=False)
+    a, b, c, other = (bytes([at]) * 16 for at in range(1, 5))
+    entries = index.insert_run(table, [a, b, c], table.root, [10, 20, 30])
+    index.insert_run(table, [other], entries[0], [40])
+    assert index.run_frames(table, a + b + c, 0, 3) == [10, 20, 30]
+    assert index.run_frames(table, a + b + c, 1, 2) == [20, 30]
+    assert index.run_frames(table, a + c + b, 0, 3) == [10], "both are here, in another order"
+    assert index.run_frames(table, a + other + c, 0, 3) == [10, 40]
+    assert index.run_frames(table, a + b + other, 1, 2) == [20]
+    assert index.run_frames(table, b + c, 0, 2) == [], "the first one is no root's child"
+    assert index.run_frames(table, a + bytes(16) + c, 1, 2) == []
