@@ -11,7 +11,7 @@ from cache_rig import FRAME_BYTES, CacheRig, finish
 from chains import chain_of
 
 from tiercache.daemon.ground.slices import Steps
-from tiercache.daemon.tiers.dram import promotion
+from tiercache.daemon.tiers.dram import growing_leases, growing_run, promotion
 from tiercache.daemon.tiers.dram.below import TierBelow
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.promotion import Promotion
@@ -404,19 +404,32 @@ def test_of_a_window_every_source_is_asked_at_once(monkeypatch: pytest.MonkeyPat
     assert lease.blocks == 6
 
 
-def test_a_window_waits_for_what_another_request_promotes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("looked_at_once", [512, 1])
+def test_a_window_waits_for_what_another_request_promotes_of_it(
+    monkeypatch: pytest.MonkeyPatch, looked_at_once: int
+) -> None:
     monkeypatch.setattr(promotion, "BATCH", 8)
+    monkeypatch.setattr(growing_run, "PINS", looked_at_once)
+    monkeypatch.setattr(growing_leases, "PINS", looked_at_once)
     source = Source(0, 8)
     h = Rig(source)
     window = h.space(rank=1, window_blocks=4)
     first, second = h.ask(6, namespace=window), h.ask(7, namespace=window)
     assert source.asked == [2, 3, 4, 5, 6]
-    source.fetching.append(source.fetching.pop(0))  # the first request's first block comes last
-    source.deliver(4)
+    source.fetching = [source.fetching[number] for number in (4, 1, 2, 3, 0)]
+    source.deliver(2)
+    assert h.waits(second), "the first request has yet to bring what lies between"
+    source.deliver(2)
     assert h.waits(first)
+    for _ in range(10):
+        h.now_s += 1
+        finish(h)
     assert not h.waits(second)
-    assert second.blocks == 7, "it needs four blocks, which have arrived"
+    assert second.blocks == 7
     source.deliver(1)
+    for _ in range(10):
+        h.now_s += 1
+        finish(h)
     assert not h.waits(first)
     assert first.blocks == 6
 
