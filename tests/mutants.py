@@ -84,7 +84,6 @@ class Mutant(NamedTuple):
     text: str
     what: str
 
-
     def listed(self, source: str) -> str:
         """As MUTANTS.md lists it: its file, the line without the break and with it."""
         return f"- `{self.path}`: `{source.splitlines()[self.line - 1].strip()}` -> `{self.text.strip()}`"
