@@ -39,6 +39,7 @@ from tiercache.daemon.ground.memory import collect_in_small_parts
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.nvme.tier import NvmeTier
 from tiercache.protocol.messages import BlockState
 from tiercache.protocol.namespaces import NamespaceSpec
@@ -81,9 +82,10 @@ class Bench:
             nvme_segment_bytes=8 * MIB,
         )
         self.regions: dict[int, Region] = {}
-        self.tier = NvmeTier(config, self.regions, lambda: None, soon=self._soon)
-        self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), self.tier)
-        self.tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, None)
+        self.tier = NvmeTier(config, self.regions, soon=self._soon)
+        below = LowerTiers(self.tier, None, self.regions, soon=self._soon)
+        self.cache = Cache(time.monotonic, CacheLimits(quarantine_bytes=1 << 30), below)
+        below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes)
         size_bytes = blocks * block_bytes + 4 * MIB
         fd = create_region(size_bytes, "bench")
         self.regions[0] = Region(0, fd, size_bytes)
@@ -137,7 +139,7 @@ class Bench:
             parent = part[-16:]
 
     async def written(self) -> None:
-        await self.until(lambda: self.tier._writes.idle and self.tier.settled)
+        await self.until(lambda: self.tier._writes.idle and self.cache.below.settled)
         await self.until(lambda: all(shelf.catalog.pending == 0 for shelf in self.tier._shelves))
 
     async def write(self, namespace: Namespace, keys: bytes) -> None:

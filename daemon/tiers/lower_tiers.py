@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from tiercache.daemon.tiers.dram.below import Claim, FlushBelow, TierBelow
 from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.promotion import Promotion
+from tiercache.daemon.tiers.dram.source import SourceTier
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.dram.writes import Writes
 
@@ -49,6 +51,7 @@ class LowerTiers(TierBelow):
         regions: dict[int, Region],
         landed: Callable[[], None] = lambda: None,
         soon: Callable[[], None] = lambda: None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.nvme = nvme
         self.shared = shared
@@ -57,7 +60,7 @@ class LowerTiers(TierBelow):
         self._regions = regions
         self._landed = landed
         self._soon = soon
-        self._promotion: Promotion | None = None  # of blocks in the store, where there is no NVMe
+        self._clock_s = clock_s
 
     @classmethod
     def of(
@@ -69,7 +72,7 @@ class LowerTiers(TierBelow):
         if config.nvme_dirs:
             from tiercache.daemon.tiers.nvme.tier import NvmeTier
 
-            nvme = NvmeTier(config, regions, landed, soon=soon)
+            nvme = NvmeTier(config, regions, soon=soon)
         if config.shared:
             from tiercache.daemon.tiers.shared.settings import shared_settings
             from tiercache.daemon.tiers.shared.tier import SharedTier
@@ -79,13 +82,15 @@ class LowerTiers(TierBelow):
 
     def attach(self, space: Space, growing: GrowingLeases, writes: Writes, events: Events | None = None) -> None:
         """Attach them to the DRAM tier that was made with them."""
+        sources: list[SourceTier] = [] if self.nvme is None else [self.nvme.sources]
+        sources += [] if self.shared is None else [self.shared]
+        self.promotion = Promotion(
+            growing, writes, events, self._regions, sources, self._landed, self._soon, self._clock_s
+        )
         if self.nvme is not None:
-            self.nvme.attach(space, growing, writes, events, [] if self.shared is None else [self.shared])
+            self.nvme.attach(space, events, self.promotion)
         if self.shared is not None:
             self.shared.attach(space, self.local.lookup)
-            if self.nvme is None:
-                parts = growing, writes, events, self._regions
-                self._promotion = Promotion(*parts, [self.shared], self._landed, self._soon)
 
     def add_region(self, region: Region, fd: int) -> None:
         """The arena has one more region, in this file: the descriptor stays the caller's."""
@@ -120,9 +125,8 @@ class LowerTiers(TierBelow):
                 raise error
 
     def end(self) -> None:
-        """The daemon ends: nothing more is promoted from the store."""
-        if self._promotion is not None:
-            self._promotion.closed = True
+        """The daemon ends: nothing more is promoted."""
+        self.promotion.closed = True
 
     async def _close_shared(self, grace_s: float) -> None:
         if self.shared is not None:
@@ -169,16 +173,13 @@ class LowerTiers(TierBelow):
 
     def promote(self, lease: ReadLease) -> None:
         """See `TierBelow`."""
-        if self._promotion is None:
-            self.local.promote(lease)
-        else:
-            self._promotion.start(lease)
+        self.promotion.start(lease)
+        self._soon()  # a long run takes more than one go
 
     def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         """See `TierBelow`."""
+        self.promotion.note_published()
         self.local.published(namespace, keys, before)
-        if self._promotion is not None:
-            self._promotion.note_published()
         if self.shared is not None:
             self.shared.published(namespace, keys, before)
 
@@ -205,23 +206,24 @@ class LowerTiers(TierBelow):
     @property
     def settled(self) -> bool:
         """See `TierBelow`. What waits for the store never counts: it may be away for hours."""
-        return self.local.settled and (self._promotion is None or self._promotion.idle)
+        return self.promotion.idle and self.local.settled
 
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
         """See `TierBelow`."""
-        if self.shared is None:
-            return self.local.kinds
-        return *self.local.kinds, self._look, self._begin, self.shared.work, self._land
+        if not self.tiers:
+            return ()
+        shared = () if self.shared is None else (self.shared.work,)
+        return self._look, self._begin, *self.local.kinds, *shared, self._land
 
     def _look(self) -> bool:
-        return self._promotion is not None and self._promotion.look()
+        return self.promotion.look()
 
     def _begin(self) -> bool:
-        return self._promotion is not None and self._promotion.begin()
+        return self.promotion.begin()
 
     def _land(self) -> bool:
-        return self._promotion is not None and self._promotion.land()
+        return self.promotion.land()
 
     def stats_by_tier(self) -> dict[str, dict[str, Any]]:
         """See `TierBelow`."""

@@ -123,7 +123,7 @@ class Simulation:
         self._shared_store = store
         self._shared = None if store is None else PaperShared(store, host, lambda: self.now_s, self._regions)
         tier = self._tier() if sizes.nvme_bytes else None
-        below = LowerTiers(tier, self._shared, self._regions)
+        below = LowerTiers(tier, self._shared, self._regions, clock_s=lambda: self.now_s)
         limits = CacheLimits(policies[sizes.policy], sizes.headroom_bytes, quarantine_bytes=sizes.dram_bytes)
         self.cache = Cache(lambda: self.now_s, limits, below)
         for number, size_bytes in enumerate(_pieces(sizes.dram_bytes, sizes.region_bytes), 1):
@@ -140,7 +140,7 @@ class Simulation:
 
     def _tier(self) -> NvmeTier:
         config = DaemonConfig(nvme_write_budget_bytes=self._sizes.nvme_write_budget_bytes)
-        return NvmeTier(config, self._regions, landed=lambda: None, clock_s=lambda: self.now_s)
+        return NvmeTier(config, self._regions, clock_s=lambda: self.now_s)
 
     def _open(self, tier: NvmeTier) -> None:
         sizes = self._sizes
@@ -150,7 +150,7 @@ class Simulation:
         space, state = self.cache.space, CatalogState(True, [], {}, [], 1)
         paper: tuple[Any, Any, Any] = directory, self._catalog, self._queue
         registry = Registry("paper", paper[1], space)
-        shelf = self._shelf = Shelf(*paper, state, registry, space, lambda: None, lambda: self.now_s)
+        shelf = self._shelf = Shelf(*paper, state, registry, space, tier.shelves_soon, lambda: self.now_s)
         tier.use(shelf)
         shelf.work()  # it has no rows to load
 

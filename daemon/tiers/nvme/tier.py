@@ -29,12 +29,8 @@ from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY, Touch
 from tiercache.daemon.tiers.dram.below import FlushBelow, TierBelow
-from tiercache.daemon.tiers.dram.growing_leases import GrowingLeases
-from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.promotion import Promotion
-from tiercache.daemon.tiers.dram.source import SourceTier
 from tiercache.daemon.tiers.dram.space import Namespace, Space
-from tiercache.daemon.tiers.dram.writes import Writes
 from tiercache.daemon.tiers.forms.cipher import load_cipher
 from tiercache.daemon.tiers.forms.codecs import codec_number
 from tiercache.daemon.tiers.nvme.check.scan import Scan
@@ -92,7 +88,6 @@ class NvmeTier(TierBelow):
         self,
         config: DaemonConfig,
         regions: dict[int, Region],
-        landed: Callable[[], None],
         soon: Callable[[], None] = lambda: None,
         runner_of: Callable[[DaemonConfig, ArenaFiles | None], Runner] = runner_for,
         clock_s: Callable[[], float] = time.monotonic,
@@ -102,7 +97,6 @@ class NvmeTier(TierBelow):
         self._arena = ArenaFiles() if has_workers else None
         self._runner = runner_of(config, self._arena)
         self._regions = regions
-        self._landed = landed
         self._soon = soon
         self._clock_s = clock_s
         self._shelves: list[Shelf] = []
@@ -116,16 +110,9 @@ class NvmeTier(TierBelow):
         self.sources = ShelfSources(self._placement)
         self.grants: Grants | None = None
 
-    def attach(
-        self,
-        space: Space,
-        growing: GrowingLeases,
-        writes: Writes,
-        events: Events | None,
-        below: Sequence[SourceTier] = (),
-    ) -> None:
-        """Attach it as the tier below DRAM; `below` are further tiers, which have what this one lacks."""
-        self._space, self._events = space, events
+    def attach(self, space: Space, events: Events | None, promotion: Promotion) -> None:
+        """Attach it as the tier below DRAM, from whose `sources` blocks are promoted."""
+        self._space, self._events, self.promotion = space, events, promotion
         self._keeping = Keepers(self._keepers, self._clock_s)
         self._budget = WriteBudget(self._config.nvme_write_budget_bytes, self._clock_s)
         self.fairness = Fairness(space, self._shelves)
@@ -142,16 +129,6 @@ class NvmeTier(TierBelow):
             sealed=self._cipher is not None,
         )
         self._offers = Offers(self._writes, self._placement, lambda: self._may_write, self._soon)
-        self.promotion = Promotion(
-            growing,
-            writes,
-            events,
-            self._regions,
-            [self.sources, *below],
-            self._landed,
-            self._soon,
-            self._clock_s,
-        )
         self._extents = HeldExtents(self._placement)
         self.grants = Grants(
             self._placement,
@@ -195,13 +172,13 @@ class NvmeTier(TierBelow):
         for _ in registry.adopt(names):
             await asyncio.sleep(0)
         queue = make_queue()
-        shelf = Shelf(directory, catalog, queue, state, registry, self._space, self._shelves_soon, self._clock_s)
+        shelf = Shelf(directory, catalog, queue, state, registry, self._space, self.shelves_soon, self._clock_s)
         if self._events is not None:
             shelf.tell(self._events)
         self.use(shelf)
         order = [keeper.path for keeper in self._keepers]
         self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
-        self._shelves_soon()
+        self.shelves_soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
         log.info("nvme directory %s: %d segments, %s, by %s", directory.path, len(directory.segments), how, queue.io)
         if self._config.nvme_io == "aio" and queue.io != "aio":
@@ -271,18 +248,12 @@ class NvmeTier(TierBelow):
             shelves = [] if shelf is None else [shelf]
         return [(shelf.index, shelf.table(namespace)) for shelf in shelves]
 
-    def promote(self, lease: ReadLease) -> None:
-        """See `TierBelow`."""
-        self.promotion.start(lease)
-        self._soon()  # a long run takes more than one go
-
     def hold(self, namespaces: Sequence[Namespace], keys: bytes, first: int) -> Held | None:
         """See `TierBelow`."""
         return self._extents.hold(namespaces, keys, first)
 
     def published(self, namespace: Namespace, keys: Sequence[bytes], before: bytes) -> None:
         """See `TierBelow`; promoted blocks are here already and not written again."""
-        self.promotion.note_published()
         if namespace.spec.dram_only:
             return
         source = self.promotion.committing
@@ -314,20 +285,15 @@ class NvmeTier(TierBelow):
     @property
     def settled(self) -> bool:
         """See `TierBelow`."""
-        return self.promotion.idle and ((self._offers.idle and self._writes.idle) or not self._may_write)
+        return (self._offers.idle and self._writes.idle) or not self._may_write
 
     @property
     def kinds(self) -> Sequence[Callable[[], bool]]:
         """See `TierBelow`."""
-        return self._see_to_shelves, self._look_again, self._read, self._offer, self._settle, self._write, self._land
+        return self._see_to_shelves, self._offer, self._settle, self._write
 
-    def work(self) -> bool:
-        """Unlinking, loading, writing and reading, a slice of each; True while there is more at once."""
-        self._shelves_due = True
-        more = [kind() for kind in self.kinds]
-        return any(more)
-
-    def _shelves_soon(self) -> None:
+    def shelves_soon(self) -> None:
+        """A shelf has work that should not wait for the next tick."""
         self._shelves_due = True
         self._soon()
 
@@ -342,15 +308,6 @@ class NvmeTier(TierBelow):
             more.append(self._scan.pump())
         self._shelves_due = any(more)
         return self._shelves_due
-
-    def _look_again(self) -> bool:
-        return self.promotion.look()
-
-    def _read(self) -> bool:
-        return self.promotion.begin()
-
-    def _land(self) -> bool:
-        return self.promotion.land()
 
     def _settle(self) -> bool:
         return self._writes.settle()
@@ -376,14 +333,14 @@ class NvmeTier(TierBelow):
 
     async def close(self, grace_s: float) -> int:
         """Write dirty blocks, roots first, for `grace_s`; returns how many were left."""
-        self.promotion.closed = True
         self._keeping.stop()
         if self._scan is not None:
             self._scan.stop()
         deadline_s = self._clock_s() + grace_s
         self._writes.add_rest(self._dirty(), deadline_s)
         while True:
-            more = self.work()
+            self._shelves_due = True
+            more = any([self.promotion.land(), *(kind() for kind in self.kinds)])
             if self._writes.idle or not self._shelves or self._clock_s() >= deadline_s:
                 break
             await asyncio.sleep(0 if more else _POLL_S)

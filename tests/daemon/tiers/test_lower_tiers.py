@@ -77,7 +77,7 @@ def above_the_store(one: HostRig) -> NearTier:
     near, below = NearTier(), one.below
     below._local = near
     parts = one.cache.reads.growing, one.cache.writes
-    below._promotion = Promotion(*parts, None, one.regions, [near, one.shared], lambda: None)
+    below.promotion = Promotion(*parts, None, one.regions, [near, one.shared], lambda: None)
     return near
 
 

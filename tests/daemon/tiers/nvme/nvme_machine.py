@@ -664,7 +664,7 @@ class NvmeMachine(RuleBasedStateMachine):
         return (
             self.all_are_open()
             and all(shelf.works and not shelf.catalog.pending and not shelf.queue.in_flight for shelf in shelves)
-            and tier.settled
+            and self.rig.below.settled
             and not tier.unlinking
             and not any(shelf.slots.left for shelf in shelves)
             and not self.rig.cache.reads.growing.leases

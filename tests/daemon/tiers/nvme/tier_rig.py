@@ -23,6 +23,7 @@ from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.index.allocator import Allocator
 from tiercache.daemon.tiers.dram.leases import Owner, ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace, first_of_window
+from tiercache.daemon.tiers.lower_tiers import LowerTiers
 from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
 from tiercache.daemon.tiers.nvme.opening.runners import InDaemon, Runner, runner_for
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
@@ -90,9 +91,10 @@ class TierRig:
         self.regions: dict[int, Region] = {}
         self.clock_s = self.memory[0].clock_s if self.memory else time.monotonic
         runner_of, clock_s = self._runner_of, self.clock_s
-        self.tier = NvmeTier(config, self.regions, lambda: None, runner_of=runner_of, clock_s=clock_s)
-        self.cache = CacheAtOnce(self.clock_s, limits or CacheLimits(quarantine_bytes=1 << 30), self.tier, events)
-        self.tier.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, events)
+        self.tier = NvmeTier(config, self.regions, runner_of=runner_of, clock_s=clock_s)
+        self.below = LowerTiers(self.tier, None, self.regions, clock_s=clock_s)
+        self.cache = CacheAtOnce(self.clock_s, limits or CacheLimits(quarantine_bytes=1 << 30), self.below, events)
+        self.below.attach(self.cache.space, self.cache.reads.growing, self.cache.writes, events)
         for region_id in range(arena_regions):
             fd = create_region(region_bytes, "test")
             self.regions[region_id] = Region(region_id, fd, region_bytes)
@@ -122,6 +124,7 @@ class TierRig:
     async def close(self, grace_s: float = 0.0) -> int:
         """As at SIGTERM; returns the blocks that were left."""
         going_on = asyncio.ensure_future(self._keep_moving())
+        self.below.end()
         left = await self.tier.close(grace_s)
         going_on.cancel()
         self._unmap()

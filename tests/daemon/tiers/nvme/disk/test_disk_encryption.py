@@ -100,7 +100,7 @@ def test_key_files_of_the_wrong_form(tmp_path: Path, text: str, mode: int, probl
     path.chmod(mode)
     config = DaemonConfig(nvme_dirs=(NvmeDirectory(tmp_path / "nvme"),), nvme_key=path)
     with pytest.raises(ConfigError, match=problem):
-        NvmeTier(config, {}, lambda: None)
+        NvmeTier(config, {})
     with pytest.raises(ConfigError, match="cannot be read"):
         load_cipher(tmp_path / "none")
     with pytest.raises(ConfigError, match="nvme_key /dev/zero can be read by others"):
