@@ -136,6 +136,8 @@ class PendingBlocks:
         run = complete_run(block, 1 if self._taken_back else TOLD_BLOCKS if self._tells(block) else RUN_BLOCKS)
         last = run[-1]
         keys, frames = [block.key for block in run], [block.frame for block in run]
+        events = self._events
+        said = [] if events is None else [block.lease.named and block.lease.named(block.place) for block in run]
         stored = not last.lease.owner.internal
         self._space.policies.turnover.comes(len(run) * last.lease.frame_bytes, stored)
         entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children), stored=stored)
@@ -148,18 +150,18 @@ class PendingBlocks:
             if child.phase is _HELD:
                 ready.append(child)  # behind what others have stored: they take turns
         last.children = {}
+        if events is not None:  # last: whatever this raises, each frame has its one owner
+            for key, named in zip(keys, said, strict=True):
+                events.arrived(events.dram, last.table.number, key, named)
         return len(run)
 
     def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:
-        """Blocks of one namespace are in the index: no longer pending; tells the tier below and events."""
-        table, pending, set_entry, events = run[0].table, self.by_key, self._space.allocator.set_entry, self._events
+        """Blocks of one namespace are in the index: no longer pending; tells the tier below."""
+        table, pending, set_entry = run[0].table, self.by_key, self._space.allocator.set_entry
         namespace = self._space.namespaces[table.number]
         number = table.number
         for block, entry in zip(run, entries, strict=True):
             set_entry(block.frame, entry)
-            if events is not None:
-                named = block.lease.named
-                events.arrived(events.dram, number, block.key, named and named(block.place))
             block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _VISIBLE
             del pending[number, block.key], block.among[block]
         assert len(run) == 1 or not table.windowed, "blocks of windows hang below nothing"

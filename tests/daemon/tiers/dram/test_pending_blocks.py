@@ -115,3 +115,20 @@ def test_a_region_that_is_emptied_costs_only_what_is_written_there_without_the_m
     ]
     assert states == [{CommitState.VISIBLE if number not in (1, 4) else CommitState.DROPPED} for number in range(5)]
     finish(h)
+
+
+def test_a_frame_has_one_owner_whatever_events_raise() -> None:
+    h = CacheRig(regions=2)
+    space = h.space()
+
+    class Failing:
+        dram = 0
+
+        def arrived(self, *told: object) -> None:
+            raise ZeroDivisionError
+
+    h.cache.writes.pending._events = Failing()  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        h.store(space, chain_of(1, 4))
+    h.check()
+    assert h.length(space, chain_of(1, 4)) == 4
