@@ -253,6 +253,9 @@ class Promotion:
         Its jobs ask for nothing more; `look_again` ends them, some in each slice.
         """
         source.cancel()
+        if not self._fetches.get(source):  # else those that end forget it, if it is gone for good
+            self._fetches.pop(source, None)
+            self._fetch_bytes.pop(source, None)
         queues = self._jobs.pop(source, (deque(), deque()))
         for job in dict.fromkeys([*queues[0], *queues[1], *self._fetching.pop(source, ())]):
             job.give_up()

@@ -170,6 +170,8 @@ class WriteBehind(Flights):
         for place in [place for place in self._lanes if place[0] is shelf]:
             del self._lanes[place]
         self._in_lane = {name: other for name, other in self._in_lane.items() if other is not shelf}
+        if self._loads.get(shelf) == (0, 0):
+            del self._loads[shelf]
         self._writable.pop(shelf, None)
 
     def _next(self) -> WantedWrite | None:

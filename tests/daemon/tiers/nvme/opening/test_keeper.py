@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,16 @@ async def test_a_directory_stays_locked_while_its_last_transaction_hangs(clock: 
     disks[0].hung = True
     await rig.close()
     assert [disk.is_open for disk in disks] == [True, False]
+
+
+@played
+async def test_nothing_of_a_directory_that_has_gone_is_kept(tmp_path: Path) -> None:
+    """Its index is as large as the directory: with each return there would be one more."""
+    rig = await filled(tmp_path, disks=1)
+    await found(rig)
+    assert rig.tier.scan(-1, 0, lambda: True, lambda findings, blocks: None)
+    await rig.work(5)
+    former = weakref.ref(rig.shelves[0])
+    await take_away(rig, tmp_path / "elsewhere")
+    await rig.until(lambda: gc.collect() >= 0 and former() is None)
+    await rig.close()
