@@ -354,6 +354,15 @@ def check_region(value: int) -> str | None:
     return f"must be a multiple of 2MiB (a huge page): write {nearest}"
 
 
+MAX_SEGMENT_BYTES = 64 << 30
+"""Segments of an nvme directory: their pages of 4 KiB are numbered with 24 bits."""
+
+
+def check_segment(value: int) -> str | None:
+    """What is wrong with the size of a segment; None if it is valid."""
+    return "must be at most 64GiB" if value > MAX_SEGMENT_BYTES else check_region(value)
+
+
 def _plain_bytes(value: int) -> str:
     """As `toml_bytes`, without the quotes: the result goes into a quoted text."""
     return toml_bytes(value).strip('"')

@@ -40,6 +40,7 @@ from tiercache.config.setting_kinds import (
     SettingKind,
     StoreUrl,
     check_region,
+    check_segment,
     choice,
     count,
     parse_directory,
@@ -221,7 +222,7 @@ class Settings:
     )
     nvme_segment_bytes: int = _setting(
         "nvme_segment",
-        size(check_region),
+        size(check_segment),
         1 << 30,
         "Size of the files that an nvme directory is filled with. Directories that exist already keep the size of "
         "their files.",

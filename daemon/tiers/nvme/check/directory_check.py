@@ -444,7 +444,8 @@ class _Check:
     def _link_rows(self) -> None:
         self._chains.link(self._readable_rows(), self._tables.flushed_before)
         for place in self._chains.orphans():
-            self._findings.add("rows without a parent", f"{where(place)}: the block before it is not here")
+            text = f"{where(place)}: the block before it is not here: the next start drops it"
+            self._findings.add("rows without a parent", text)
         if flushed := self._chains.flushed_count:
             self.report.notes.append(f"{flushed:,} flushed blocks whose rows the next daemon removes")
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import xxhash
 
+from tiercache.config.setting_kinds import MAX_SEGMENT_BYTES
 from tiercache.ground.file_systems import sync_directory
-from tiercache.protocol.frames import OFFSET_MASK
 
 NAME = "superblock"
 SIZE_BYTES = 4096
@@ -59,7 +59,7 @@ class Superblock:
     @classmethod
     def new(cls, segment_bytes: int) -> Superblock:
         """A superblock for a new directory."""
-        assert 0 < segment_bytes <= OFFSET_MASK
+        assert 0 < segment_bytes <= MAX_SEGMENT_BYTES
         assert segment_bytes % ALIGNMENT_BYTES == 0
         return cls(os.urandom(16), segment_bytes, int(time.time()))
 
@@ -84,7 +84,7 @@ class Superblock:
             raise DamagedSuperblock("it is not one")
         if version > FORMAT_VERSION:
             raise NewerSuperblock(f"format {version}")
-        whole = 0 < segment_bytes <= OFFSET_MASK and segment_bytes % ALIGNMENT_BYTES == 0
+        whole = 0 < segment_bytes <= MAX_SEGMENT_BYTES and segment_bytes % ALIGNMENT_BYTES == 0
         if version < 1 or alignment != ALIGNMENT_BYTES or not whole:
             raise DamagedSuperblock("its geometry makes no sense")
         return cls(directory_id, segment_bytes, created_s)

@@ -42,6 +42,8 @@ class _Stones:
     def __init__(self, epochs: dict[bytes, int]) -> None:
         self.epochs = epochs
         """By key; those being buried are left out."""
+        self.kept = set[bytes]()
+        """Those that the catalog could not remove."""
         self.count = len(epochs)
         """How many the catalog has, as far as known."""
 
@@ -182,7 +184,7 @@ class Registry:
 
     def _add(self, namespace: Namespace, key: bytes, epoch: int) -> None:
         stones = self._stones.setdefault(namespace.number, _Stones({}))
-        if key not in stones.epochs:
+        if key not in stones.epochs and key not in stones.kept:
             stones.count += 1
             self.tombstone_count += 1
         stones.epochs[key] = epoch
@@ -209,14 +211,17 @@ class Registry:
             catalog_number = self._numbers[self._space.namespaces[number].fingerprint]
             while stones.epochs and left:
                 key, _ = stones.epochs.popitem()
-                self._catalog.remove_tombstone(catalog_number, key, partial(self._buried, number, stones))
+                self._catalog.remove_tombstone(catalog_number, key, partial(self._buried, number, stones, key))
                 left -= 1
             if not stones.epochs:
                 del self._to_bury[number]
         return self._may_bury and bool(self._to_bury)
 
-    def _buried(self, number: int, stones: _Stones, ok: bool) -> None:
+    def _buried(self, number: int, stones: _Stones, key: bytes, ok: bool) -> None:
         """The catalog has removed one; or not, since some row could not be written: then it stays for the next life."""
-        if ok and self._stones.get(number) is stones:
+        if not ok:
+            stones.kept.add(key)
+        elif self._stones.get(number) is stones:
+            stones.kept.discard(key)
             stones.count -= 1
             self.tombstone_count -= 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from tiercache.config.setting_kinds import MAX_SEGMENT_BYTES
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator, SizeClass
 from tiercache.daemon.index.chain_ends import ChainEnds
 from tiercache.daemon.index.entries import LIVE
@@ -36,6 +37,7 @@ from .parts import BlockQueue, CatalogRows, DirectoryFiles
 
 SLOT_MASK = MAX_SLOTS - 1
 PAGE_SHIFT = 12  # a place counts pages of 4096 bytes inside its segment
+assert MAX_SLOTS << PAGE_SHIFT == MAX_SEGMENT_BYTES, "each page of the largest segment has a number of its own"
 
 
 def place_of_slot(slot: int) -> int:
@@ -467,12 +469,20 @@ class Slots:
         if self.allocator.entries_of(segment, emptying=True) is None:
             self._emptying = None
             return
+        # Those behind a block go before another one is dropped, which may be the one before it; and so do their rows.
+        left = EVICT_AT_ONCE - self._index.unlink_slice(EVICT_AT_ONCE)
+        if not left:
+            return
         last = min(first + SCAN_AT_ONCE, len(self._index.frame))
         for entry in range(first, last):
             slot = self._index.frame[entry]
             if slot >> REGION_SHIFT == segment and slot != NO_FRAME and self._index.state[entry] == LIVE:
                 self._index.drop(entry)
                 self.evicted_blocks += 1
+                left -= self._index.unlink_slice(left)
+                if not left:
+                    last = entry + 1
+                    break
         self.tails.let_go_detached()
         self._emptying = segment, 0 if last == len(self._index.frame) else last
 

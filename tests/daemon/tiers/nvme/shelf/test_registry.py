@@ -6,7 +6,8 @@ import asyncio
 import sqlite3
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from tiercache.daemon.tiers.nvme.catalog.catalog_check import read_state
 from tiercache.daemon.tiers.nvme.shelf import registry as registry_module
 from tiercache.daemon.tiers.nvme.shelf.parts import CatalogRows, SavedNames
 from tiercache.daemon.tiers.nvme.shelf.registry import Registry
+from tiercache.protocol.namespaces import NamespaceSpec
 
 RANKS = 4
 PAGE = 4096
@@ -281,3 +283,23 @@ async def test_a_flush_of_everything_waits_for_what_a_failing_disk_could_not_dro
     disk.step()
     assert answers == [False, True]
     await rig.close()
+
+
+def test_a_tombstone_that_could_not_be_removed_is_counted_once() -> None:
+    """The disk has refused a row: all tombstones stay for the next life, however often their blocks are flushed."""
+    space = Cache(lambda: 0.0).space
+    removed, catalog = list[Any](), cast(Any, Mock())
+    catalog.remove_tombstone = lambda number, key, done: removed.append(done)
+    registry = _registry(catalog, SavedNames.read(CatalogState(True, [], {}, [], 1)), space)
+    registry.loaded(complete=True)
+    namespace = space.open_namespace(NamespaceSpec(engine="t", layout="l", dtype="u8", block_size=1, block_bytes=PAGE))
+    registry.add(namespace)
+    for _ in range(3):
+        registry.flush_key(namespace, key_of(CHAIN, 0), lambda ok: None)
+        registry.bury()
+        removed.pop()(False)
+        assert registry.tombstone_count == 1
+    registry.flush_key(namespace, key_of(CHAIN, 0), lambda ok: None)
+    registry.bury()
+    removed.pop()(True)
+    assert registry.tombstone_count == 0

@@ -14,7 +14,9 @@ from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.shelf import slots as slots_module
+from tiercache.protocol.messages import REGION_SHIFT
 
 PAGE = 4096
 SLOTS = 32
@@ -169,5 +171,35 @@ async def test_nothing_more_is_unlinked_while_the_index_is_behind(clock: Clock) 
     assert len(shelf.slots.left) == 20
     await rig.committed()
     assert shelf.allocator.used_bytes == 0
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_segment_is_emptied_from_the_ends_of_chains(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the middle must not leave rows without those of the blocks before them."""
+    monkeypatch.setattr(shelf_module, "EVICT_AT_ONCE", 2)
+    monkeypatch.setattr(slots_module, "EVICT_AT_ONCE", 2)
+    rig = await rig_on(clock)
+    small, large = rig.namespace(PAGE), rig.namespace(4 * PAGE, rank=1)
+    rig.store(small, chain_of("first", 1))
+    await rig.settled()
+    rig.store(small, chain_of("parent", 1))
+    await rig.settled()
+    assert await rig.flush(chain_of("first", 1))  # whose place in the index comes before
+    await rig.settled()
+    chain = chain_of("parent", 1) + chain_of("children", 20)
+    rig.store(small, chain, first=1)
+    await rig.settled()
+    [shelf] = rig.shelves
+    table = shelf.table(small)
+    assert table.get(key_of(chain, 1)) < table.get(key_of(chain, 0))
+    shelf.allocator.empty_region(shelf.index.frame[table.get(key_of(chain, 1))] >> REGION_SHIFT)
+    shelf.slots._emptying = shelf.index.frame[table.get(key_of(chain, 1))] >> REGION_SHIFT, 0
+    while table.get(key_of(chain, 0)) >= 0:
+        await rig.work()
+    assert not table.unlinking
+    rig.store(large, chain_of("large", 1))
+    await rig.settled()
     rig.check()
     await rig.close()
