@@ -146,8 +146,6 @@ class Cache:
                 gone += self._forget_now([namespace.number for namespace in part], key)
             if below is not None:
                 below.forget(part)
-        if dram:
-            self.counters.flushes += 1
         return gone, dram and any(tables[namespace.number].unlinking for namespace in namespaces)
 
     def _forget_now(self, numbers: Sequence[int], key: bytes) -> int:

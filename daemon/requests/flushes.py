@@ -60,18 +60,22 @@ class FlushRequests:
         if self._context.tenant and not request.namespaces:
             raise RequestRefused(ErrorCode.FORBIDDEN.value, "a tenant flushes its own namespaces: name them")
         named = bool(request.namespaces)
+        if request.key and not named and "shared" in self._below.tiers and request.tier in ("all", "shared"):
+            text = "other hosts of the shared store may have namespaces that this one does not know"
+            raise RequestRefused(ErrorCode.BAD_VALUE.value, f"{text}: name those of the prefix, or flush everything")
         namespaces = self._context.namespaces(request.namespaces) if named else self._space.all_namespaces()
         is_below = bool(self._below.tiers) and request.tier != "dram"
         if is_below:
             self._unwritten.check(session.party, len(namespaces))
         if self._cache.events is not None and not (named or request.key) and request.tier == "all":
             self._cache.events.cleared()
+        self._cache.counters.flushes += 1
         self._cache.observers.flushed(namespaces, request.key, request.tier)
         identity, blocks, more = self._context.identity, 0, False
 
         def done(below_blocks: int, durable: bool) -> None:
             late = () if below is None or durable else below.unconfirmed
-            _log_flush(session, request, namespaces, blocks, below_blocks, late)
+            _log_flush(session, request, namespaces, blocks, more, below_blocks, late)
             kept = _KEPT if "shared" in late else ""
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more, kept)
             lost = below.lost if below is not None and kept else ""
@@ -83,11 +87,11 @@ class FlushRequests:
             self._context.answer(identity, session, reply)
 
         below = None
-        if is_below:
-            below = self._below.begin_flush(namespaces, request.key, done, named, request.tier)
-            self._unwritten.add(session.party, below, len(namespaces))
         in_dram = request.tier in ("all", "dram")
         try:
+            if is_below:
+                below = self._below.begin_flush(namespaces, request.key, done, named, request.tier)
+                self._unwritten.add(session.party, below, len(namespaces))
             blocks, more = yield from self._cache.flush(namespaces, request.key, below, in_dram)
         except BaseException:
             log.warning("flush by %s failed half way: flush again", session.who)
@@ -95,7 +99,7 @@ class FlushRequests:
                 below.give_up()
             raise
         if below is None:
-            _log_flush(session, request, namespaces, blocks, 0, ())
+            _log_flush(session, request, namespaces, blocks, more, 0, ())
             return m.Flushed(request.request_id, self._generation, blocks, more)
         below.end()
         return None
@@ -151,15 +155,21 @@ class Unwritten:
 
 
 def _log_flush(
-    session: Session, request: m.Flush, namespaces: Sequence[Namespace], dram: int, below: int, late: Sequence[str]
+    session: Session,
+    request: m.Flush,
+    namespaces: Sequence[Namespace],
+    dram: int,
+    more: bool,
+    below: int,
+    late: Sequence[str],
 ) -> None:
     """Who has flushed what, for audits. A probe of the data path flushes its own block every few seconds."""
     is_probe = bool(namespaces) and all(one.spec.engine == PROBE_ENGINE for one in namespaces)
     where = "every namespace"
     if request.namespaces:
         named = ", ".join(f"{one.number} ({one.fingerprint[:8]})" for one in namespaces[:_NAMED])
-        more = f" and {len(namespaces) - _NAMED} more" if len(namespaces) > _NAMED else ""
-        where = f"namespace{'s' if len(namespaces) > 1 else ''} {named}{more}"
+        others = f" and {len(namespaces) - _NAMED} more" if len(namespaces) > _NAMED else ""
+        where = f"namespace{'s' if len(namespaces) > 1 else ''} {named}{others}"
     what = "all blocks"
     if request.key:
         windowed = {one.table.windowed for one in namespaces}
@@ -168,11 +178,12 @@ def _log_flush(
         what = f"block {request.key.hex()}{following}{limit}"
     log.log(
         logging.DEBUG if is_probe else logging.INFO,
-        "flush by %s: %s of %s, tier %s: %d blocks in DRAM, %d on NVMe%s",
+        "flush by %s: %s of %s, tier %s: %s%d blocks in DRAM, %d on NVMe%s",
         session.who,
         what,
         where,
         request.tier,
+        "at least " if request.key and (more or below) else "",  # of what follows a block, as much as was unlinked
         dram,
         below,
         f"; not confirmed yet by: {', '.join(late)}" if late else "",

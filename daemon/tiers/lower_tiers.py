@@ -195,12 +195,16 @@ class LowerTiers(TierBelow):
         if self.shared is None:
             return self.local.begin_flush(namespaces, key, done, named)
         together = _FlushOfBoth(self.shared, done)
-        if self.local.tiers and tier != self.shared.name:
-            together.add(self.local.begin_flush(namespaces, key, together.local_done, named))
-        if tier in ("all", self.shared.name):
-            # Now, while DRAM has the chain: it tells which bucket is concerned.
-            together.waiting += 1
-            together.shared_end = self.shared.begin_flush(namespaces, key, together.shared_done, named)
+        try:
+            if self.local.tiers and tier != self.shared.name:
+                together.add(self.local.begin_flush(namespaces, key, together.local_done, named))
+            if tier in ("all", self.shared.name):
+                # Now, while DRAM has the chain: it tells which bucket is concerned.
+                together.waiting += 1
+                together.shared_end = self.shared.begin_flush(namespaces, key, together.shared_done, named)
+        except BaseException:
+            together.give_up()
+            raise
         return together
 
     @property

@@ -143,9 +143,9 @@ def test_flush_on_a_terminal_asks_first(daemon: Path, answer: str, status: int, 
 def test_a_flush_of_the_shared_store_is_said_to_concern_every_host() -> None:
     alone: dict[str, Any] = {"dram": {"blocks": 3}, "nvme": {"blocks": 4}}
     shared = {"tiers": {**alone, "shared": {"store": "valkey://kv:6379"}}}
-    assert "host" not in flush.question({"tiers": alone}, "all", None, None)
+    assert "host" not in flush.question({"tiers": alone}, "all", [], None)
     for tier, concerns_all in (("dram", False), ("all", True), ("shared", True)):
-        assert ("EVERY host" in flush.question(shared, tier, "9f3a", "00112233" * 4)) is concerns_all
+        assert ("EVERY host" in flush.question(shared, tier, ["9f3a"], "00112233" * 4)) is concerns_all
 
 
 def test_the_log_says_who_flushed_what(run: Run, tmp_path: Path) -> None:

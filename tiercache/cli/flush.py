@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -27,15 +28,18 @@ FLUSH_DEADLINE_S = 60.0
                                       forget the blocks of one namespace (see `tiercache stats`)
   tiercache flush --yes --prefix 00112233445566778899aabbccddeeff
                                       forget one block and all that follow it
-                                      (in a windowed namespace only that block)
+                                      (in a windowed namespace only that block);
+                                      with a shared store --namespace says of which
   tiercache flush --tier shared       forget what hosts share, for every host of the deployment
 """,
 )
 def flush(
     tier: Annotated[str, typer.Option("--tier", metavar="all|dram|shared", help="Tiers to forget them in.")] = "all",
     namespace: Annotated[
-        str | None,
-        typer.Option("--namespace", metavar="ID", help="Number of a namespace, or the start of its fingerprint."),
+        list[str] | None,
+        typer.Option(
+            "--namespace", metavar="ID", help="Number of a namespace, or the start of its fingerprint; may be repeated."
+        ),
     ] = None,
     prefix: Annotated[
         str | None, typer.Option("--prefix", metavar="HEXKEY", help="Key of a block, 32 hex digits.")
@@ -55,9 +59,14 @@ def flush(
         has_shared = "shared" in stats.get("tiers", {})
         if tier == "shared" and not has_shared:
             raise ConfigError("--tier = shared: this daemon has no shared tier (its setting shared is empty)")
-        namespaces = [] if namespace is None else [find_namespace(stats, namespace)]
+        whose = [find_namespace(stats, wanted) for wanted in namespace or ()]
+        namespaces = list(dict.fromkeys(whose))
+        if prefix is not None and not namespaces and has_shared and tier in ("all", "shared"):
+            raise ConfigError(
+                f"--prefix with a shared store needs --namespace, once or more: {known_namespaces(stats)}"
+            )
         if not yes:
-            typer.confirm(question(stats, tier, namespace, prefix), abort=True, err=True)
+            typer.confirm(question(stats, tier, namespace or [], prefix), abort=True, err=True)
         reply = client.call(Flush, timeout_s=FLUSH_DEADLINE_S, tier=tier, namespaces=namespaces, key=key)
     if not isinstance(reply, Flushed):
         raise ProtocolError(f"a flush was answered with {type(reply).__name__}")
@@ -66,19 +75,23 @@ def flush(
         named = {"tier": tier, "namespaces": namespaces, "prefix": key.hex()}
         print_json({"flushed_blocks": blocks, **named, "shared_store_told": not kept if has_shared else None})
     else:
-        print(outcome(blocks, tier, has_shared, kept))
+        print(outcome(blocks, tier, has_shared, kept, prefix is not None and (reply.more or "nvme" in stats["tiers"])))
     return EXIT_OK
 
 
-def outcome(blocks: int, tier: str, has_shared: bool, kept: str = "") -> str:
-    """What was flushed. How many blocks a shared store had, no host knows."""
+def outcome(blocks: int, tier: str, has_shared: bool, kept: str = "", at_least: bool = False) -> str:
+    """What was flushed. How many blocks a shared store had, no host knows.
+
+    `at_least`: the daemon goes on counting what follows a block, and has answered before.
+    """
+    count = f"{'at least ' if at_least and blocks else ''}{blocks:,}"
     if kept:
-        return f"{blocks:,} blocks flushed here; {kept}"
+        return f"{count} blocks flushed here; {kept}"
     if tier == "shared":
         return "flushed: no host finds these blocks in the shared store any more"
     if tier == "all" and has_shared:
-        return f"{blocks:,} blocks flushed here, and no host finds them in the shared store any more"
-    return f"{blocks:,} blocks flushed"
+        return f"{count} blocks flushed here, and no host finds them in the shared store any more"
+    return f"{count} blocks flushed"
 
 
 def parse_key(prefix: str | None) -> bytes:
@@ -104,16 +117,21 @@ def find_namespace(stats: dict[str, Any], wanted: str) -> int:
     if len(found) == 1:
         return found[0]
     problem = f"is the start of {len(found)} fingerprints" if found else "no such namespace"
-    there = ", ".join(f"{number} ({fingerprint})" for number, fingerprint in known.items()) or "none yet"
-    raise ConfigError(f"--namespace = {wanted}: {problem}: there are {there}")
+    raise ConfigError(f"--namespace = {wanted}: {problem}: {known_namespaces(stats)}")
 
 
-def question(stats: dict[str, Any], tier: str, namespace: str | None, prefix: str | None) -> str:
+def known_namespaces(stats: dict[str, Any]) -> str:
+    """The namespaces that this daemon knows, in words."""
+    known = [f"{int(row['id'])} ({row.get('fingerprint', '')})" for row in stats.get("namespaces", [])]
+    return f"there are {', '.join(known)}" if known else "there are none yet on this host"
+
+
+def question(stats: dict[str, Any], tier: str, namespace: Sequence[str], prefix: str | None) -> str:
     """The question that names what is about to be forgotten."""
     what = "all blocks"
     if prefix is not None:
         what = f"block {prefix[:8]}... and all that follow it (in a windowed namespace only that block)"
-    whose = "every namespace" if namespace is None else f"namespace {namespace}"
+    whose = f"namespace {', '.join(namespace)}" if namespace else "every namespace"
     where = "all tiers" if tier == "all" else tier
     tiers = stats.get("tiers", {})
     held = sum(int(figures.get("blocks", 0)) for figures in tiers.values())

@@ -452,7 +452,8 @@ _SHARED_GAUGES: tuple[tuple[str, str], ...] = (
     ("write_in_flight_bytes", "Bytes being sent to the shared store now."),
     (
         "flushes_waiting",
-        "Flushes that the shared store has not been told of yet; this host uses nothing of the store until it has.",
+        "Notes that the shared store has yet to replace, one or more for each flush; until then this host uses nothing "
+        "that they are about.",
     ),
 )
 

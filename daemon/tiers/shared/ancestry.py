@@ -79,21 +79,24 @@ class Ancestry:
             self._put(tenant, walked[steps], ChainPlace(root, number - steps))
         return self._places[tenant, key]
 
-    def root_of(self, namespaces: Sequence[Namespace], key: bytes) -> bytes | None:
+    def root_of(self, namespaces: Sequence[Namespace], key: bytes, most: int = MAX_WALK) -> bytes | None:
         """The first block of a chain, by the indexes of these namespaces alone and not by what was said of windows.
 
-        None where none of them has the block, where they differ, or a walk is too long. At most MAX_WALK steps in all.
+        None where none of them has the block, where they differ, where part of the chain is being unlinked, or where
+        the walks take more than `most` steps in all.
         """
-        index, left, roots = self._index, MAX_WALK, set[bytes]()
+        index, left, roots = self._index, most, set[bytes]()
         for namespace in namespaces:
             table = namespace.table
             entry, root = NO_ENTRY if table.windowed else table.get(key), b""
+            if entry == NO_ENTRY:
+                continue
             while entry not in (NO_ENTRY, table.root) and left:
                 root, entry = index.key[entry], index.parent[entry]
                 left -= 1
-            if entry not in (NO_ENTRY, table.root):
+            if entry != table.root:  # a block that was dropped hangs below nothing, and is no root
                 return None
-            roots |= {root} if root else set()
+            roots.add(root)
         return roots.pop() if len(roots) == 1 else None
 
     def _put(self, tenant: str, key: bytes, place: ChainPlace) -> None:

@@ -12,18 +12,21 @@ Other hosts go on reading what was flushed until the store has been told: no hos
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import logging
 import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
 
 from tiercache.daemon.tiers.shared.stores.store import Connection, NotReplicated, StoreError, StoreProblem
+from tiercache.errors import ConfigError
 from tiercache.ground.file_systems import make_directory, sync_directory
 
 from .access import StoreAccess
@@ -45,6 +48,8 @@ ANSWERED_AT_ONCE = 64
 """Flushes answered in one turn of the loop."""
 JITTER = 0.5
 """The random part of each pause."""
+NOTES_OF_A_JOB = 512
+"""Notes that one job replaces; to take in what it has done takes the loop a few milliseconds."""
 MANY_NOTES = 1024
 """With more notes that wait, those of many buckets of one namespace become the namespace's own; then again whenever
 their number has doubled."""
@@ -65,10 +70,12 @@ class FlushJob(SharedJob):
     that of another host, it would bring back what that host has flushed.
     """
 
-    def __init__(self, owner: JobOwner, notes: dict[bytes, bytes], tried: set[bytes]) -> None:
+    def __init__(self, owner: JobOwner, notes: dict[bytes, bytes], tried: set[bytes], more: bool = False) -> None:
         super().__init__(owner)
         self.notes = notes
         self.tried = tried
+        self.more = more
+        """Further notes wait for the next job."""
         self.deleted: list[bytes] = []
         """Notes for whose successors the store has no room: the host that next needs one makes it."""
 
@@ -79,9 +86,11 @@ class FlushJob(SharedJob):
 
     @property
     def was_cut_short(self) -> bool:
-        """True if it replaced some of the notes, and then had no time left."""
+        """True if it replaced some of the notes, and others are left: for the next job, or it had no time for them."""
         problem = self.problem
-        return problem is not None and problem.problem is StoreProblem.TIMEOUT and bool(self.learned or self.deleted)
+        if problem is None:
+            return self.more
+        return problem.problem is StoreProblem.TIMEOUT and bool(self.learned or self.deleted)
 
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
@@ -169,19 +178,20 @@ class SharedFlushes:
         return bool(self._notes)
 
     def open(self) -> None:
-        """Tell the store what an earlier life of this daemon could not."""
+        """Tell the store what an earlier life of this daemon could not.
+
+        Raises ConfigError where another daemon keeps its flushes in the same file.
+        """
+        names: list[bytes] = []
         try:
-            kept = self._file.path.read_text().split()
+            self._file.lock()
+            names = self._file.read()
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except OSError as error:
             log.error("%s cannot be read (%s): the whole shared tier is flushed instead", self._file.path, error)
-            kept = [self._epochs.naming.deployment_note.hex()]
-        try:
-            names = [bytes.fromhex(name) for name in kept]
         except ValueError:
             log.error("%s is damaged: the whole shared tier is flushed instead", self._file.path)
-            names = [self._epochs.naming.deployment_note]
         self._saved = True
         self.end(self.begin(names or [self._epochs.naming.deployment_note], lambda durable: None))
 
@@ -246,10 +256,11 @@ class SharedFlushes:
         if self._job is None and self._notes and self._access.breaker.closed:
             self.tries += 1
             # Those not tried yet come first: a slow replica must not keep them from the primary.
-            wanted_first = sorted(self._notes.items(), key=lambda item: item[1].tried)
-            notes = {name: wanted.value for name, wanted in wanted_first}
-            tried = {name for name, wanted in self._notes.items() if wanted.tried}
-            self._job, self._job_flushes = FlushJob(self, notes, tried), self._flushes
+            of_job = dict(sorted(self._notes.items(), key=lambda item: item[1].tried)[:NOTES_OF_A_JOB])
+            notes = {name: wanted.value for name, wanted in of_job.items()}
+            tried = {name for name, wanted in of_job.items() if wanted.tried}
+            self._job = FlushJob(self, notes, tried, more=len(self._notes) > NOTES_OF_A_JOB)
+            self._job_flushes = self._flushes
             self._access.submit(self._job, LineUse.LOOKUP)
 
     def store_is_back(self) -> None:
@@ -361,8 +372,11 @@ class SharedFlushes:
         self._closed = True
         if self._again is not None:
             self._again.cancel()
-        if not self._notes and not self._saved:
-            return
+        if self._notes or self._saved:
+            self._write_last()
+        self._file.unlock()
+
+    def _write_last(self) -> None:
         writing = _OwnThreads().submit(self._file.write, self._file.begin(), list(self._notes))
         try:
             writing.result(SAVED_S)
@@ -390,12 +404,44 @@ class _OwnThreads(Executor):
 
 
 class _StateFile:
-    """Holds what was written last by the order of `begin`, whichever thread comes first."""
+    """Names of notes, and a checksum: what was written last by the order of `begin`, whichever thread comes first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._begun = self._written = 0
+        self._locked: BinaryIO | None = None
+
+    def lock(self) -> None:
+        """Keep other daemons from the file, until `unlock` or the end of the process: each would remove what another
+        one keeps. Raises ConfigError where one has it.
+
+        Without a lock where the file system has none, or where nothing can be written: then nothing is kept either.
+        """
+        try:
+            make_directory(self.path.parent)
+            self._locked = self.path.with_name(f"{self.path.name}.lock").open("ab")
+            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.unlock()
+            text = f"another daemon keeps its flushes in {self.path.parent}, for the same shared_deployment"
+            raise ConfigError(f"{text}: give each its own shared_state") from None
+        except OSError as error:
+            self.unlock()
+            log.warning("%s cannot be locked (%s): let no other daemon have it as shared_state", self.path, error)
+
+    def unlock(self) -> None:
+        """Other daemons may have the file."""
+        if self._locked is not None:
+            self._locked.close()
+            self._locked = None
+
+    def read(self) -> list[bytes]:
+        """What is in it. Raises OSError, and ValueError for a file that is damaged."""
+        *names, checksum = self.path.read_text().split()
+        if checksum != _checksum(names):
+            raise ValueError("its checksum is wrong")
+        return [bytes.fromhex(name) for name in names]
 
     def begin(self) -> int:
         """The number of the next write."""
@@ -416,8 +462,13 @@ class _StateFile:
         make_directory(self.path.parent)
         fresh = self.path.with_name(f"{self.path.name}.new")
         with fresh.open("w") as file:
-            file.write("\n".join(name.hex() for name in names))
+            lines = [name.hex() for name in names]
+            file.write("\n".join([*lines, _checksum(lines)]))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self.path)
         sync_directory(self.path.parent)
+
+
+def _checksum(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()

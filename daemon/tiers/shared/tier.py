@@ -27,7 +27,7 @@ from tiercache.daemon.tiers.shared.stores.store import SharedStore
 from tiercache.protocol.messages import KEY_BYTES
 
 from .access import StoreAccess, log
-from .ancestry import Ancestry
+from .ancestry import MAX_WALK, Ancestry
 from .byte_rate import ByteRate
 from .fetches import SharedSource
 from .flushes import SharedFlushes
@@ -141,13 +141,15 @@ class SharedTier:
 
     def job_ended(self, job: LookupJob) -> None:
         """See `JobOwner`."""
-        self.access.took_in(job)
-        still = all(self.access.epochs.of(scope) == epoch for scope, epoch in job.epochs.items())
-        if job.found and still and not self.away:
-            starts = {place: ask.start for place, ask in enumerate(job.asks) if isinstance(ask, ChainAsk)}
-            self.access.presence.claimed(job.namespaces, job.keys, Claim(job.end, starts, job.stored), job.bad)
-            self.access.presence.said(job.said)
-        self._lookups.ended(job.namespaces, job.keys)
+        try:
+            self.access.took_in(job)
+            still = all(self.access.epochs.of(scope) == epoch for scope, epoch in job.epochs.items())
+            if job.found and still and not self.away:
+                starts = {place: ask.start for place, ask in enumerate(job.asks) if isinstance(ask, ChainAsk)}
+                self.access.presence.claimed(job.namespaces, job.keys, Claim(job.end, starts, job.stored), job.bad)
+                self.access.presence.said(job.said)
+        finally:  # else requests would wait for it, and a few such would be all that may be under way
+            self._lookups.ended(job.namespaces, job.keys)
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
         """What a look-up found a short time ago."""
@@ -187,8 +189,9 @@ class SharedTier:
         """Make all blocks of these namespaces unreachable, for every host; with a `key`, those of its chain's bucket.
 
         Where no block of that chain is in DRAM, its bucket is not known: then all of the namespace. Unless the
-        namespaces are `named`, a flush of everything includes those that only other hosts know. `done(durable)` once
-        the store has been told, or a few seconds later if it is away; it is told when it is back.
+        namespaces are `named`, a flush of everything includes those that only other hosts know; with a `key` they are
+        named. `done(durable)` once the store has been told, or a few seconds later if it is away; it is told when it is
+        back.
 
         Returns what is to be called once DRAM has forgotten all of it. Until then this host sends nothing of these.
         """
@@ -213,7 +216,7 @@ class SharedTier:
             of_tenant.setdefault(one.spec.tenant, []).append(one)
         notes = list[bytes]()
         for ones in of_tenant.values():
-            root = self._ancestry.root_of(ones, key)
+            root = self._ancestry.root_of(ones, key, MAX_WALK // len(of_tenant))
             if root is None:
                 notes += [naming.namespace_note(one.fingerprint) for one in ones]
             else:

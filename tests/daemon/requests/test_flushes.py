@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from chains import chain_of, key_of
+from host_rig import host
 from memory_disks import MemoryDisk
-from played import Clock, on_clock
+from memory_store import MemoryStore
+from played import Clock, on_clock, played
 from tier_rig import TierRig
 
 from tiercache.daemon.ground.slices import Steps, finish
@@ -159,3 +162,27 @@ async def test_an_answered_flush_is_freed_at_once(clock: Clock, tmp_path: Path) 
     assert len(service.answers) == 10
     assert len(own) <= 1, "the last one is known until its client flushes again"
     await service.rig.close()
+
+
+@pytest.mark.parametrize("tier", ["all", "shared", "dram"])
+@played
+async def test_a_prefix_in_a_shared_store_is_flushed_by_namespace(tmp_path: Path, tier: str) -> None:
+    """Other hosts may have namespaces that this one does not know: an answer that it is gone would be wrong."""
+    rig = host(MemoryStore(), tmp_path, "a")
+    space = rig.namespace()
+    rig.store(space, CHAIN)
+    await rig.sent()
+    session = Session(Hello(1, 1, bytes(16), "one", 0, False), "one")
+    context = RequestContext(rig.cache, 1, {session.token: session}, {}, 60.0, 100, 1 << 20)
+    context.send = lambda identity, answer: None
+    flush: Any = FlushRequests(context).methods()[m.Flush]
+    request = m.Flush(1, session.token, 1, 0, tier, [], key_of(CHAIN, 3))
+    if tier == "dram":
+        assert finish(flush(session, request)).blocks == 37
+    else:
+        with pytest.raises(RequestRefused, match="name those of the prefix, or flush everything"):
+            finish(flush(session, request))
+        assert await rig.load([space], CHAIN) == 40
+        assert finish(flush(session, msgspec.structs.replace(request, namespaces=[space.number]))) is None
+    assert rig.cache.counters.flushes == 1
+    await rig.close()

@@ -35,6 +35,7 @@ from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
 from tiercache.daemon.tiers.shared.settings import SharedSettings
 from tiercache.daemon.tiers.shared.stores.store import NotReplicated, StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.value import ValueForm
+from tiercache.errors import ConfigError
 from tiercache.protocol.messages import KEY_BYTES
 
 NAME, LENGTH = "x", 2
@@ -175,6 +176,11 @@ def access_to(state: Path, jobs: list[FlushJob] | None = None, naming: Naming | 
     return access
 
 
+def kept(state: Path) -> list[bytes]:
+    """What the file has that keeps flushes."""
+    return flushes._StateFile(state).read()
+
+
 @played
 async def test_a_store_that_refuses_is_told_later_and_later(tmp_path: Path) -> None:
     jobs, pauses = list[FlushJob](), list[tuple[float, float]]()
@@ -214,12 +220,12 @@ async def test_a_late_write_of_the_file_does_not_undo_the_one_at_the_end(tmp_pat
     its._save()  # all was told, so the file goes
     its.begin([b"note"], lambda durable: None)
     its.close()
-    assert state.read_text() == b"note".hex()
+    assert kept(state) == [b"note"]
     busy.set()
     await blocked
     assert its._saving is not None
     await its._saving
-    assert state.read_text() == b"note".hex()
+    assert kept(state) == [b"note"]
 
 
 @played
@@ -239,7 +245,7 @@ async def test_what_changes_while_the_file_is_written_is_written_after_it(tmp_pa
     busy[1].set()
     while its._saving is not None:
         await asyncio.sleep(0.001)
-    assert state.read_text().split() == [b"one".hex(), b"two".hex()]
+    assert kept(state) == [b"one", b"two"]
     assert answers == [False] * 2
 
 
@@ -454,3 +460,54 @@ async def test_a_flush_that_cannot_be_kept_is_answered_and_its_loss_is_told(
     its.close()  # which does not wait for the disk
     if how == "hangs":
         os.close(os.open(tmp_path / "state.new", os.O_RDONLY | os.O_NONBLOCK))  # the threads go on
+
+
+@played
+async def test_two_daemons_do_not_keep_their_flushes_in_one_file(tmp_path: Path) -> None:
+    """The first of them that reaches the store would remove what the other one keeps."""
+    state = tmp_path / "state"
+    one, other = SharedFlushes(access_to(state)), SharedFlushes(access_to(state))
+    one.open()
+    with pytest.raises(ConfigError, match="give each its own shared_state"):
+        other.open()
+    one.begin([b"note"], lambda durable: None)
+    one.close()
+    other.open()
+    assert list(other._notes) == [b"note"]
+    other.close()
+
+
+@pytest.mark.parametrize("damage", ["a digit", "no checksum", "empty"])
+@played
+async def test_a_file_that_is_damaged_flushes_everything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    state = tmp_path / "state"
+    one = SharedFlushes(access_to(state))
+    one.open()
+    one.begin([b"note"], lambda durable: None)
+    one.close()
+    text = state.read_text()
+    state.write_text({"a digit": text.replace("6e", "6f", 1), "no checksum": text.split()[0], "empty": ""}[damage])
+    again = SharedFlushes(access_to(state))
+    again.open()
+    assert list(again._notes) == [b"tc1:d:notes"]
+    assert "is damaged: the whole shared tier is flushed instead" in caplog.text
+    again.close()
+
+
+@played
+async def test_many_notes_take_several_jobs_and_are_answered_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushes, "NOTES_OF_A_JOB", 2)
+    store = MemoryStore()
+    one = Flusher(store, tmp_path / "state")
+    one.flush(*(b"%d" % number for number in range(5)))
+    sizes = []
+    while one.jobs:
+        assert one.answers == []
+        sizes.append(len((await one.try_it()).notes))
+    assert sizes == [2, 2, 1]
+    assert one.answers == [True]
+    assert not one.flushes.waiting

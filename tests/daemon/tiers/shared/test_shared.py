@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from host_rig import host
 from memory_store import MemoryStore
 from played import Clock, played
 
+from tiercache.daemon import cache
 from tiercache.daemon.tiers.dram.below import Claim
 from tiercache.daemon.tiers.shared import ancestry, lines, lookups, presence
 from tiercache.daemon.tiers.shared import breaker as breakers
@@ -93,13 +95,31 @@ async def test_a_flush_of_a_prefix_does_not_believe_what_a_client_said_of_a_wind
 
 
 @played
-async def test_a_root_is_sought_for_a_limited_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ancestry, "MAX_WALK", 30)
+async def test_a_flush_of_a_prefix_reaches_it_while_its_beginning_is_being_unlinked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that was dropped hangs below nothing, and its key is not that of the chain's bucket."""
+    store, chain = MemoryStore(), chain_of("x", 9)
+    a = host(store, tmp_path, "a")
+    space = a.namespace()
+    a.store(space, chain)
+    await a.sent()
+    monkeypatch.setattr(cache, "_FLUSH_AT_ONCE", 1)
+    a.cache.flush_dram([space.number], key_of(chain, 1))
+    assert space.table.unlinking
+    assert await a.flush(key_of(chain, 6))
+    assert await a.load([space], chain) <= 6
+    a.check()
+    await a.close()
+
+
+@played
+async def test_a_root_is_sought_for_a_limited_time(tmp_path: Path) -> None:
     a = host(MemoryStore(), tmp_path, "a")
     spaces, chain = [a.namespace(), a.namespace(tp_rank=1)], chain_of("x", 31)
     for space in spaces:
         a.store(space, chain)
-    root_of = a.shared._ancestry.root_of
+    root_of = partial(a.shared._ancestry.root_of, most=30)
     assert root_of(spaces, key_of(chain, 14)) == root_of(spaces[:1], key_of(chain, 29)) == key_of(chain, 0)
     assert root_of(spaces, key_of(chain, 15)) is None
     assert root_of(spaces, key_of(chain, 30)) is None
@@ -457,3 +477,19 @@ def test_health_has_the_store_s_own_trouble_while_its_calls_work(tmp_path: Path)
     assert tier.reasons() == ["the shared store memory://test: files cannot be removed"]
     tier.access.breaker.failed(StoreError(StoreProblem.DENIED, "it rejects us"))
     assert tier.reasons() == ["the shared store memory://test is away: it rejects us"]
+
+
+@played
+async def test_a_look_up_that_cannot_be_taken_in_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, chain = MemoryStore(), chain_of("x", 4)
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    a.store(a.namespace(), chain)
+    await a.sent()
+    with monkeypatch.context() as patch:
+        patch.setattr(b.shared.access.presence, "claimed", lambda *found: 1 // 0)
+        assert await b.look_up([b.namespace()], chain) == 0
+    assert await b.look_up([b.namespace()], chain) == 4
+    for one in (a, b):
+        await one.close()

@@ -157,10 +157,13 @@ def test_a_flush_of_the_store_is_one_for_every_host(
     hosts: tuple[Host, Host], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = hosts
-    last = chain_of(what, BLOCKS)[-16:].hex()
-    options = {"namespace": ["--namespace", SPEC.fingerprint()[:8]], "prefix": ["--prefix", last]}
+    namespace, prefix = ["--namespace", SPEC.fingerprint()[:8]], ["--prefix", chain_of(what, BLOCKS)[-16:].hex()]
+    options = {"namespace": namespace, "prefix": [*prefix, *namespace]}
     a.share(what)
     b.finds(what)
+    assert main(["flush", "--yes", *prefix, "--address", b.address]) == 2
+    text = f"--prefix with a shared store needs --namespace, once or more: there are 1 ({SPEC.fingerprint()})"
+    assert text in capsys.readouterr().err
     a.forget_dram()  # what a host still has it sends again when it is asked for
     assert main(["flush", "--yes", "--tier", "shared", *options.get(what, []), "--address", b.address]) == 0
     assert capsys.readouterr().out == "flushed: no host finds these blocks in the shared store any more\n"
