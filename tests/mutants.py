@@ -121,7 +121,7 @@ NAMED = (
         "if not self._reads.is_whole(lease):\n            self._reads.end(lease)  # before",
         "if False:\n            self._reads.end(lease)  # before",
     ),
-    Named("daemon/tiers/nvme/moves/flights.py", "if first.epoch != epoch or", "if"),
+    Named("daemon/tiers/nvme/moves/flights.py", " and self._flying[parent].number < first.number", ""),
     Named("daemon/tiers/nvme/worker/directory_worker.py", "if self._fruitless >= MAX_FRUITLESS:", "if False:"),
     Named(
         "daemon/tiers/dram/pending_blocks.py",

@@ -64,6 +64,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ({}, {}, 'arena = "1KiB"', ["arena", "1KiB", "tiercache.toml", '"2MiB" to "64TiB"']),
         ({"region": "3MiB"}, {}, "", ["region", "3MiB", "--region", "4MiB"]),
         ({"region": 0}, {}, "", ["region", "2MiB"]),
+        ({"nvme_segment": "65GiB"}, {}, "", ["nvme_segment", "at most 64GiB"]),
         ({"pin_share": "1.5"}, {}, "", ["pin_share", "1.5", "0 to 1"]),
         ({"pin_share": "nan"}, {}, "", ["pin_share", "nan", "0 to 1"]),
         ({"max_sessions": "0"}, {}, "", ["max_sessions", "0", "1 to 4096"]),

@@ -304,10 +304,8 @@ class NvmeTier(TierBelow):
         more = [shelf.work() for shelf in self._shelves]
         self._see_to_hung_disks()
         more.append(self._flushes.work())
-        if self._scan is not None:
+        if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
-            if self._scan.over:
-                self._scan = None  # it has all shelves, of which some may be gone
         self._shelves_due = any(more)
         return self._shelves_due
 

@@ -345,11 +345,10 @@ class Flights(ABC):
 
         The others come next in `_complete`.
         """
-        number, epoch = run[0].namespace.number, run[0].epoch
+        number = run[0].namespace.number
         longest = self._leading(run, table, most)
         while len(longest) < most and (waiting := self._parked.pop((number, longest[-1].key), None)):
-            first = waiting[0][0]
-            if first.epoch != epoch or table.get(first.key) != NO_ENTRY:
+            if table.get(waiting[0][0].key) != NO_ENTRY:
                 self._complete.extend(waiting)
                 break
             self._complete.extend(waiting[1:])

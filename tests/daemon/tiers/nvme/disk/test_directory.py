@@ -72,7 +72,7 @@ def test_every_flipped_bit_of_a_superblock_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("version", "alignment", "segment_bytes"),
-    [(0, 4096, 1 << 30), (1, 512, 1 << 30), (1, 4096, 0), (1, 4096, 4097), (1, 4096, 1 << 60)],
+    [(0, 4096, 1 << 30), (1, 512, 1 << 30), (1, 4096, 0), (1, 4096, 4097), (1, 4096, (64 << 30) + 4096)],
 )
 def test_a_superblock_of_another_geometry_is_damaged(version: int, alignment: int, segment_bytes: int) -> None:
     """With a good checksum: another program may have written it."""
