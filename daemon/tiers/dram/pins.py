@@ -67,8 +67,8 @@ class ClientPins:
         regions = {frame >> REGION_SHIFT for frame in frames}
         for namespace in lease.namespaces:
             for first in range(0, 0 if namespace.table.windowed else lease.blocks, LOOKUPS):
-                if lease.over or not self._reads.is_whole(lease):
-                    return  # it ends, or has ended: nothing to keep
+                if lease.over:
+                    return
                 regions.update(frame >> REGION_SHIFT for frame in self._reads.frames(lease, namespace, first, LOOKUPS))
                 if first + LOOKUPS < lease.blocks:
                     yield
