@@ -381,7 +381,7 @@ class NvmeTier(TierBelow):
         if self._scan is not None and not self._scan.over:
             return False
         namespaces = self._space.namespaces
-        self._scan = Scan(list(self._shelves), namespaces, sample, bytes_per_s, wanted, done)
+        self._scan = Scan(list(self._shelves), namespaces, sample, bytes_per_s, wanted, done, self._clock_s)
         self._scan.pump()
         return True
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiercache.daemon.index.entries import LIVE
@@ -45,6 +44,7 @@ class Scan:
         bytes_per_s: int,
         wanted: Callable[[], bool],
         done: Done,
+        clock_s: Callable[[], float],
     ) -> None:
         self.over = False
         self._namespaces = namespaces
@@ -58,7 +58,8 @@ class Scan:
         self._bytes = 0
         self._bad = 0
         self._findings: list[str] = []
-        self._started_s = time.monotonic()
+        self._clock_s = clock_s
+        self._started_s = clock_s()
 
     def pump(self) -> bool:
         """Start reads that are due; True while there is more to do at once."""
@@ -86,7 +87,7 @@ class Scan:
             return False
         if not self._bytes_per_s:
             return True
-        return self._bytes <= (time.monotonic() - self._started_s) * self._bytes_per_s
+        return self._bytes <= (self._clock_s() - self._started_s) * self._bytes_per_s
 
     def _finish(self) -> None:
         if self._left <= 0 and self._reading == 0 and not self.over:

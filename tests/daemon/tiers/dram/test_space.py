@@ -79,7 +79,11 @@ def test_blocks_of_another_size_get_no_region_that_a_pin_keeps() -> None:
 def test_where_the_coldest_region_is_kept_another_one_is_emptied() -> None:
     h = CacheRig(regions=3, pin_share=1.0)
     small, large, pinned = h.space(), h.space(rank=1, block_bytes=2 * FRAME_BYTES), chain_of(1, 7)
-    for chain in (chain_of(2, 1), pinned, chain_of(4, 16)):  # the first is the coldest, and shares a region with the pin
+    for chain in (
+        chain_of(2, 1),
+        pinned,
+        chain_of(4, 16),
+    ):  # the first is the coldest, and shares a region with the pin
         h.store(small, chain)
     assert h.cache.pin([small], pinned, 60.0) == 7
     states = []
