@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from chains import chain_of, key_of
-from played import played
+from memory_disks import MemoryDisk
+from played import Clock, on_clock, played
 from tier_rig import TierRig
 
 from tiercache.daemon.ground.slices import finish
 from tiercache.daemon.tiers.dram.leases import ReadLease
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.direct import extents
 from tiercache.protocol.messages import Extent
 
 Named = Callable[[Namespace, int], list[Extent]]
@@ -71,5 +74,34 @@ async def test_what_is_held_comes_up_when_a_client_asks_for_frames(tmp_path: Pat
     finish(rig.cache.reads.growing.bring_up(lease, 12))
     await rig.until(lambda: not rig.cache.reads.growing.leases)
     assert rig.read(lease, *spaces) == 12
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_block_that_a_client_finds_bad_is_read_here_before_it_goes(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its word alone is not enough, nor does it cost more reads than one of each block, and a few at a time."""
+    monkeypatch.setattr(extents, "MAX_DOUBTS", 3)
+    disk = MemoryDisk(0, clock, segment_bytes=1 << 20)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    space, chain = rig.namespace(4096), chain_of("a", 12)
+    space.direct = True
+    await rig.store_below([space], chain)
+    [shelf] = rig.shelves
+    lease, named = _extents(rig, [space], chain)
+    assert (len(named(space, 0)), lease.held is not None) == (12, True)
+    assert disk.damage(7)
+    for number in (7, 3, 3, 3, 9, 11, 10):  # the last two are beyond what is read at a time
+        lease.held.doubt(space, number)  # type: ignore[union-attr]
+    assert shelf.has(space, key_of(chain, 7)), "nothing has been read yet"
+    assert shelf.queue.in_flight == 3
+    await rig.until(lambda: not shelf.queue.in_flight and not rig.tier._extents._doubts)  # rule: a part of the tier
+    assert [shelf.has(space, key_of(chain, number)) for number in (3, 6, 7)] == [True, True, False]
+    assert caplog.text.count("a client finds a block bad that is good here") == 2
+    stats = rig.tier.stats()
+    assert (stats["direct_reported_blocks"], stats["bad_blocks"]) == (7, 1)
+    rig.cache.reads.release(rig.owner, lease.lease_id)
     rig.check()
     await rig.close()
