@@ -245,10 +245,8 @@ class AioCarrier:
         self._ended.append(flight.run)
 
     def _bounce(self, flight: _Flight, size_bytes: int) -> int:
-        """The run's buffer; a run has at most one block that needs one, or tries one after another."""
-        if flight.buffer is None or len(flight.buffer.memory) < size_bytes:
-            if flight.buffer is not None:
-                self._pool.give_back(flight.buffer)
+        """The run's buffer; a run with a block that needs one has no other block."""
+        if flight.buffer is None:
             flight.buffer = self._pool.take(size_bytes)
         return flight.buffer.address
 

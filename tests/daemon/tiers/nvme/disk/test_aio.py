@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from disk_rig import ObedientContext, ObedientDisk, Rig, content
 
-from tiercache.daemon.tiers.nvme.disk import kernel_aio
+from tiercache.daemon.tiers.nvme.disk import aio, kernel_aio
 from tiercache.daemon.tiers.nvme.disk.aio_probe import refusal_of_aio
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE
 from tiercache.daemon.tiers.nvme.disk.carriers import why_threads
@@ -65,6 +65,21 @@ def test_what_the_kernel_does_not_take_comes_later(stingy: Rig, monkeypatch: pyt
     reads = [stingy.read_op(op, 2 * number + 1) for number, op in enumerate(writes)]
     assert stingy.run(reads) == [OK] * 20
     assert all(stingy.frame(2 * number + 1, 5000) == content(number, 5000) for number in range(20))
+
+
+def test_results_that_come_together_are_ended_by_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The carrier does not sleep while some of them are left."""
+    monkeypatch.setattr(aio, "END_BYTES", 1)
+    rig = Rig(tmp_path / "nvme", threads=8)
+    written = rig.store([0, 1, 2, 3], 8192)
+    rig.disk.gate.clear()
+    reads = [rig.read_op(op, 8 + 2 * number) for number, op in enumerate(written)]
+    assert rig.queue.submit_many(reads, DiskPriority.LOAD) == 4
+    rig.until(lambda: rig.disk.running > 0)
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert [op.outcome for op in reads] == [OK] * 4
+    rig.close()
 
 
 # --- what hangs ----------------------------------------------------------------------------------
