@@ -324,3 +324,16 @@ def test_encoded_blocks_save_pages_and_come_back(rig: Rig) -> None:
     assert rig.frame(4, 8000) == b"\x00\x3f" * 4000
     assert rig.frame(5, 8000) == random.Random(1).randbytes(8000)
     assert rig.run([rig.read_op(small, 4, codec=0x11), rig.read_op(small, 4, length=8001)]) == [CORRUPT, CORRUPT]
+
+
+def test_what_never_ran_is_counted_apart(one_worker: Rig) -> None:
+    held = hold(one_worker)
+    waiting = [one_worker.write_op(number, content(number, 4096)) for number in range(2, 5)]
+    assert one_worker.queue.submit_many(waiting, DiskPriority.WRITE) == 3
+    one_worker.queue.cancel_queued(DiskPriority.WRITE)
+    one_worker.disk.gate.set()
+    one_worker.until(lambda: one_worker.queue.in_flight == 0)
+    assert held.outcome is DiskOutcome.OK
+    assert [op.outcome for op in waiting] == [DiskOutcome.CANCELLED] * 3
+    stats = one_worker.queue.stats()
+    assert (stats["cancelled"], stats["abandoned"], stats["checksum_failures"]) == (3, 0, 0)
