@@ -139,3 +139,36 @@ def test_chunks_of_vllm_have_their_place() -> None:
     assert place(1, 32, [GroupPart(0, 64), GroupPart(1, 32, 1, 2, window=1)]) is None  # no match needs it
     split = [ChunkPlaces(parts, 64).is_split(make_offload_key(b"h" * 32, group)) for group in range(3)]
     assert split == [False, True, False]
+
+
+class Ended:
+    """A transfer that took from one moment to another."""
+
+    def __init__(self, began_s: float, ended_s: float, result: Any) -> None:
+        self.began_s, self.ended_s = began_s, ended_s
+        self._result = result
+
+    def result(self, timeout_s: float) -> Any:
+        return self._result
+
+    def done(self) -> bool:
+        return True
+
+
+def test_vllm_is_told_which_chunks_came_and_how_long_a_job_took() -> None:
+    lookup: Any = None
+    load, store = tier_parts.LoadJob("a", lookup, 5), tier_parts.StoreJob()
+    assert not tier_parts.has_ended(load)
+    load.parts = [
+        (SimpleNamespace(keys=[b"a", b"b"]), Ended(10.0, 12.0, 2)),
+        (SimpleNamespace(keys=[b"c", b"d", b"e"]), Ended(11.0, 15.0, 1)),
+    ]
+    load.begun = True
+    assert tier_parts.has_ended(load)
+    assert tuple(load.result(7)) == (7, False, [b"a", b"b", b"c"], 5.0)
+    load.parts[1] = load.parts[1][0], Ended(11.0, 0.0, 3)
+    assert tuple(load.result(7)) == (7, True, None, 2.0), "all came; one of them was not timed"
+    assert tuple(store.result(8)) == (8, False, None, 0.0), "nothing of it was kept"
+    for dropped, kept in ((0, True), (1, False)):
+        store.parts = [(None, Ended(1.0, 2.5, SimpleNamespace(dropped=dropped)))]
+        assert tuple(store.result(8)) == (8, kept, None, 1.5)
