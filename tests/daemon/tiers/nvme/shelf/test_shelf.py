@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chains import chain_of
+from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
@@ -39,4 +39,24 @@ async def test_a_row_that_was_refused_does_not_replace_that_of_the_next_block_in
     await rig.committed()
     number, epoch = shelf.registry.number(space), shelf.registry.epochs[space.number]
     assert [row[3] for row in disk.database.rows.values() if row[2] == number] == [epoch]
+    await rig.close()
+
+
+@on_clock
+async def test_what_hangs_below_a_block_that_was_dropped_is_not_found(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entries are there until they are unlinked, in slices."""
+    monkeypatch.setattr(shelf_module, "EVICT_AT_ONCE", 2)
+    rig = await TierRig(Path("/nowhere"), disks=[MemoryDisk(0, clock)]).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(4096), chain_of("a", 20)
+    await rig.store_below([space], chain)
+    keys = [key_of(chain, number) for number in range(20)]
+    assert len(shelf.find_many(space, keys)) == 20
+    shelf.drop(space, keys[1])
+    assert shelf.table(space).get(keys[2]) >= 0
+    assert [len(shelf.find_many(space, keys[first:])) for first in (0, 1, 2)] == [1, 0, 0]
+    assert shelf.find(space, keys[2]) is None
+    await rig.until(lambda: not shelf.table(space).unlinking)
+    rig.check()
     await rig.close()
