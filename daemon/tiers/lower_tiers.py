@@ -41,7 +41,8 @@ OPENING_S = 2.0
 class LowerTiers(TierBelow):
     """NVMe and the shared tier; None each where there is none. Event loop only; never blocks.
 
-    `landed()` is called after promoted blocks have arrived; `soon()` asks for deferred work before the next tick.
+    `landed()` is called after promoted blocks have arrived; `soon()` asks for deferred work before the next tick;
+    `clock_s` is monotonic seconds.
     """
 
     def __init__(

@@ -62,9 +62,8 @@ def flush(
         whose = [find_namespace(stats, wanted) for wanted in namespace or ()]
         namespaces = list(dict.fromkeys(whose))
         if prefix is not None and not namespaces and has_shared and tier in ("all", "shared"):
-            raise ConfigError(
-                f"--prefix with a shared store needs --namespace, once or more: {known_namespaces(stats)}"
-            )
+            text = f"--prefix with a shared store needs --namespace, once or more: {known_namespaces(stats)}"
+            raise ConfigError(f"{text}; or flush everything")
         if not yes:
             typer.confirm(question(stats, tier, namespace or [], prefix), abort=True, err=True)
         reply = client.call(Flush, timeout_s=FLUSH_DEADLINE_S, tier=tier, namespaces=namespaces, key=key)

@@ -178,7 +178,8 @@ class Client:
         return self.session().call(Stats, histograms=histograms, hot_prefixes=hot_prefixes).stats
 
     def flush(self, *, tier: str = "all", namespaces: Sequence[NamespaceSpec] = (), key: bytes = b"") -> int:
-        """Drop blocks of `namespaces` (none named: all): `key` with what follows it, or everything.
+        """Drop blocks of `namespaces`: `key` with what follows it, or everything. None named: of all, if there is no
+        `key` or no shared store.
 
         Of a windowed namespace, only `key` itself is dropped. Returns how many blocks were dropped. A shared store that
         is away is told later, which is logged. Raises RequestRefused (`unconfirmed`) when a disk may bring blocks back.

@@ -348,7 +348,8 @@ class Connector:
     def flush(self, *, tier: str = "all", key: bytes = b"", all_namespaces: bool = False) -> int:
         """Drop blocks: `key` and all that follow it, or everything; returns how many.
 
-        Of this connector's namespace, or of every one; of a windowed one only `key` itself. Unlike the rest this
+        Of this connector's namespace, or of every one, if there is no `key` or no shared store; of a windowed one only
+        `key` itself. Unlike the rest this
         raises when it fails (DaemonUnavailable, RequestRefused): the caller must know whether it was done.
         """
         namespaces = () if all_namespaces else (self.namespace,)

@@ -137,7 +137,7 @@ class PendingBlocks:
         last = run[-1]
         keys, frames = [block.key for block in run], [block.frame for block in run]
         events = self._events
-        said = [] if events is None else [block.lease.named and block.lease.named(block.place) for block in run]
+        said = [] if events is None else [(block.lease.named, block.place) for block in run]
         stored = not last.lease.owner.internal
         self._space.policies.turnover.comes(len(run) * last.lease.frame_bytes, stored)
         entries = index.insert_run(last.table, keys, parent, frames, pins=len(last.children), stored=stored)
@@ -151,8 +151,8 @@ class PendingBlocks:
                 ready.append(child)  # behind what others have stored: they take turns
         last.children = {}
         if events is not None:  # last: whatever this raises, each frame has its one owner
-            for key, named in zip(keys, said, strict=True):
-                events.arrived(events.dram, last.table.number, key, named)
+            for key, (named, place) in zip(keys, said, strict=True):
+                events.arrived(events.dram, last.table.number, key, named and named(place))
         return len(run)
 
     def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:

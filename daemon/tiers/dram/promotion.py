@@ -78,7 +78,7 @@ class _Job:
         self.fetching = 0
         self.arrived = self.broken = 0  # blocks that it has fetched, and that the source said it has and has not
         self.writing: list[int] = []  # its write leases, ended ones included
-        self.asking = not source.offline  # else those that follow do not wait for it
+        self.asking = True
         self.over = False
         self.urgent = bool(lease.holders)
 
@@ -193,6 +193,8 @@ class Promotion:
                 jobs += yield from self._jobs_for(lease, run)
         if lease.lease_id not in self._growing.leases:
             return
+        for job in jobs:
+            job.asking = not job.source.offline  # those that follow a job that asks for nothing do not wait for it
         jobs = [job for job in jobs if job.asking]
         if not jobs:  # the blocks are gone
             self._growing.stop(lease)

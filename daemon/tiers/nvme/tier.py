@@ -58,6 +58,8 @@ from . import inspection as viewing
 log = logging.getLogger("tiercache.daemon")
 
 _POLL_S = 0.01
+_LOOK_AGAIN_S = 0.05
+"""Shelves are seen to by then in any case: under a flood of requests ticks are rare."""
 
 
 def dirty(index: Index, namespaces: Sequence[Namespace], shelves: Sequence[Shelf]) -> Iterator[tuple[Namespace, bytes]]:
@@ -107,6 +109,7 @@ class NvmeTier(TierBelow):
         self._keepers = [self._keeper(path, cap_bytes) for path, cap_bytes in config.nvme_shares().items()]
         self._scan: Scan | None = None
         self._shelves_due = True  # a tick has come, or a shelf has asked for work
+        self._look_again_s = 0.0
         self.sources = ShelfSources(self._placement)
         self.grants: Grants | None = None
 
@@ -299,14 +302,16 @@ class NvmeTier(TierBelow):
 
     def _see_to_shelves(self) -> bool:
         """At each tick, and when a shelf asks for it: most rounds are for a block that has arrived."""
-        if not self._shelves_due:
+        now_s = self._clock_s()
+        if not self._shelves_due and now_s < self._look_again_s:
             return False
+        self._shelves_due, self._look_again_s = False, now_s + _LOOK_AGAIN_S
         more = [shelf.work() for shelf in self._shelves]
         self._see_to_hung_disks()
         more.append(self._flushes.work())
         if self._scan is not None and not self._scan.over:
             more.append(self._scan.pump())
-        self._shelves_due = any(more)
+        self._shelves_due = any(more) or self._shelves_due
         return self._shelves_due
 
     def _settle(self) -> bool:
@@ -316,7 +321,7 @@ class NvmeTier(TierBelow):
         return not self._offers.idle and self._may_write and self._offers.work()
 
     def _write(self) -> bool:
-        return self._writes.wanting and self._may_write and self._writes.pump()
+        return self._writes.has_work and self._may_write and self._writes.pump()
 
     def _see_to_hung_disks(self) -> None:
         for shelf in self._shelves:

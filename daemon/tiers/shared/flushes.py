@@ -48,8 +48,6 @@ ANSWERED_AT_ONCE = 64
 """Flushes answered in one turn of the loop."""
 JITTER = 0.5
 """The random part of each pause."""
-NOTES_OF_A_JOB = 512
-"""Notes that one job replaces; to take in what it has done takes the loop a few milliseconds."""
 MANY_NOTES = 1024
 """With more notes that wait, those of many buckets of one namespace become the namespace's own; then again whenever
 their number has doubled."""
@@ -70,12 +68,10 @@ class FlushJob(SharedJob):
     that of another host, it would bring back what that host has flushed.
     """
 
-    def __init__(self, owner: JobOwner, notes: dict[bytes, bytes], tried: set[bytes], more: bool = False) -> None:
+    def __init__(self, owner: JobOwner, notes: dict[bytes, bytes], tried: set[bytes]) -> None:
         super().__init__(owner)
         self.notes = notes
         self.tried = tried
-        self.more = more
-        """Further notes wait for the next job."""
         self.deleted: list[bytes] = []
         """Notes for whose successors the store has no room: the host that next needs one makes it."""
 
@@ -86,11 +82,9 @@ class FlushJob(SharedJob):
 
     @property
     def was_cut_short(self) -> bool:
-        """True if it replaced some of the notes, and others are left: for the next job, or it had no time for them."""
+        """True if it replaced some of the notes, and then had no time left."""
         problem = self.problem
-        if problem is None:
-            return self.more
-        return problem.problem is StoreProblem.TIMEOUT and bool(self.learned or self.deleted)
+        return problem is not None and problem.problem is StoreProblem.TIMEOUT and bool(self.learned or self.deleted)
 
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
@@ -177,14 +171,14 @@ class SharedFlushes:
         """True if the store has yet to be told of a flush."""
         return bool(self._notes)
 
-    def open(self) -> None:
-        """Tell the store what an earlier life of this daemon could not.
+    def lock(self) -> None:
+        """Before `open`. Raises ConfigError where another daemon keeps its flushes in the same file."""
+        self._file.lock()
 
-        Raises ConfigError where another daemon keeps its flushes in the same file.
-        """
+    def open(self) -> None:
+        """Tell the store what an earlier life of this daemon could not."""
         names: list[bytes] = []
         try:
-            self._file.lock()
             names = self._file.read()
         except FileNotFoundError:
             return
@@ -256,11 +250,10 @@ class SharedFlushes:
         if self._job is None and self._notes and self._access.breaker.closed:
             self.tries += 1
             # Those not tried yet come first: a slow replica must not keep them from the primary.
-            of_job = dict(sorted(self._notes.items(), key=lambda item: item[1].tried)[:NOTES_OF_A_JOB])
-            notes = {name: wanted.value for name, wanted in of_job.items()}
-            tried = {name for name, wanted in of_job.items() if wanted.tried}
-            self._job = FlushJob(self, notes, tried, more=len(self._notes) > NOTES_OF_A_JOB)
-            self._job_flushes = self._flushes
+            wanted_first = sorted(self._notes.items(), key=lambda item: item[1].tried)
+            notes = {name: wanted.value for name, wanted in wanted_first}
+            tried = {name for name, wanted in self._notes.items() if wanted.tried}
+            self._job, self._job_flushes = FlushJob(self, notes, tried), self._flushes
             self._access.submit(self._job, LineUse.LOOKUP)
 
     def store_is_back(self) -> None:
@@ -372,18 +365,20 @@ class SharedFlushes:
         self._closed = True
         if self._again is not None:
             self._again.cancel()
-        if self._notes or self._saved:
-            self._write_last()
-        self._file.unlock()
+        if not (self._notes or self._saved) or self._write_last():
+            self._file.unlock()  # else a write may still come: the end of the process lets go
 
-    def _write_last(self) -> None:
+    def _write_last(self) -> bool:
+        """False if the write has not ended in time."""
         writing = _OwnThreads().submit(self._file.write, self._file.begin(), list(self._notes))
         try:
             writing.result(SAVED_S)
         except FuturesTimeoutError:
             self._cannot_keep(f"writing it takes longer than {SAVED_S:.0f} s")
+            return False
         except OSError as error:
             self._cannot_keep(error)
+        return True
 
 
 class _OwnThreads(Executor):
@@ -416,7 +411,7 @@ class _StateFile:
         """Keep other daemons from the file, until `unlock` or the end of the process: each would remove what another
         one keeps. Raises ConfigError where one has it.
 
-        Without a lock where the file system has none, or where nothing can be written: then nothing is kept either.
+        Without a lock where the file system has none, or where none can be made: a warning says so.
         """
         try:
             make_directory(self.path.parent)

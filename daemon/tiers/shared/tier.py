@@ -76,7 +76,8 @@ class SharedTier:
             space.index.on_evicted = self._writes.evicted
 
     def open(self) -> None:
-        """Start to ask the store, which need not be there."""
+        """Start to ask the store, which need not be there. Raises ConfigError for a `shared_state` that is taken."""
+        self.flushes.lock()
         self.access.open()
         self.flushes.open()
         self.access.probe()
@@ -188,10 +189,9 @@ class SharedTier:
     ) -> Callable[[], None]:
         """Make all blocks of these namespaces unreachable, for every host; with a `key`, those of its chain's bucket.
 
-        Where no block of that chain is in DRAM, its bucket is not known: then all of the namespace. Unless the
-        namespaces are `named`, a flush of everything includes those that only other hosts know; with a `key` they are
-        named. `done(durable)` once the store has been told, or a few seconds later if it is away; it is told when it is
-        back.
+        Where no block of that chain is in DRAM, its bucket is not known: then all of the namespace. A flush of
+        everything includes namespaces that only other hosts know, unless they are `named`; one of a `key` never does.
+        `done(durable)` once the store has been told, or a few seconds later if it is away; it is told when it is back.
 
         Returns what is to be called once DRAM has forgotten all of it. Until then this host sends nothing of these.
         """

@@ -256,7 +256,7 @@ class Flights(ABC):
                 saved = size - op.moved_bytes  # negative where encryption takes a page more
                 self.saved_bytes += max(0, saved)
                 self.budget.charge(-saved)
-            if run and op.parent == run[-1].key and op.namespace is run[-1].namespace and op.epoch == run[-1].epoch:
+            if run and _goes_on(run[-1], op):
                 run.append(op)
             else:
                 run = [op]
@@ -269,8 +269,8 @@ class Flights(ABC):
     def _park(self, run: Run) -> None:
         """Keep written blocks, or those that become a run with them, until `settle` may make them visible.
 
-        A block waits for a parent that began before it, never for one that began later: that would be a circle where
-        clients make up keys that are no chains.
+        A block waits for a parent that began before it, never for one that began later: that could be a circle, since
+        clients make up keys that are no chains. A parent that failed and is written again comes too late for it.
         """
         first = run[0]
         parent = first.namespace.number, first.parent
@@ -375,3 +375,9 @@ class Flights(ABC):
         else:
             write.shelf.allocator.give_back(write.slot)
         self._complete.extend(self._parked.pop(name, ()))
+
+
+def _goes_on(last: Flight, op: Flight) -> bool:
+    """True if a block becomes visible together with the one before it: below it, and begun after it."""
+    same = op.namespace is last.namespace and op.epoch == last.epoch
+    return op.parent == last.key and same and op.number > last.number

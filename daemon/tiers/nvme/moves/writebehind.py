@@ -156,9 +156,9 @@ class WriteBehind(Flights):
         return bool(self._queue or self._in_lane)
 
     @property
-    def wanting(self) -> bool:
-        """True if `pump` has something to begin, if there is room."""
-        return bool(self._queue or self._in_lane or self._rest)
+    def has_work(self) -> bool:
+        """True if `pump` has something to begin, if there is room, or to hand over."""
+        return bool(self._queue or self._in_lane or self._rest or self._taken)
 
     @property
     def idle(self) -> bool:
@@ -260,6 +260,8 @@ class WriteBehind(Flights):
         if shelf is None:
             self.skipped_without_parent += 1
             return _PASSED
+        if shelf.has(namespace, key) and shelf.find(namespace, key) is None:
+            return _Begun(shelf, 0)  # it was flushed, and is yet to be unlinked
         if shelf.has(namespace, key) or name in self._flying:
             return _PASSED
         if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:

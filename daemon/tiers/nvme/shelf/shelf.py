@@ -315,6 +315,7 @@ class Shelf:
         if entry != NO_ENTRY:
             self.index.drop(entry)
             self._has_cut = True
+            self._soon()
 
     def flush(self, namespace: Namespace, key: bytes, done: Done) -> int:
         """Drop a namespace's blocks, or one and what follows; `done(ok)` when that is durable.
@@ -329,6 +330,7 @@ class Shelf:
             self.registry.flush(namespace, done)
             dropped = self.index.drop_table(table)
             self._has_cut = True
+            self._soon()
             return dropped
         before = table.blocks
         self.registry.flush_key(namespace, key, done)

@@ -460,7 +460,7 @@ class Slots:
 
     def _empty_slice(self) -> None:
         """Drop blocks of the segment being emptied, round and round until the last slot is back."""
-        if self._emptying is None:
+        if self._emptying is None or self._catalog.full:
             return
         with self.left.deleted_together():
             self._empty_some(*self._emptying)

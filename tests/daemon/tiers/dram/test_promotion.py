@@ -333,6 +333,18 @@ def test_what_ends_while_the_daemon_stops_is_taken_in_and_begins_nothing(monkeyp
     assert h.cache.space.allocator.used_bytes == 2 * FRAME_BYTES
 
 
+def test_a_source_that_hangs_while_it_is_found_out_who_has_what_is_not_asked() -> None:
+    source, stays = Source(0, 4), Source(4, 6)
+    h = Rig(source, stays)
+    found = h.cache.match(h.owner, [h.namespace], chain_of(1, 6), 1000.0, promote=True)  # the first tier was asked
+    assert found.lease is not None
+    h.promotion.pump()
+    source.offline = True
+    h.promotion.give_up(source)
+    assert not h.waits(found.lease) or stays.fetching
+    assert source.asked == []
+
+
 @pytest.mark.parametrize("window_blocks", [0, 6], ids=["chain", "window"])
 def test_nothing_is_asked_for_behind_a_block_that_did_not_come(
     monkeypatch: pytest.MonkeyPatch, window_blocks: int

@@ -467,11 +467,12 @@ async def test_two_daemons_do_not_keep_their_flushes_in_one_file(tmp_path: Path)
     """The first of them that reaches the store would remove what the other one keeps."""
     state = tmp_path / "state"
     one, other = SharedFlushes(access_to(state)), SharedFlushes(access_to(state))
-    one.open()
+    one.lock()
     with pytest.raises(ConfigError, match="give each its own shared_state"):
-        other.open()
+        other.lock()
     one.begin([b"note"], lambda durable: None)
     one.close()
+    other.lock()
     other.open()
     assert list(other._notes) == [b"note"]
     other.close()
@@ -494,20 +495,3 @@ async def test_a_file_that_is_damaged_flushes_everything(
     assert list(again._notes) == [b"tc1:d:notes"]
     assert "is damaged: the whole shared tier is flushed instead" in caplog.text
     again.close()
-
-
-@played
-async def test_many_notes_take_several_jobs_and_are_answered_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flushes, "NOTES_OF_A_JOB", 2)
-    store = MemoryStore()
-    one = Flusher(store, tmp_path / "state")
-    one.flush(*(b"%d" % number for number in range(5)))
-    sizes = []
-    while one.jobs:
-        assert one.answers == []
-        sizes.append(len((await one.try_it()).notes))
-    assert sizes == [2, 2, 1]
-    assert one.answers == [True]
-    assert not one.flushes.waiting

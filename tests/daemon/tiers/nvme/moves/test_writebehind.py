@@ -16,6 +16,7 @@ from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.moves import flights, writebehind
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import CHAINS_AT_ONCE, MAX_BYTES
+from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 SEGMENT_BYTES = 16 << 20
@@ -56,6 +57,56 @@ async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> 
     assert slots == [slots[0] + number * BLOCK_BYTES for number in range(30)]
     rig.forget_dram()
     assert await rig.load(space, chain) == 30
+    rig.check()
+    await rig.close()
+
+
+@pytest.mark.parametrize("key", [b"", chain_of("a", 1)], ids=["everything", "a prefix"])
+@on_clock
+async def test_what_is_stored_again_right_after_its_flush_is_written(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, key: bytes
+) -> None:
+    """The flushed blocks are still to be unlinked: that they are there does not mean that these are."""
+    monkeypatch.setattr(shelf_module, "EVICT_AT_ONCE", 4)
+    rig = await TierRig(Path("/nowhere"), disks=[MemoryDisk(0, clock, segment_bytes=1 << 20)]).open()
+    [shelf], space, chain = rig.shelves, rig.namespace(4096), chain_of("a", 60)
+    rig.store(space, chain)
+    await rig.settled()
+    rig.forget_dram()
+    rig.tier.flush([space], key, lambda blocks, durable: None)
+    assert shelf.table(space).unlinking
+    rig.store(space, chain)
+    await rig.settled()
+    assert rig.tier.length(space, chain, 60) == 60
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 60
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_slice_that_fails_is_gone_on_with(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writes that it had taken are handed over by the next one."""
+    rig = await TierRig(Path("/nowhere"), disks=[MemoryDisk(0, clock, segment_bytes=1 << 20)]).open()
+    writes, space = rig.tier._writes, rig.namespace(4096)
+    rig.store(space, chain_of("makes the segment", 1))
+    await rig.settled()
+    begin, calls = writes._begin, list[int]()
+
+    def fails_once(*asked: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return begin(*asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writes, "_begin", fails_once)
+        for name in ("a", "b"):
+            rig.store(space, chain_of(name, 1))
+        with pytest.raises(ZeroDivisionError):
+            writes.pump()
+    await rig.settled()
+    assert rig.shelves[0].has(space, chain_of("a", 1))
     rig.check()
     await rig.close()
 
