@@ -166,8 +166,11 @@ class PrefixCache:
 
         def restore(ids: torch.Tensor, mask: torch.Tensor | None) -> RestoredCache:
             try:
-                return self._restore(self.watch.root(), ids, mask)
-            except ModelRefused as error:
+                root = self.watch.root()
+                if calls.has_padding(mask) and not self._padded:
+                    raise calls.Unserved("it has padding, behind which this model computes something else")
+                return self._restore(root, ids, mask)
+            except (ModelRefused, calls.Unserved) as error:
                 raise calls.Unserved(str(error)) from None
             except Exception as error:
                 logger.debug("restoring failed", exc_info=True)
@@ -176,28 +179,32 @@ class PrefixCache:
         def done(cache: DynamicCache, tokens: torch.Tensor, mask: torch.Tensor | None) -> None:
             assert isinstance(cache, RestoredCache)
             try:
-                self.store(cache, tokens, mask, hint)
+                self._store(cache, tokens, mask, hint)
             except Exception as error:  # the answer is there
                 logger.debug("storing failed", exc_info=True)
                 self._say(_failure("what was computed cannot be stored", error))
 
         try:
-            return calls.generate(self.model, arguments, options, restore, done, self._padded)
+            return calls.generate(self.model, arguments, options, restore, done)
         except calls.Unserved as error:
             self._bypass(str(error))
         return self.model.generate(*arguments, **options)
 
-    @torch.no_grad()
     def restore(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> RestoredCache:
-        """The stored part of a prompt, as a cache to pass to `generate` or `forward`; empty for a miss.
+        """The stored part of a prompt, as a cache to pass to the model's own `generate` or `forward`; empty for a miss.
+
+        Preconditions (guaranteed by the caller): the model computes the rest of the prompt from its token ids alone,
+        each at its place in the prompt. It gets no embeddings, pixels, `token_type_ids`, positions of other places, or
+        masks of four dimensions.
 
         Args:
-            input_ids: [row, token], padded on the left if at all.
-            attention_mask: [row, token], 0 for padding.
+            input_ids: [row, token], without padding.
+            attention_mask: [row, token]; nothing is restored under one with a 0. `generate` gives the tokens behind
+                padding the places that they have without it, and a plain `forward` does not.
 
         At least the last token is left to be computed.
         """
-        reason = calls.unserved_mask(input_ids, attention_mask, self._padded)
+        reason = calls.unserved_by_hand(input_ids, attention_mask)
         try:
             if not reason:
                 return self._restore(self.watch.root(), input_ids, attention_mask)
@@ -249,7 +256,6 @@ class PrefixCache:
             self.connector.release(match)
         return []
 
-    @torch.no_grad()
     def store(
         self,
         cache: RestoredCache,
@@ -259,22 +265,31 @@ class PrefixCache:
     ) -> int:
         """Store the new part of a cache that holds the K and V of `tokens`; returns how many blocks were stored.
 
+        Preconditions (guaranteed by the caller): those of `restore`, for all calls that have filled the cache.
+
         Args:
             cache: what `restore` returned, after `generate` or `forward` has filled it.
-            tokens: [row, token], at least as many as the cache holds.
-            attention_mask: that of the prompt; tokens after it are not padding.
+            tokens: [row, token], at least as many as the cache holds, without padding.
+            attention_mask: that of the prompt; nothing is stored under one with a 0.
             hint: what is known of the further use of these tokens.
 
         Blocks until the copies have ended. A failure is 0.
         """
+        if reason := calls.unserved_by_hand(tokens, attention_mask):
+            self._say(reason)
+            return 0
+        return self._store(cache, tokens, attention_mask, hint)
+
+    @torch.no_grad()
+    def _store(
+        self, cache: RestoredCache, tokens: torch.Tensor, attention_mask: torch.Tensor | None, hint: Hint | None
+    ) -> int:
+        """As `store`, behind padding too: `generate` computes the same there as without."""
         length = int(cache.get_seq_length())
         if length > tokens.shape[1]:
             self._say("the cache of a call holds more tokens than the call has: nothing of it is stored")
             return 0
         if length > self.watch.limit or not self.connector.available:
-            return 0
-        if reason := calls.unserved_mask(tokens, attention_mask, self._padded):
-            self._say(reason)
             return 0
         try:
             if (self.watch.root(), self.watch.changes) != (cache.root, cache.changes):

@@ -33,13 +33,8 @@ class Unserved(Exception):
     """The cache cannot serve a call; the text says why. Nothing has been computed or streamed."""
 
 
-def generate(
-    model: Any, given: tuple[Any, ...], options: dict[str, Any], restore: Restore, done: Done, padded: bool = True
-) -> Any:
+def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restore: Restore, done: Done) -> Any:
     """`model.generate(*given, **options)` that goes on from what `restore` returns, and hands what is filled to `done`.
-
-    Args:
-        padded: the model computes the same behind padding as without.
 
     Raises Unserved, and what `model.generate`, `restore` and `done` raise.
     """
@@ -68,7 +63,7 @@ def generate(
         mask = model_kwargs.get("attention_mask")
         try:
             _check(input_ids, generation_config, model_kwargs)
-            _check_mask(input_ids, generation_config, (mask, options.get("attention_mask")), padded)
+            _check_mask(input_ids, generation_config, (mask, options.get("attention_mask")))
             cache = restore(input_ids, mask)
         except Unserved as error:
             refused.append(error)
@@ -154,7 +149,7 @@ def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
         raise Unserved("its position_ids are not the places of its tokens")
 
 
-def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...], padded: bool) -> None:
+def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...]) -> None:
     """Raise Unserved unless the mask is one of these ids.
 
     transformers drops a mask without padding and keeps its length: with another one it would not cut off what the cache
@@ -167,7 +162,7 @@ def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...], padded: 
     lengths |= {mask.shape[-1] for mask in masks if hasattr(mask, "shape")}
     if lengths != {ids.shape[1]}:
         raise Unserved("its attention_mask has another shape than its input_ids")
-    if reason := unserved_mask(ids, masks[0], padded):
+    if reason := unserved_mask(ids, masks[0]):
         raise Unserved(reason)
 
 
@@ -182,7 +177,7 @@ def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tenso
     return bool((positions.to(ids.device) == expected)[seen].all())
 
 
-def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None, padded: bool) -> str:
+def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
     """Why tokens alone cannot name what is computed under a mask, or nothing. The mask may be the prompt's."""
     if mask is None:
         return ""
@@ -195,6 +190,19 @@ def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None, padded: bool)
         return "its padding is not on the left"
     if not bool(seen.any(-1).all()):
         return "a row of it is nothing but padding, which has places as if it were one token"
-    if not (padded or bool(seen.all())):
-        return "it has padding, behind which this model computes something else"
     return ""
+
+
+def has_padding(mask: torch.Tensor | None) -> bool:
+    return mask is not None and bool((mask == 0).any())
+
+
+def unserved_by_hand(tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """Why a cache of these tokens cannot be filled by a plain `forward`, or nothing.
+
+    `generate` infers the places of tokens from the mask. A plain `forward` counts padding too, and so shifts the K of
+    the tokens behind it.
+    """
+    if has_padding(mask):
+        return "its attention_mask has a 0: pass rows without padding, each alone, or call PrefixCache.generate"
+    return unserved_mask(tokens, mask)

@@ -81,12 +81,44 @@ def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype
         model(input_ids=ids, attention_mask=mask, past_key_values=kept, use_cache=True)
     assert cache.store(kept, ids, mask) == 0
     greedy(cache, ids[:, 20:])
-    assert cache.restore(ids, mask).get_seq_length() == 0
     padded = torch.ones_like(ids).to(dtype)
     padded[:, :20] = 0
     assert greedy(cache, ids, attention_mask=padded) == greedy(model, ids, attention_mask=padded)
     assert cache.connector.counters["loaded_blocks"] == 4
-    assert cache.restore(ids, torch.full_like(ids, 2)).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("off", [slice(0, 20), slice(80, 100), slice(20, 40)], ids=["left", "right", "in between"])
+def test_rows_with_padding_are_neither_restored_nor_stored_by_hand(
+    open_cache: Open, dtype: torch.dtype, off: slice
+) -> None:
+    """A plain `forward` gives the tokens behind padding other places than `generate`, under whose name K would be."""
+    model = tiny_model("LlamaConfig")
+    ids, cache = prompt(100), open_cache(model)
+    mask = torch.ones_like(ids)
+    mask[:, off] = 0
+    mask = mask.to(dtype)
+    text = ids[mask.bool()][None]
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=kept, use_cache=True)
+    assert cache.store(kept, ids, mask) == 0
+    assert cache.restore(text).get_seq_length() == 0
+    greedy(cache, text)
+    assert cache.restore(ids, mask).get_seq_length() == 0
+    assert cache.restore(text, torch.ones_like(text, dtype=dtype)).get_seq_length() == 64
+    assert cache.restore(text, torch.full_like(text, 2)).get_seq_length() == 0
+
+
+def test_what_a_plain_forward_computes_is_restored(open_cache: Open) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(100)
+    cache = open_cache(model)
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=kept, use_cache=True)
+    assert cache.store(kept, ids) == 6
+    assert cache.restore(ids).get_seq_length() == 96
+    assert greedy(cache, ids) == greedy(model, ids)
 
 
 def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
@@ -100,9 +132,8 @@ def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     cache = open_cache(model)
     assert greedy(cache, ids, attention_mask=mask) == expected
     # Rows 1 and 2 begin later in the text than row 0: they are other sequences.
-    restored = cache.restore(ids, mask)
-    assert restored.get_seq_length() == min(0 + 80, 7 + 80, 40 + 48)
     assert greedy(cache, ids, attention_mask=mask) == expected
+    assert cache.connector.counters["loaded_blocks"] == 5 + 5 + 3, "up to the end of the shortest hit"
 
 
 def test_padding_that_a_model_sees_once_something_is_cached_goes_without_the_cache(open_cache: Open) -> None:
