@@ -170,6 +170,8 @@ def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tenso
     """True if the position of each token is the number of tokens before it, without padding."""
     if positions is None:
         return True
+    if positions.is_floating_point():  # half types round large ones, and so do comparisons with these
+        return False
     seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) == 1
     if positions.ndim != 2 or seen.shape != ids.shape or positions.shape[1] != ids.shape[1]:
         return False

@@ -52,6 +52,7 @@ BYPASSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no cache": ({}, {"use_cache": False}),
     "attentions": ({}, {"output_attentions": True}),
     "other positions": ({}, {"position_ids": torch.arange(64)[None] * 2}),
+    "positions of a half type": ({}, {"position_ids": torch.arange(64, dtype=torch.bfloat16)[None]}),
     "a cache of its own": ({}, {"past_key_values": DynamicCache}),
     "its own way to generate": ({}, {"custom_generate": GenerationMixin._sample}),
     "a mask of other values": ({}, {"attention_mask": ONES * 2}),
