@@ -128,6 +128,7 @@ class PrefixCache:
         self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
         self._announce()
         self.watch.on_change = self._announce
+        self.watch.try_again = self._try_again
 
     def close(self) -> None:
         """Close the connection to the daemon. Blocks for seconds at most."""
@@ -400,6 +401,15 @@ class PrefixCache:
                 pieces.append(part.view(blocks, heads, self._block_size, dim))
                 begin += length
         return pieces
+
+    # --- the model ---------------------------------------------------------------------------------
+
+    def _try_again(self) -> None:
+        """Try the model as at the start. Raises ModelRefused."""
+        if try_model(self.model) != (self._shapes, self._staging.dtype):
+            raise ModelRefused("its K and V have another shape or type now, or are elsewhere: make a new cache")
+        # Never from False to True: the last trial may have been of another state than the one that is served.
+        self._padded = try_generate(self.model) and self._padded
 
     # --- what is said of it ------------------------------------------------------------------------
 

@@ -13,6 +13,10 @@ Without a `model_id` a name has to say all of this: weights are hashed, again wh
 code that is not of a package whose version is part of the name is refused. A `model_id` names weights and code. When
 they are then exchanged, the model gets a name that no other process has. What is inside of objects and functions of
 others is not looked at: their author declares changes by `weights_changed`.
+
+A name says what a model computes, and not that K and V of a prefix depend on nothing else. That was tried when the
+cache was made, and is tried again before a model is named that differs in more than its tensors: a config can make its
+attention look ahead.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -47,6 +52,12 @@ from .packages import version_of
 from .values import Values, tensors_beside
 
 logger = logging.getLogger("tiercache.connectors.transformers")
+
+
+MAX_TRIALS = 64
+"""Of one model. One that every call changes would be tried in every call."""
+MAX_TRIED = 8
+"""Results of trials that are kept: a model may be switched to and fro."""
 
 
 class _Parts(NamedTuple):
@@ -101,6 +112,17 @@ class _Look(NamedTuple):
     objects: Same  # attributes that only a `model_id` names
     code: Code
     autocast: list[tuple[str, torch.dtype]]
+
+    def without_tensors(self) -> list[Any]:
+        """What decides whether the model can be served. Of tensors only their types and devices."""
+        return [self.form, self.values, self.aliases, self.objects, self.code.then, self.autocast]
+
+
+class _Trial(NamedTuple):
+    """What was tried, and why the model cannot be served so, or nothing."""
+
+    of: list[Any]
+    refusal: str
 
 
 def _parts(model: Any) -> _Parts:
@@ -194,6 +216,8 @@ class ModelWatch:
         limit: up to how many tokens the K of a token is independent of the length of its sequence.
         changes: how often something was found that is not as before, even where the name is the same.
         on_change: called after the name has changed.
+        try_again: called before the model is named, if it differs in more than its tensors from when it was given or
+            tried. It runs the model, and raises ModelRefused for one that cannot be served.
     """
 
     def __init__(self, model: Any, model_id: str, salt: str) -> None:
@@ -201,12 +225,16 @@ class ModelWatch:
         self.limit = 0
         self.changes = 0
         self.on_change: Callable[[], None] = lambda: None
+        self.try_again: Callable[[], None] = lambda: None
         self._model = model
         self._model_id = model_id
         self._salt = salt
         self._sample = WeightSample()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a trial runs the model, whose hooks may ask for its name
         forks.watch(self, "_lock")
+        self._is_trying = False
+        self._trials = 0
+        self._tried: deque[_Trial] = deque(maxlen=MAX_TRIED)
         self._form: list[tuple[torch.dtype, torch.device]] = []
         self._named: _Look | None = None  # what `_weights` names
         self._last: _Look | None = None
@@ -221,15 +249,18 @@ class ModelWatch:
     def root(self) -> bytes:
         """The root of all chains of what the model computes now.
 
-        Costs some microseconds per tensor and module, and a hash of all weights when any has changed. Raises
-        ModelRefused for a model that cannot be served as it is; the text says why.
+        Costs some microseconds per tensor and module, a hash of all weights when any has changed, and a trial when
+        anything else has. Raises ModelRefused for a model that cannot be served as it is; the text says why.
         """
         with self._lock:
+            if self._is_trying:
+                raise ModelRefused("the model is being tried: it has no name yet")
             try:
                 parts = _parts(self._model)
                 look = self._look(parts)
                 if look == self._last:
                     return self._root
+                self._try(look.without_tensors())
                 self.limit = constant_rope_tokens(self._model.config)
                 self._name(look, parts)
             except Exception as error:
@@ -255,6 +286,8 @@ class ModelWatch:
                 self._private = os.urandom(KEY_BYTES).hex()
                 self._say("weights_changed() was called without a model_id")
             self._weights, self._last = "", None
+            self._tried.clear()
+            self._trials = 0
 
     # --- what is seen
 
@@ -307,6 +340,33 @@ class ModelWatch:
         if self._code is None or not self._code.is_of(kinds, functions):
             self._code = Code(kinds, functions, is_strict=not self._model_id)
         return self._code
+
+    # --- whether it can be served
+
+    def _try(self, found: list[Any]) -> None:
+        """Raises ModelRefused if a trial of what was found, now or before, says that it cannot be served."""
+        trial = next((trial for trial in self._tried if trial.of == found), None)
+        if trial is None:
+            if self._trials > MAX_TRIALS:
+                raise ModelRefused(f"its config, attributes or code have changed {MAX_TRIALS} times: make a new cache")
+            self._trials += 1
+            trial = _Trial(found, self._refusal())
+            self._tried.append(trial)
+        if trial.refusal:
+            raise ModelRefused(trial.refusal)
+
+    def _refusal(self) -> str:
+        """Why the model cannot be served, or nothing. Raises ModelRefused if it cannot be tried just now."""
+        self._is_trying = True
+        try:
+            self.try_again()
+        except ModelRefused as error:
+            if error.__cause__ is not None:  # such as too little memory
+                raise
+            return str(error)
+        finally:
+            self._is_trying = False
+        return ""
 
     # --- what it is called
 
