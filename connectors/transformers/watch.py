@@ -173,6 +173,16 @@ def _exchanged(own: dict[str, Any], long_ropes: list[str]) -> set[str]:
     return found
 
 
+def _has_kept_casts(tensors: list[tuple[str, torch.Tensor]]) -> bool:
+    """True if autocast may compute with a tensor as it was earlier in the same region.
+
+    PyTorch keeps casts of float32 leaves that require grad, under `no_grad` too, but not in inference mode.
+    """
+    if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return any(one.requires_grad and one.is_leaf and one.dtype == torch.float32 for _, one in tensors)
+
+
 def _configs(config: Any) -> dict[str, Any]:
     """The config of a model, and those of its parts."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
@@ -306,6 +316,9 @@ class ModelWatch:
         taken = self._sample.take(parts.tensors)
         values, described = self._read(parts)
         parts.beside.extend(values.tensors)
+        if autocast and _has_kept_casts([*parts.tensors, *values.tensors]):
+            what = "autocast keeps casts of the weights, so that a change to these shows late"
+            raise ModelRefused(f"{what}: call torch.autocast(..., cache_enabled=False), or model.requires_grad_(False)")
         return _Look(
             [(tensor.dtype, tensor.device) for _, tensor in parts.tensors],
             _Tensors(parts.tensors, taken.digest()),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -421,6 +422,65 @@ def test_in_training_mode_nothing_is_served_or_stored(
     assert cache.connector.counters["stored_blocks"] == stored
     model.eval()
     assert restored_blocks(cache) == BLOCKS
+
+
+def no_grads(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
+def bfloat16(model: Any) -> Any:
+    return model.to(torch.bfloat16)
+
+
+def autocast(**options: Any) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, **options)
+
+
+def test_casts_that_autocast_keeps_are_not_served(open_cache: Open) -> None:
+    """In one region PyTorch casts a float32 weight that requires grad only once, though it is updated meanwhile."""
+    model = tiny_model("LlamaConfig")
+    with autocast(cache_enabled=False):
+        cache = open_cache(model)
+    with autocast():
+        with pytest.raises(ModelRefused, match=r"cache_enabled=False.*requires_grad_"):
+            open_cache(model)
+        assert greedy(cache, IDS) == greedy(model, IDS)
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
+
+
+KEPT_NOT: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+    "casts off": (lambda model: model, lambda: autocast(cache_enabled=False)),
+    "no gradients": (no_grads, nullcontext),
+    "its own type": (bfloat16, nullcontext),
+    "inference": (lambda model: model, torch.inference_mode),
+}
+
+
+@pytest.mark.parametrize(("prepare", "within"), KEPT_NOT.values(), ids=list(KEPT_NOT))
+def test_an_update_under_autocast_is_noticed_where_it_keeps_no_casts(
+    open_cache: Open, prepare: Callable[[Any], Any], within: Callable[[], Any]
+) -> None:
+    model = prepare(tiny_model("LlamaConfig"))
+    with autocast(), within():
+        cache = open_cache(model)
+        greedy(cache, IDS)
+        copy_data(model)
+        assert restored_blocks(cache) == 0
+        found = greedy(cache, IDS)
+        assert restored_blocks(cache) == BLOCKS
+    with autocast():
+        assert found == greedy(model, IDS)
+
+
+def test_another_autocast_than_at_the_start_goes_without_the_cache(open_cache: Open) -> None:
+    model = no_grads(tiny_model("LlamaConfig"))
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    with autocast():
+        assert greedy(cache, IDS) == greedy(model, IDS)
+        under = open_cache(model)
+        assert restored_blocks(under) == restored_blocks(cache) == 0
+    assert (cache.bypassed, restored_blocks(cache)) == (2, BLOCKS)
 
 
 EXCHANGED: dict[str, tuple[Place, Any]] = {
