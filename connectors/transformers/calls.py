@@ -89,8 +89,10 @@ def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restor
         return model.generate(*given, **{**options, "streamer": None, "custom_generate": sample})
     except Exception:
         if refused:  # a model may make another error of it
-            raise refused[0] from None
+            raise refused.pop() from None
         raise
+    finally:
+        refused.clear()  # an error refers to the frames it came through, and these to the list and to all inputs
 
 
 class _Fed(LogitsProcessor):  # type: ignore[misc]

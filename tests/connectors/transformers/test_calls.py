@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -130,6 +132,27 @@ def test_a_streamer_sees_each_token_once(open_cache: Open, use_cache: bool) -> N
     for target, streamer in zip((model, cache, cache), streamers, strict=True):
         target.generate(input_ids=IDS, attention_mask=ONES, streamer=streamer, use_cache=use_cache, **ANSWER)
     assert [(one.put_tokens, one.ends) for one in streamers[1:]] == [(streamers[0].put_tokens, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": lambda: 2}, {"position_ids": lambda: IDS * 2}, {"past_key_values": DynamicCache}],
+    ids=["served", "beams", "positions", "a cache of its own"],
+)
+def test_the_inputs_of_a_call_are_freed_when_it_returns(open_cache: Open, options: dict[str, Any]) -> None:
+    """And not when the garbage collector runs: they may be gigabytes."""
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    inputs = {"input_ids": IDS.clone(), **{name: make() for name, make in options.items()}}
+    seen = [weakref.ref(value) for value in inputs.values() if not isinstance(value, int)]
+    gc.collect()
+    gc.disable()
+    try:
+        cache.generate(**inputs, attention_mask=ONES, max_new_tokens=2, do_sample=False)
+        inputs.clear()
+        assert [one() is None for one in seen] == [True] * len(seen)
+    finally:
+        gc.enable()
 
 
 def test_wrong_arguments_are_refused_as_by_the_model(open_cache: Open) -> None:
