@@ -114,8 +114,8 @@ class PrefixCache:
         self._shapes, dtype = try_model(model)
         self._padded = try_generate(model)  # else rows with padding bypass the cache
         self._block_size = block_size
-        self._lock = threading.Lock()
-        self._owner = 0  # the thread that has it
+        self._lock = threading.RLock()  # of the staging buffer; a signal handler may run in the thread that has it
+        self._is_busy = False  # what the thread that has the lock says
         self._said: set[str] = set()
         spec = make_namespace(self._shapes, dtype, block_size)
         blocks = parse_bytes(staging) // spec.block_bytes
@@ -221,10 +221,10 @@ class PrefixCache:
         length = input_ids.shape[1]
         if length > self.watch.limit or not self.connector.available:
             return cache
-        with self._alone() as alone:
+        end_s = time.monotonic() + self.connector.load_timeout_s
+        with self._alone(end_s) as alone:
             if not alone:
                 return cache
-            end_s = time.monotonic() + self.connector.load_timeout_s
             rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
             matches = self._match(rows, end_s)
             if not matches:
@@ -300,11 +300,11 @@ class PrefixCache:
         except ModelRefused as error:
             self._say(str(error))
             return 0
-        with self._alone() as alone:
+        end_s = time.monotonic() + self.connector.load_timeout_s
+        with self._alone(end_s) as alone:
             if not alone:
                 return 0
             rows, stored = self._rows(cache.root, tokens[:, :length], attention_mask), 0
-            end_s = time.monotonic() + self.connector.load_timeout_s
             for index, row in enumerate(rows):
                 if time.monotonic() > end_s:
                     self._say(f"the daemon is slow: not all is stored within {self.connector.load_timeout_s:g} s")
@@ -316,17 +316,22 @@ class PrefixCache:
         return stored
 
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Have the staging buffer alone; False in a signal handler of the thread that has it."""
-        if self._owner == threading.get_ident():
+    def _alone(self, end_s: float) -> Iterator[bool]:
+        """Have the staging buffer alone; False if others have it until `end_s`, or in a signal handler of its user."""
+        if not self._lock.acquire(timeout=max(0.0, end_s - time.monotonic())):
             yield False
             return
-        with self._lock:
-            self._owner = threading.get_ident()
+        try:
+            if self._is_busy:
+                yield False
+                return
+            self._is_busy = True
             try:
                 yield True
             finally:
-                self._owner = 0
+                self._is_busy = False
+        finally:
+            self._lock.release()
 
     # --- one row ---------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 import weakref
 from typing import Any
 
@@ -221,3 +223,67 @@ def test_a_signal_handler_in_the_midst_of_a_call_gets_a_miss(open_cache: Open, m
     monkeypatch.setattr(cache, "_load_row", load)
     assert greedy(cache, ids) == greedy(model, ids)
     assert inner == [0]
+
+
+class SignalAtOnce:
+    """A lock of whose taking a signal learns before the thread that takes it does."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.taken = 0
+
+    def acquire(self, timeout: float = -1.0) -> bool:
+        got = self._lock.acquire(timeout=timeout)
+        self.taken += 1
+        if self.taken == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return bool(got)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_signal_handler_that_comes_as_the_buffer_is_taken_may_use_it(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(60)
+    cache, inner = open_cache(model), list[int]()
+    greedy(cache, ids)
+    monkeypatch.setattr(cache, "_lock", SignalAtOnce(cache._lock))
+    before = signal.signal(signal.SIGUSR1, lambda *_: inner.append(cache.restore(ids).get_seq_length()))
+    try:
+        assert greedy(cache, ids) == greedy(model, ids)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (inner, cache.connector.counters["loaded_blocks"]) == ([48], 6)
+
+
+def test_a_call_waits_no_longer_for_other_threads_than_a_load_may_take(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(60)
+    cache = open_cache(model)
+    greedy(cache, ids)
+    monkeypatch.setattr(cache.connector, "load_timeout_s", 0.0)
+    holds, ends = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache._lock:
+            holds.set()
+            ends.wait()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    holds.wait()
+    try:
+        assert greedy(cache, ids) == greedy(model, ids)
+        assert cache.restore(ids).get_seq_length() == 0
+    finally:
+        ends.set()
+        other.join()
