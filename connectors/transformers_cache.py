@@ -306,14 +306,20 @@ class PrefixCache:
                 return 0
             rows, stored = self._rows(cache.root, tokens[:, :length], attention_mask), 0
             for index, row in enumerate(rows):
-                if time.monotonic() > end_s:
-                    self._say(f"the daemon is slow: not all is stored within {self.connector.load_timeout_s:g} s")
-                    break
-                stored += self._store_row(row, cache, index)
+                stored += self._store_row(row, cache, index, end_s)
         if hint is not None:
             for row in rows:
+                if self._is_late(end_s):
+                    break
                 self.connector.hint(row.chain.packed(), hint)
         return stored
+
+    def _is_late(self, end_s: float) -> bool:
+        """True, which is said, if nothing more of a call may be stored."""
+        late = time.monotonic() > end_s
+        if late:
+            self._say(f"the daemon is slow: not all is stored within {self.connector.load_timeout_s:g} s")
+        return late
 
     @contextmanager
     def _alone(self, end_s: float) -> Iterator[bool]:
@@ -372,11 +378,12 @@ class PrefixCache:
         self.connector.release(match)
         return min(end, row.pad + good * size)
 
-    def _store_row(self, row: _Row, cache: RestoredCache, index: int) -> int:
+    def _store_row(self, row: _Row, cache: RestoredCache, index: int, end_s: float) -> int:
+        """Store the new blocks of the row at `index`, in pieces of the staging buffer; none begins after `end_s`."""
         size, count, stored = self._block_size, len(row.chain), 0
         done = min(count, max(0, cache.named_tokens - row.pad) // size)
         begun_anew = False
-        while done < count:
+        while done < count and not self._is_late(end_s):
             part = min(count - done, len(self._staging))
             begin = row.pad + done * size
             states = (state for layer in cache.layers for state in (layer.keys, layer.values))

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from tiny_models import Open, greedy, prompt, tiny_model
 from waiting import wait_until
 
 import tiercache
+from tiercache.connectors import transformers_cache
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.errors import ModelRefused
 from tiercache.http.affinity import Affinity, Query, UnknownModel
+from tiercache.protocol.hints import Hint
 
 pytestmark = pytest.mark.engine
 MLA = {
@@ -159,6 +162,30 @@ def test_a_batch_waits_no_longer_for_a_slow_daemon_than_a_load_may_take(
     monkeypatch.setattr(cache.connector, "store", lambda *keys, **how: asked.append("store") or store(*keys, **how))
     assert greedy(cache, ids) == greedy(model, ids)
     assert asked == ["match"], "and nothing was stored after that time"
+
+
+def test_storing_ends_with_the_piece_after_which_the_daemon_is_too_slow(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One prompt may have many pieces, each a request; and each row has a hint of its own."""
+    model, ids, now_s = tiny_model("LlamaConfig"), prompt(100).repeat(2, 1), [0.0]
+    cache = open_cache(model, staging="13KiB", load_timeout_s=10.0)
+    monkeypatch.setattr(transformers_cache, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    store, hint, asked = cache.connector.store, cache.connector.hint, list[str]()
+
+    def slow_store(*keys: Any, **how: Any) -> Any:
+        now_s[0] += 4.0
+        asked.append("store")
+        return store(*keys, **how)
+
+    monkeypatch.setattr(cache.connector, "store", slow_store)
+    monkeypatch.setattr(cache.connector, "hint", lambda *what: asked.append("hint") or hint(*what))
+    cache.generate(ids, torch.ones_like(ids), max_new_tokens=1, hint=Hint(done=True))
+    assert asked == ["store"] * 3
+    assert caplog.text.count("not all is stored within 10 s") == 1
+    monkeypatch.setattr(cache.connector, "store", store)
+    cache.generate(ids, torch.ones_like(ids), max_new_tokens=1, hint=Hint(done=True))
+    assert asked == ["store"] * 3 + ["hint"] * 2
 
 
 def test_other_weights_are_another_model(open_cache: Open) -> None:
