@@ -50,6 +50,9 @@ from tiercache.protocol.messages import ModelCard
 
 from .transformers import calls
 
+MAX_SAID = 100
+"""Lines of one cache in the log, each once. The text of an error may be another one each time."""
+
 logger = logging.getLogger("tiercache.connectors.transformers")
 
 
@@ -183,7 +186,7 @@ class PrefixCache:
                 self._store(cache, tokens, mask, hint)
             except Exception as error:  # the answer is there
                 logger.debug("storing failed", exc_info=True)
-                self._say(_failure("what was computed cannot be stored", error))
+                self._say_unstored(_failure("storing failed", error))
 
         try:
             return calls.generate(self.model, arguments, options, restore, done)
@@ -277,7 +280,7 @@ class PrefixCache:
         Blocks until the copies have ended. A failure is 0.
         """
         if reason := calls.unserved_by_hand(tokens, attention_mask):
-            self._say(reason)
+            self._say_unstored(reason)
             return 0
         return self._store(cache, tokens, attention_mask, hint)
 
@@ -288,17 +291,17 @@ class PrefixCache:
         """As `store`, behind padding too: `generate` computes the same there as without."""
         length = int(cache.get_seq_length())
         if length > tokens.shape[1]:
-            self._say("the cache of a call holds more tokens than the call has: nothing of it is stored")
+            self._say_unstored("its cache holds more tokens than it has")
             return 0
         if length > self.watch.limit or not self.connector.available:
             return 0
         try:
             if (self.watch.root(), self.watch.changes) != (cache.root, cache.changes):
                 # computed, in part at least, by weights that are gone, if they are not back by now
-                self._say("what the model computes has changed since the call began: nothing of it is stored")
+                self._say_unstored("what the model computes has changed since it began")
                 return 0
         except ModelRefused as error:
-            self._say(str(error))
+            self._say_unstored(str(error))
             return 0
         end_s = time.monotonic() + self.connector.load_timeout_s
         with self._alone(end_s) as alone:
@@ -318,7 +321,7 @@ class PrefixCache:
         """True, which is said, if nothing more of a call may be stored."""
         late = time.monotonic() > end_s
         if late:
-            self._say(f"the daemon is slow: not all is stored within {self.connector.load_timeout_s:g} s")
+            self._say_unstored(f"the daemon takes longer than load_timeout_s, {self.connector.load_timeout_s:g} s")
         return late
 
     @contextmanager
@@ -427,12 +430,15 @@ class PrefixCache:
 
     def _bypass(self, reason: str) -> None:
         self.bypassed += 1
-        self._say(reason)
+        self._say(f"a call goes without the cache: {reason}")
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("a call of generate goes without the cache: %s", reason)
+    def _say_unstored(self, reason: str) -> None:
+        self._say(f"what a call has computed is not stored, or not all of it: {reason}")
+
+    def _say(self, what: str) -> None:
+        if what not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(what)
+            logger.warning("%s", what)
 
     def _announce(self) -> None:
         """Announce the model, for the affinity query."""

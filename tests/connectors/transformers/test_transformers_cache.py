@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,7 +183,9 @@ def test_storing_ends_with_the_piece_after_which_the_daemon_is_too_slow(
     monkeypatch.setattr(cache.connector, "hint", lambda *what: asked.append("hint") or hint(*what))
     cache.generate(ids, torch.ones_like(ids), max_new_tokens=1, hint=Hint(done=True))
     assert asked == ["store"] * 3
-    assert caplog.text.count("not all is stored within 10 s") == 1
+    said = "is not stored, or not all of it: the daemon takes longer than load_timeout_s, 10 s"
+    assert caplog.text.count(said) == 1
+    assert "without the cache" not in caplog.text
     monkeypatch.setattr(cache.connector, "store", store)
     cache.generate(ids, torch.ones_like(ids), max_new_tokens=1, hint=Hint(done=True))
     assert asked == ["store"] * 3 + ["hint"] * 2
@@ -223,6 +226,22 @@ def test_each_reason_for_a_bypass_is_said_once(open_cache: Open, caplog: pytest.
     said = [record.getMessage() for record in caplog.records if "without the cache" in record.getMessage()]
     assert len(said) == 3
     assert "its generation mode is beam_search" in said[0]
+
+
+def test_errors_whose_text_is_never_the_same_do_not_fill_the_log(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers_cache, "MAX_SAID", 3)
+    model, numbers = tiny_model("LlamaConfig"), count()
+    cache = open_cache(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"at {next(numbers)}")
+
+    monkeypatch.setattr(cache, "_match", fail)
+    for _ in range(5):
+        greedy(cache, prompt(40), max_new_tokens=1)
+    assert (next(numbers), caplog.text.count("without the cache")) == (5, 3)
 
 
 def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:
