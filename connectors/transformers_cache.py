@@ -112,7 +112,7 @@ class PrefixCache:
             ConfigError: invalid block_size or staging.
         """
         check_version(transformers.__version__)
-        self.model = model
+        self._model = model
         self.bypassed = 0
         self._shapes, dtype = try_model(model)
         self._padded = try_generate(model)  # else rows with padding bypass the cache
@@ -132,6 +132,11 @@ class PrefixCache:
         self._announce()
         self.watch.on_change = self._announce
         self.watch.try_again = self._try_again
+
+    @property
+    def model(self) -> Any:
+        """The model. Another one needs a cache of its own: this one was named and tried."""
+        return self._model
 
     def close(self) -> None:
         """Close the connection to the daemon. Blocks for seconds at most."""

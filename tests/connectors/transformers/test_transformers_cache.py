@@ -212,6 +212,13 @@ def test_other_weights_are_another_model(open_cache: Open) -> None:
     assert open_cache(tiny_model("LlamaConfig", rope_theta=5000.0)).restore(ids).get_seq_length() == 0
 
 
+def test_a_cache_keeps_its_model(open_cache: Open) -> None:
+    """Another one would compute under the name of the first."""
+    cache = open_cache(tiny_model("LlamaConfig"))
+    with pytest.raises(AttributeError):
+        cache.model = tiny_model("LlamaConfig", seed=2)  # type: ignore[misc]
+
+
 def test_each_reason_for_a_bypass_is_said_once(open_cache: Open, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)
