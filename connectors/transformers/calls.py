@@ -68,20 +68,24 @@ def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restor
         except Unserved as error:
             refused.append(error)
             raise
-        cache._is_user_defined = True  # as transformers marks those that outlive the call
+        fed, inputs = _Fed(input_ids), model_kwargs
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        fed = _Fed(input_ids)
+        served = streamer is None or fed.are_leading(input_ids)  # on the CPU it may have written into them
+        if served:
+            cache._is_user_defined = True  # as transformers marks those that outlive the call
+            logits_processor = type(logits_processor)([fed, *logits_processor])
+            inputs = {**model_kwargs, "past_key_values": cache}
         output = model._sample(
             input_ids,
-            logits_processor=type(logits_processor)([fed, *logits_processor]),
+            logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             synced_gpus=synced_gpus,
             streamer=streamer,
-            **{**model_kwargs, "past_key_values": cache},
+            **inputs,
         )
-        if fed.are_leading(getattr(output, "sequences", output)):
+        if served and fed.are_leading(getattr(output, "sequences", output)):
             done(cache, fed.tokens(), mask)
         return output
 

@@ -136,6 +136,28 @@ def test_a_streamer_sees_each_token_once(open_cache: Open, use_cache: bool) -> N
     assert [(one.put_tokens, one.ends) for one in streamers[1:]] == [(streamers[0].put_tokens, 1)] * 2
 
 
+class WritingStreamer(Streamer):
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if value.ndim == 2:
+            value[:, :8] = 7
+
+
+def test_what_a_streamer_writes_into_the_prompt_is_computed_and_not_stored(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    cache.generate(IDS, ONES, **ANSWER)
+    stored = cache.connector.counters["stored_blocks"]
+    streamers = WritingStreamer(), WritingStreamer()
+    expected, found = (
+        said(target.generate(IDS.clone(), attention_mask=ONES, streamer=streamer, do_sample=False, **ANSWER))
+        for target, streamer in zip((model, cache), streamers, strict=True)
+    )
+    assert expected == found != said(model.generate(IDS, attention_mask=ONES, **ANSWER))
+    assert streamers[0].put_tokens == streamers[1].put_tokens
+    assert cache.connector.counters["stored_blocks"] == stored
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_beams": lambda: 2}, {"position_ids": lambda: IDS * 2}, {"past_key_values": DynamicCache}],
