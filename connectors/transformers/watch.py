@@ -7,7 +7,8 @@ Everything that can change is checked where it cannot be bypassed:
 - modules: their types and attributes (the scale of a LoRA, an epsilon), configs and hooks (`values`), and which of them
   are shared or have tied weights;
 - code: methods of classes and the functions that these call (`code`);
-- training mode, and autocast: under these a call goes without the cache.
+- training mode, and autocast: under these a call goes without the cache;
+- PyTorch's default dtype.
 
 Without a `model_id` a name has to say all of this: weights are hashed, again when they have changed, and a model with
 code that is not of a package whose version is part of the name is refused. A `model_id` names weights and code. When
@@ -112,10 +113,12 @@ class _Look(NamedTuple):
     objects: Same  # attributes that only a `model_id` names
     code: Code
     autocast: list[tuple[str, torch.dtype]]
+    default_dtype: torch.dtype  # which the `forward` of some models makes tensors of
 
     def without_tensors(self) -> list[Any]:
         """What decides whether the model can be served. Of tensors only their types and devices."""
-        return [self.form, self.values, self.aliases, self.objects, self.code.then, self.autocast]
+        modes = [self.autocast, self.default_dtype]
+        return [self.form, self.values, self.aliases, self.objects, self.code.then, *modes]
 
 
 class _Trial(NamedTuple):
@@ -328,6 +331,7 @@ class ModelWatch:
             Same(values.objects),
             self._code_of(parts, values),
             autocast,
+            torch.get_default_dtype(),
         )
 
     def _read(self, parts: _Parts) -> tuple[Values, list[Any]]:
@@ -399,6 +403,7 @@ class ModelWatch:
         beside = _hash_tensors(parts.beside, "an attribute of a module has to be a plain tensor; buffers need not")
         facts = json.dumps([look.values, beside, look.aliases, look.code.texts], sort_keys=True)
         extra = [("modules", xxhash.xxh3_128_hexdigest(facts.encode())), ("autocast", str(look.autocast or ""))]
+        extra.append(("default dtype", str(look.default_dtype)))
         extra += [(package, version_of(package)) for package in ("torch", "transformers")]
         if self._model_id and (look.objects, look.code.then) != (self._named.objects, self._named.code.then):
             extra.append(("state", os.urandom(KEY_BYTES).hex()))

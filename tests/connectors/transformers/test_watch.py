@@ -472,6 +472,19 @@ def test_an_update_under_autocast_is_noticed_where_it_keeps_no_casts(
         assert found == greedy(model, IDS)
 
 
+def test_the_default_dtype_is_part_of_the_name() -> None:
+    """The `forward` of Ministral 3 makes the scales of its queries of it."""
+    model = tiny_model("LlamaConfig")
+    watch = ModelWatch(model, "named", "")
+    before = watch.root()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert before != watch.root() == ModelWatch(model, "named", "").root()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert watch.root() == before
+
+
 def test_another_autocast_than_at_the_start_goes_without_the_cache(open_cache: Open) -> None:
     model = no_grads(tiny_model("LlamaConfig"))
     cache = open_cache(model)
