@@ -68,10 +68,10 @@ def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restor
         except Unserved as error:
             refused.append(error)
             raise
-        fed, inputs = _Fed(input_ids), model_kwargs
+        fed, inputs = _Fed(input_ids, mask), model_kwargs
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        served = streamer is None or fed.are_leading(input_ids)  # on the CPU it may have written into them
+        served = streamer is None or fed.is_prompt(input_ids, mask)  # on the CPU it may have written into them
         if served:
             cache._is_user_defined = True  # as transformers marks those that outlive the call
             logits_processor = type(logits_processor)([fed, *logits_processor])
@@ -86,7 +86,7 @@ def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restor
             **inputs,
         )
         if served and fed.are_leading(getattr(output, "sequences", output)):
-            done(cache, fed.tokens(), mask)
+            done(cache, fed.tokens(), fed.mask)
         return output
 
     try:
@@ -100,10 +100,11 @@ def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restor
 
 
 class _Fed(LogitsProcessor):  # type: ignore[misc]
-    """The tokens that a model was given, as they were then: a processor may write to earlier ones."""
+    """The tokens and the mask that a model was given, as they were then: a processor may write to both."""
 
-    def __init__(self, prompt: torch.Tensor) -> None:
+    def __init__(self, prompt: torch.Tensor, mask: torch.Tensor | None) -> None:
         self._parts = [prompt.clone()]
+        self.mask = None if mask is None else mask.clone()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] > self._parts[0].shape[1]:  # not the first time
@@ -113,6 +114,11 @@ class _Fed(LogitsProcessor):  # type: ignore[misc]
     def tokens(self) -> torch.Tensor:
         """[row, token]"""
         return torch.cat(self._parts, 1)
+
+    def is_prompt(self, ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """True if ids and mask of the prompt are as they were. Waits for the device."""
+        kept = self.mask
+        return torch.equal(self._parts[0], ids) and (mask is None or kept is None or torch.equal(kept, mask))
 
     def are_leading(self, sequences: torch.Tensor) -> bool:
         """True if the tokens of an answer begin with them. Waits for the device."""

@@ -216,6 +216,28 @@ def test_what_a_processor_writes_into_the_tokens_is_not_what_was_computed(open_c
     assert cache.connector.counters["stored_blocks"] > 0
 
 
+@pytest.mark.parametrize("writer", ["processor", "streamer"])
+def test_what_is_written_into_the_mask_does_not_name_what_was_computed(open_cache: Open, writer: str) -> None:
+    """transformers has the mask that it was given, whose owner may use it again."""
+    model, masks = tiny_model("LlamaConfig"), [(PADDED != 0).long() for _ in range(2)]
+    cache, found = open_cache(model), []
+    for target, mask in zip((model, cache), masks, strict=True):
+        streamer = Streamer()
+
+        def write(ids: torch.Tensor, scores: Any = None, mask: torch.Tensor = mask) -> Any:
+            mask[:, :29] = 0
+            return scores
+
+        streamer.put = write  # type: ignore[method-assign]
+        options = {"logits_processor": [write]} if writer == "processor" else {"streamer": streamer}
+        found.append(greedy(target, PADDED, attention_mask=mask, **options))
+    assert found[0] == found[1]
+    assert cache.connector.counters["stored_blocks"] == (3 if writer == "processor" else 0)
+    for ids in (PADDED[:, 24:], PADDED[:, 29:]):
+        assert greedy(cache, ids) == greedy(model, ids)
+    assert cache.connector.counters["loaded_blocks"] == (2 if writer == "processor" else 0)
+
+
 @pytest.mark.parametrize("part", ["restore", "store"])
 def test_a_cache_that_fails_in_any_way_is_a_miss(
     open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
