@@ -332,7 +332,10 @@ class PrefixCache:
     @contextmanager
     def _alone(self, end_s: float) -> Iterator[bool]:
         """Have the staging buffer alone; False if others have it until `end_s`, or in a signal handler of its user."""
-        if not self._lock.acquire(timeout=max(0.0, end_s - time.monotonic())):
+        left_s = min(max(0.0, end_s - time.monotonic()), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=left_s):
+            what = "the staging buffer is in use by calls of other threads for longer than load_timeout_s"
+            self._say(f"{what}, which is a miss: give each thread a PrefixCache of its own")
             yield False
             return
         try:

@@ -309,7 +309,7 @@ def test_a_signal_handler_that_comes_as_the_buffer_is_taken_may_use_it(
 
 
 def test_a_call_waits_no_longer_for_other_threads_than_a_load_may_take(
-    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, ids = tiny_model("LlamaConfig"), prompt(60)
     cache = open_cache(model)
@@ -331,3 +331,7 @@ def test_a_call_waits_no_longer_for_other_threads_than_a_load_may_take(
     finally:
         ends.set()
         other.join()
+    assert caplog.text.count("the staging buffer is in use by calls of other threads") == 1
+    for load_timeout_s in (30.0, float("inf")):
+        monkeypatch.setattr(cache.connector, "load_timeout_s", load_timeout_s)
+        assert cache.restore(ids).get_seq_length() == 48
