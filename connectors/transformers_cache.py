@@ -50,6 +50,9 @@ from tiercache.protocol.messages import ModelCard
 
 from .transformers import calls
 
+MAX_SAID = 100
+"""Lines of one cache in the log, each once. The text of an error may be another one each time."""
+
 logger = logging.getLogger("tiercache.connectors.transformers")
 
 
@@ -109,13 +112,13 @@ class PrefixCache:
             ConfigError: invalid block_size or staging.
         """
         check_version(transformers.__version__)
-        self.model = model
+        self._model = model
         self.bypassed = 0
         self._shapes, dtype = try_model(model)
         self._padded = try_generate(model)  # else rows with padding bypass the cache
         self._block_size = block_size
-        self._lock = threading.Lock()
-        self._owner = 0  # the thread that has it
+        self._lock = threading.RLock()  # of the staging buffer; a signal handler may run in the thread that has it
+        self._is_busy = False  # what the thread that has the lock says
         self._said: set[str] = set()
         spec = make_namespace(self._shapes, dtype, block_size)
         blocks = parse_bytes(staging) // spec.block_bytes
@@ -128,6 +131,12 @@ class PrefixCache:
         self.connector: Connector = connect(address, namespace=spec, pool=pool, required=required, **options)
         self._announce()
         self.watch.on_change = self._announce
+        self.watch.try_again = self._try_again
+
+    @property
+    def model(self) -> Any:
+        """The model. Another one needs a cache of its own: this one was named and tried."""
+        return self._model
 
     def close(self) -> None:
         """Close the connection to the daemon. Blocks for seconds at most."""
@@ -166,8 +175,11 @@ class PrefixCache:
 
         def restore(ids: torch.Tensor, mask: torch.Tensor | None) -> RestoredCache:
             try:
-                return self._restore(self.watch.root(), ids, mask)
-            except ModelRefused as error:
+                root = self.watch.root()
+                if calls.has_padding(mask) and not self._padded:
+                    raise calls.Unserved("it has padding, behind which this model computes something else")
+                return self._restore(root, ids, mask)
+            except (ModelRefused, calls.Unserved) as error:
                 raise calls.Unserved(str(error)) from None
             except Exception as error:
                 logger.debug("restoring failed", exc_info=True)
@@ -176,28 +188,32 @@ class PrefixCache:
         def done(cache: DynamicCache, tokens: torch.Tensor, mask: torch.Tensor | None) -> None:
             assert isinstance(cache, RestoredCache)
             try:
-                self.store(cache, tokens, mask, hint)
+                self._store(cache, tokens, mask, hint)
             except Exception as error:  # the answer is there
                 logger.debug("storing failed", exc_info=True)
-                self._say(_failure("what was computed cannot be stored", error))
+                self._say_unstored(_failure("storing failed", error))
 
         try:
-            return calls.generate(self.model, arguments, options, restore, done, self._padded)
+            return calls.generate(self.model, arguments, options, restore, done)
         except calls.Unserved as error:
             self._bypass(str(error))
         return self.model.generate(*arguments, **options)
 
-    @torch.no_grad()
     def restore(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> RestoredCache:
-        """The stored part of a prompt, as a cache to pass to `generate` or `forward`; empty for a miss.
+        """The stored part of a prompt, as a cache to pass to the model's own `generate` or `forward`; empty for a miss.
+
+        Preconditions (guaranteed by the caller): the model computes the rest of the prompt from its token ids alone,
+        each at its place in the prompt. It gets no embeddings, pixels, `token_type_ids`, positions of other places, or
+        masks of four dimensions.
 
         Args:
-            input_ids: [row, token], padded on the left if at all.
-            attention_mask: [row, token], 0 for padding.
+            input_ids: [row, token], without padding.
+            attention_mask: [row, token]; nothing is restored under one with a 0. `generate` gives the tokens behind
+                padding the places that they have without it, and a plain `forward` does not.
 
         At least the last token is left to be computed.
         """
-        reason = calls.unserved_mask(input_ids, attention_mask, self._padded)
+        reason = calls.unserved_by_hand(input_ids, attention_mask)
         try:
             if not reason:
                 return self._restore(self.watch.root(), input_ids, attention_mask)
@@ -213,10 +229,10 @@ class PrefixCache:
         length = input_ids.shape[1]
         if length > self.watch.limit or not self.connector.available:
             return cache
-        with self._alone() as alone:
+        end_s = time.monotonic() + self.connector.load_timeout_s
+        with self._alone(end_s) as alone:
             if not alone:
                 return cache
-            end_s = time.monotonic() + self.connector.load_timeout_s
             rows = self._rows(cache.root, input_ids[:, :-1], attention_mask)
             matches = self._match(rows, end_s)
             if not matches:
@@ -249,7 +265,6 @@ class PrefixCache:
             self.connector.release(match)
         return []
 
-    @torch.no_grad()
     def store(
         self,
         cache: RestoredCache,
@@ -259,58 +274,81 @@ class PrefixCache:
     ) -> int:
         """Store the new part of a cache that holds the K and V of `tokens`; returns how many blocks were stored.
 
+        Preconditions (guaranteed by the caller): those of `restore`, for all calls that have filled the cache.
+
         Args:
             cache: what `restore` returned, after `generate` or `forward` has filled it.
-            tokens: [row, token], at least as many as the cache holds.
-            attention_mask: that of the prompt; tokens after it are not padding.
+            tokens: [row, token], at least as many as the cache holds, without padding.
+            attention_mask: that of the prompt; nothing is stored under one with a 0.
             hint: what is known of the further use of these tokens.
 
         Blocks until the copies have ended. A failure is 0.
         """
+        if reason := calls.unserved_by_hand(tokens, attention_mask):
+            self._say_unstored(reason)
+            return 0
+        return self._store(cache, tokens, attention_mask, hint)
+
+    @torch.no_grad()
+    def _store(
+        self, cache: RestoredCache, tokens: torch.Tensor, attention_mask: torch.Tensor | None, hint: Hint | None
+    ) -> int:
+        """As `store`, behind padding too: `generate` computes the same there as without."""
         length = int(cache.get_seq_length())
         if length > tokens.shape[1]:
-            self._say("the cache of a call holds more tokens than the call has: nothing of it is stored")
+            self._say_unstored("its cache holds more tokens than it has")
             return 0
         if length > self.watch.limit or not self.connector.available:
-            return 0
-        if reason := calls.unserved_mask(tokens, attention_mask, self._padded):
-            self._say(reason)
             return 0
         try:
             if (self.watch.root(), self.watch.changes) != (cache.root, cache.changes):
                 # computed, in part at least, by weights that are gone, if they are not back by now
-                self._say("what the model computes has changed since the call began: nothing of it is stored")
+                self._say_unstored("what the model computes has changed since it began")
                 return 0
         except ModelRefused as error:
-            self._say(str(error))
+            self._say_unstored(str(error))
             return 0
-        with self._alone() as alone:
+        end_s = time.monotonic() + self.connector.load_timeout_s
+        with self._alone(end_s) as alone:
             if not alone:
                 return 0
             rows, stored = self._rows(cache.root, tokens[:, :length], attention_mask), 0
-            end_s = time.monotonic() + self.connector.load_timeout_s
             for index, row in enumerate(rows):
-                if time.monotonic() > end_s:
-                    self._say(f"the daemon is slow: not all is stored within {self.connector.load_timeout_s:g} s")
-                    break
-                stored += self._store_row(row, cache, index)
+                stored += self._store_row(row, cache, index, end_s)
         if hint is not None:
             for row in rows:
+                if self._is_late(end_s):
+                    break
                 self.connector.hint(row.chain.packed(), hint)
         return stored
 
+    def _is_late(self, end_s: float) -> bool:
+        """True, which is said, if nothing more of a call may be stored."""
+        late = time.monotonic() > end_s
+        if late:
+            self._say_unstored(f"the daemon takes longer than load_timeout_s, {self.connector.load_timeout_s:g} s")
+        return late
+
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Have the staging buffer alone; False in a signal handler of the thread that has it."""
-        if self._owner == threading.get_ident():
+    def _alone(self, end_s: float) -> Iterator[bool]:
+        """Have the staging buffer alone; False if others have it until `end_s`, or in a signal handler of its user."""
+        left_s = min(max(0.0, end_s - time.monotonic()), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=left_s):
+            what = "the staging buffer is in use by calls of other threads for longer than load_timeout_s"
+            self._say(f"{what}, which is a miss: give each thread a PrefixCache of its own")
             yield False
             return
-        with self._lock:
-            self._owner = threading.get_ident()
+        try:
+            if self._is_busy:
+                yield False
+                return
+            self._is_busy = True
             try:
                 yield True
             finally:
-                self._owner = 0
+                self._is_busy = False
+        finally:
+            self._lock.release()
 
     # --- one row ---------------------------------------------------------------------------------
 
@@ -351,11 +389,12 @@ class PrefixCache:
         self.connector.release(match)
         return min(end, row.pad + good * size)
 
-    def _store_row(self, row: _Row, cache: RestoredCache, index: int) -> int:
+    def _store_row(self, row: _Row, cache: RestoredCache, index: int, end_s: float) -> int:
+        """Store the new blocks of the row at `index`, in pieces of the staging buffer; none begins after `end_s`."""
         size, count, stored = self._block_size, len(row.chain), 0
         done = min(count, max(0, cache.named_tokens - row.pad) // size)
         begun_anew = False
-        while done < count:
+        while done < count and not self._is_late(end_s):
             part = min(count - done, len(self._staging))
             begin = row.pad + done * size
             states = (state for layer in cache.layers for state in (layer.keys, layer.values))
@@ -386,16 +425,28 @@ class PrefixCache:
                 begin += length
         return pieces
 
+    # --- the model ---------------------------------------------------------------------------------
+
+    def _try_again(self) -> None:
+        """Try the model as at the start. Raises ModelRefused."""
+        if try_model(self.model) != (self._shapes, self._staging.dtype):
+            raise ModelRefused("its K and V have another shape or type now, or are elsewhere: make a new cache")
+        # Never from False to True: the last trial may have been of another state than the one that is served.
+        self._padded = try_generate(self.model) and self._padded
+
     # --- what is said of it ------------------------------------------------------------------------
 
     def _bypass(self, reason: str) -> None:
         self.bypassed += 1
-        self._say(reason)
+        self._say(f"a call goes without the cache: {reason}")
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("a call of generate goes without the cache: %s", reason)
+    def _say_unstored(self, reason: str) -> None:
+        self._say(f"what a call has computed is not stored, or not all of it: {reason}")
+
+    def _say(self, what: str) -> None:
+        if what not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(what)
+            logger.warning("%s", what)
 
     def _announce(self) -> None:
         """Announce the model, for the affinity query."""

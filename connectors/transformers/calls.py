@@ -33,13 +33,8 @@ class Unserved(Exception):
     """The cache cannot serve a call; the text says why. Nothing has been computed or streamed."""
 
 
-def generate(
-    model: Any, given: tuple[Any, ...], options: dict[str, Any], restore: Restore, done: Done, padded: bool = True
-) -> Any:
+def generate(model: Any, given: tuple[Any, ...], options: dict[str, Any], restore: Restore, done: Done) -> Any:
     """`model.generate(*given, **options)` that goes on from what `restore` returns, and hands what is filled to `done`.
-
-    Args:
-        padded: the model computes the same behind padding as without.
 
     Raises Unserved, and what `model.generate`, `restore` and `done` raise.
     """
@@ -68,41 +63,48 @@ def generate(
         mask = model_kwargs.get("attention_mask")
         try:
             _check(input_ids, generation_config, model_kwargs)
-            _check_mask(input_ids, generation_config, (mask, options.get("attention_mask")), padded)
+            _check_mask(input_ids, generation_config, (mask, options.get("attention_mask")))
             cache = restore(input_ids, mask)
         except Unserved as error:
             refused.append(error)
             raise
-        cache._is_user_defined = True  # as transformers marks those that outlive the call
+        fed, inputs = _Fed(input_ids, mask), model_kwargs
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        fed = _Fed(input_ids)
+        served = streamer is None or fed.is_prompt(input_ids, mask)  # on the CPU it may have written into them
+        if served:
+            cache._is_user_defined = True  # as transformers marks those that outlive the call
+            logits_processor = type(logits_processor)([fed, *logits_processor])
+            inputs = {**model_kwargs, "past_key_values": cache}
         output = model._sample(
             input_ids,
-            logits_processor=type(logits_processor)([fed, *logits_processor]),
+            logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             synced_gpus=synced_gpus,
             streamer=streamer,
-            **{**model_kwargs, "past_key_values": cache},
+            **inputs,
         )
-        if fed.are_leading(getattr(output, "sequences", output)):
-            done(cache, fed.tokens(), mask)
+        if served and fed.are_leading(getattr(output, "sequences", output)):
+            done(cache, fed.tokens(), fed.mask)
         return output
 
     try:
         return model.generate(*given, **{**options, "streamer": None, "custom_generate": sample})
     except Exception:
         if refused:  # a model may make another error of it
-            raise refused[0] from None
+            raise refused.pop() from None
         raise
+    finally:
+        refused.clear()  # an error refers to the frames it came through, and these to the list and to all inputs
 
 
 class _Fed(LogitsProcessor):  # type: ignore[misc]
-    """The tokens that a model was given, as they were then: a processor may write to earlier ones."""
+    """The tokens and the mask that a model was given, as they were then: a processor may write to both."""
 
-    def __init__(self, prompt: torch.Tensor) -> None:
+    def __init__(self, prompt: torch.Tensor, mask: torch.Tensor | None) -> None:
         self._parts = [prompt.clone()]
+        self.mask = None if mask is None else mask.clone()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] > self._parts[0].shape[1]:  # not the first time
@@ -112,6 +114,11 @@ class _Fed(LogitsProcessor):  # type: ignore[misc]
     def tokens(self) -> torch.Tensor:
         """[row, token]"""
         return torch.cat(self._parts, 1)
+
+    def is_prompt(self, ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """True if ids and mask of the prompt are as they were. Waits for the device."""
+        kept = self.mask
+        return torch.equal(self._parts[0], ids) and (mask is None or kept is None or torch.equal(kept, mask))
 
     def are_leading(self, sequences: torch.Tensor) -> bool:
         """True if the tokens of an answer begin with them. Waits for the device."""
@@ -154,7 +161,7 @@ def _check(ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> None:
         raise Unserved("its position_ids are not the places of its tokens")
 
 
-def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...], padded: bool) -> None:
+def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...]) -> None:
     """Raise Unserved unless the mask is one of these ids.
 
     transformers drops a mask without padding and keeps its length: with another one it would not cut off what the cache
@@ -167,7 +174,7 @@ def _check_mask(ids: torch.Tensor, config: Any, masks: tuple[Any, ...], padded: 
     lengths |= {mask.shape[-1] for mask in masks if hasattr(mask, "shape")}
     if lengths != {ids.shape[1]}:
         raise Unserved("its attention_mask has another shape than its input_ids")
-    if reason := unserved_mask(ids, masks[0], padded):
+    if reason := unserved_mask(ids, masks[0]):
         raise Unserved(reason)
 
 
@@ -175,6 +182,8 @@ def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tenso
     """True if the position of each token is the number of tokens before it, without padding."""
     if positions is None:
         return True
+    if positions.is_floating_point():  # half types round large ones, and so do comparisons with these
+        return False
     seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) == 1
     if positions.ndim != 2 or seen.shape != ids.shape or positions.shape[1] != ids.shape[1]:
         return False
@@ -182,7 +191,7 @@ def _counts(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tenso
     return bool((positions.to(ids.device) == expected)[seen].all())
 
 
-def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None, padded: bool) -> str:
+def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
     """Why tokens alone cannot name what is computed under a mask, or nothing. The mask may be the prompt's."""
     if mask is None:
         return ""
@@ -195,6 +204,19 @@ def unserved_mask(tokens: torch.Tensor, mask: torch.Tensor | None, padded: bool)
         return "its padding is not on the left"
     if not bool(seen.any(-1).all()):
         return "a row of it is nothing but padding, which has places as if it were one token"
-    if not (padded or bool(seen.all())):
-        return "it has padding, behind which this model computes something else"
     return ""
+
+
+def has_padding(mask: torch.Tensor | None) -> bool:
+    return mask is not None and bool((mask == 0).any())
+
+
+def unserved_by_hand(tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """Why a cache of these tokens cannot be filled by a plain `forward`, or nothing.
+
+    `generate` infers the places of tokens from the mask. A plain `forward` counts padding too, and so shifts the K of
+    the tokens behind it.
+    """
+    if has_padding(mask):
+        return "its attention_mask has a 0: pass rows without padding, each alone, or call PrefixCache.generate"
+    return unserved_mask(tokens, mask)

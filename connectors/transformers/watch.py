@@ -7,12 +7,17 @@ Everything that can change is checked where it cannot be bypassed:
 - modules: their types and attributes (the scale of a LoRA, an epsilon), configs and hooks (`values`), and which of them
   are shared or have tied weights;
 - code: methods of classes and the functions that these call (`code`);
-- training mode, and autocast: under these a call goes without the cache.
+- training mode, and autocast: under these a call goes without the cache;
+- PyTorch's default dtype.
 
 Without a `model_id` a name has to say all of this: weights are hashed, again when they have changed, and a model with
 code that is not of a package whose version is part of the name is refused. A `model_id` names weights and code. When
 they are then exchanged, the model gets a name that no other process has. What is inside of objects and functions of
 others is not looked at: their author declares changes by `weights_changed`.
+
+A name says what a model computes, and not that K and V of a prefix depend on nothing else. That was tried when the
+cache was made, and is tried again before a model is named that differs in more than its tensors: a config can make its
+attention look ahead.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -47,6 +53,12 @@ from .packages import version_of
 from .values import Values, tensors_beside
 
 logger = logging.getLogger("tiercache.connectors.transformers")
+
+
+MAX_TRIALS = 64
+"""Of one model. One that every call changes would be tried in every call."""
+MAX_TRIED = 8
+"""Results of trials that are kept: a model may be switched to and fro."""
 
 
 class _Parts(NamedTuple):
@@ -101,6 +113,19 @@ class _Look(NamedTuple):
     objects: Same  # attributes that only a `model_id` names
     code: Code
     autocast: list[tuple[str, torch.dtype]]
+    default_dtype: torch.dtype  # which the `forward` of some models makes tensors of
+
+    def without_tensors(self) -> list[Any]:
+        """What decides whether the model can be served. Of tensors only their types and devices."""
+        modes = [self.autocast, self.default_dtype]
+        return [self.form, self.values, self.aliases, self.objects, self.code.then, *modes]
+
+
+class _Trial(NamedTuple):
+    """What was tried, and why the model cannot be served so, or nothing."""
+
+    of: list[Any]
+    refusal: str
 
 
 def _parts(model: Any) -> _Parts:
@@ -151,6 +176,16 @@ def _exchanged(own: dict[str, Any], long_ropes: list[str]) -> set[str]:
     return found
 
 
+def _has_kept_casts(tensors: list[tuple[str, torch.Tensor]]) -> bool:
+    """True if autocast may compute with a tensor as it was earlier in the same region.
+
+    PyTorch keeps casts of float32 leaves that require grad, under `no_grad` too, but not in inference mode.
+    """
+    if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return any(one.requires_grad and one.is_leaf and one.dtype == torch.float32 for _, one in tensors)
+
+
 def _configs(config: Any) -> dict[str, Any]:
     """The config of a model, and those of its parts."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
@@ -194,6 +229,8 @@ class ModelWatch:
         limit: up to how many tokens the K of a token is independent of the length of its sequence.
         changes: how often something was found that is not as before, even where the name is the same.
         on_change: called after the name has changed.
+        try_again: called before the model is named, if it differs in more than its tensors from when it was given or
+            tried. It runs the model, and raises ModelRefused for one that cannot be served.
     """
 
     def __init__(self, model: Any, model_id: str, salt: str) -> None:
@@ -201,12 +238,16 @@ class ModelWatch:
         self.limit = 0
         self.changes = 0
         self.on_change: Callable[[], None] = lambda: None
+        self.try_again: Callable[[], None] = lambda: None
         self._model = model
         self._model_id = model_id
         self._salt = salt
         self._sample = WeightSample()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a trial runs the model, whose hooks may ask for its name
         forks.watch(self, "_lock")
+        self._is_trying = False
+        self._trials = 0
+        self._tried: deque[_Trial] = deque(maxlen=MAX_TRIED)
         self._form: list[tuple[torch.dtype, torch.device]] = []
         self._named: _Look | None = None  # what `_weights` names
         self._last: _Look | None = None
@@ -221,15 +262,18 @@ class ModelWatch:
     def root(self) -> bytes:
         """The root of all chains of what the model computes now.
 
-        Costs some microseconds per tensor and module, and a hash of all weights when any has changed. Raises
-        ModelRefused for a model that cannot be served as it is; the text says why.
+        Costs some microseconds per tensor and module, a hash of all weights when any has changed, and a trial when
+        anything else has. Raises ModelRefused for a model that cannot be served as it is; the text says why.
         """
         with self._lock:
+            if self._is_trying:
+                raise ModelRefused("the model is being tried: it has no name yet")
             try:
                 parts = _parts(self._model)
                 look = self._look(parts)
                 if look == self._last:
                     return self._root
+                self._try(look.without_tensors())
                 self.limit = constant_rope_tokens(self._model.config)
                 self._name(look, parts)
             except Exception as error:
@@ -255,6 +299,8 @@ class ModelWatch:
                 self._private = os.urandom(KEY_BYTES).hex()
                 self._say("weights_changed() was called without a model_id")
             self._weights, self._last = "", None
+            self._tried.clear()
+            self._trials = 0
 
     # --- what is seen
 
@@ -273,6 +319,9 @@ class ModelWatch:
         taken = self._sample.take(parts.tensors)
         values, described = self._read(parts)
         parts.beside.extend(values.tensors)
+        if autocast and _has_kept_casts([*parts.tensors, *values.tensors]):
+            what = "autocast keeps casts of the weights, so that a change to these shows late"
+            raise ModelRefused(f"{what}: call torch.autocast(..., cache_enabled=False), or model.requires_grad_(False)")
         return _Look(
             [(tensor.dtype, tensor.device) for _, tensor in parts.tensors],
             _Tensors(parts.tensors, taken.digest()),
@@ -282,6 +331,7 @@ class ModelWatch:
             Same(values.objects),
             self._code_of(parts, values),
             autocast,
+            torch.get_default_dtype(),
         )
 
     def _read(self, parts: _Parts) -> tuple[Values, list[Any]]:
@@ -308,6 +358,33 @@ class ModelWatch:
             self._code = Code(kinds, functions, is_strict=not self._model_id)
         return self._code
 
+    # --- whether it can be served
+
+    def _try(self, found: list[Any]) -> None:
+        """Raises ModelRefused if a trial of what was found, now or before, says that it cannot be served."""
+        trial = next((trial for trial in self._tried if trial.of == found), None)
+        if trial is None:
+            if self._trials > MAX_TRIALS:
+                raise ModelRefused(f"its config, attributes or code have changed {MAX_TRIALS} times: make a new cache")
+            self._trials += 1
+            trial = _Trial(found, self._refusal())
+            self._tried.append(trial)
+        if trial.refusal:
+            raise ModelRefused(trial.refusal)
+
+    def _refusal(self) -> str:
+        """Why the model cannot be served, or nothing. Raises ModelRefused if it cannot be tried just now."""
+        self._is_trying = True
+        try:
+            self.try_again()
+        except ModelRefused as error:
+            if error.__cause__ is not None:  # such as too little memory
+                raise
+            return str(error)
+        finally:
+            self._is_trying = False
+        return ""
+
     # --- what it is called
 
     def _name(self, look: _Look, parts: _Parts) -> None:
@@ -326,6 +403,7 @@ class ModelWatch:
         beside = _hash_tensors(parts.beside, "an attribute of a module has to be a plain tensor; buffers need not")
         facts = json.dumps([look.values, beside, look.aliases, look.code.texts], sort_keys=True)
         extra = [("modules", xxhash.xxh3_128_hexdigest(facts.encode())), ("autocast", str(look.autocast or ""))]
+        extra.append(("default dtype", str(look.default_dtype)))
         extra += [(package, version_of(package)) for package in ("torch", "transformers")]
         if self._model_id and (look.objects, look.code.then) != (self._named.objects, self._named.code.then):
             extra.append(("state", os.urandom(KEY_BYTES).hex()))

@@ -42,6 +42,15 @@ OPTIONS = (
 """Fields of vLLM's model_config that affect the model besides weights and config."""
 MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
 """Fields of its multimodal_config that affect how images are computed. The KV that results has no other name."""
+LOADING = ("load_format", "model_loader_extra_config")
+"""Fields of its load configs that say which files of a folder are loaded, and how."""
+OF_FILES = (
+    *("auto", "hf", "pt", "safetensors", "instanttensor", "fastsafetensors", "npcache", "dummy", "sharded_state"),
+    *("gguf", "bitsandbytes", "mistral", "runai_streamer", "runai_streamer_sharded"),
+)
+"""Values of load_format that load what is in the model's folder; others, also of plugins, may bring other weights."""
+ATTENTION = ("use_prefill_query_quantization",)
+"""Fields of its attention_config that make it compute in other types."""
 ENVIRONMENT = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_CPU_INT4_W4A8",
@@ -54,6 +63,9 @@ ENVIRONMENT = (
     "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
     "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_MLA_DISABLE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
 )
 """Variables by which vLLM computes in other types or takes other experts, whatever the model says."""
 
@@ -80,6 +92,14 @@ def check_hashes(vllm_config: Any) -> None:
         raise ModelRefused("calculate_kv_scales makes the scales of KV differ between processes: leave it off")
     if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
         raise ModelRefused("HiSparse keeps blocks in a pool of its own, which is not served: leave one of the two out")
+
+
+def check_origin(loads: Iterable[Any]) -> None:
+    """Raise ModelRefused for weights that may not be those of the model's files. A load config may be None."""
+    for how in (getattr(load, "load_format", "auto") for load in loads):
+        if how not in OF_FILES:
+            text = f"with load_format {how} the weights may be others than in the model's files"
+            raise ModelRefused(f"{text}: set model_id")
 
 
 class Names:
@@ -115,6 +135,8 @@ class Names:
             self.root()  # so that affinity queries know it before the first request
         except (TierCacheError, OSError) as error:
             logger.error("%s is served without the cache: %s", who, error)
+        except Exception:
+            logger.exception("%s is served without the cache: its model cannot be named, set model_id", who)
 
     def read_model(self) -> None:
         """Name the model. Reads every byte of its weights, unless a hub's commit or `model_id` pins them.
@@ -122,7 +144,11 @@ class Names:
         Raises ModelRefused, OSError.
         """
         model, load = self._config.model_config, self._config.load_config
-        draft = getattr(self._config.speculative_config, "draft_model_config", None)
+        speculative = self._config.speculative_config
+        draft = getattr(speculative, "draft_model_config", None)
+        loads = [load, getattr(speculative, "draft_load_config", None)]
+        if not self._model_id:
+            check_origin(loads)
         places = [place.model for place in (model, draft) if place]
         states = [*map(states_of, places)]
         code = bool(getattr(model, "trust_remote_code", False))
@@ -131,8 +157,10 @@ class Names:
             "draft": content_of(draft.model, draft.revision, load.load_format, code) if draft else "",
             "config": [_config_of(each) for each in (model, draft) if each],
             "types": [str(model.dtype), str(model.quantization), str(self._config.cache_config.cache_dtype)],
-            "options": [str(getattr(model, name, None)) for name in OPTIONS],
-            "media": [str(getattr(getattr(model, "multimodal_config", None), name, None)) for name in MEDIA_OPTIONS],
+            "loading": [_fields(each, LOADING) for each in loads],
+            "options": _fields(model, OPTIONS),
+            "media": _fields(getattr(model, "multimodal_config", None), MEDIA_OPTIONS),
+            "attention": _fields(getattr(self._config, "attention_config", None), ATTENTION),
             "environment": [os.environ.get(name) for name in ENVIRONMENT],
             **self._more,
         }
@@ -184,6 +212,11 @@ def lengths_of(vllm_config: Any) -> list[int]:
     """
     model = vllm_config.model_config
     return [model.max_model_len, getattr(model, "original_max_model_len", None) or 0]
+
+
+def _fields(config: Any, names: Iterable[str]) -> list[str]:
+    """The values of these fields. Fields and configs that this version of vLLM lacks are None."""
+    return [str(getattr(config, name, None)) for name in names]
 
 
 def _config_of(model: Any) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -52,6 +56,7 @@ BYPASSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no cache": ({}, {"use_cache": False}),
     "attentions": ({}, {"output_attentions": True}),
     "other positions": ({}, {"position_ids": torch.arange(64)[None] * 2}),
+    "positions of a half type": ({}, {"position_ids": torch.arange(64, dtype=torch.bfloat16)[None]}),
     "a cache of its own": ({}, {"past_key_values": DynamicCache}),
     "its own way to generate": ({}, {"custom_generate": GenerationMixin._sample}),
     "a mask of other values": ({}, {"attention_mask": ONES * 2}),
@@ -131,6 +136,49 @@ def test_a_streamer_sees_each_token_once(open_cache: Open, use_cache: bool) -> N
     assert [(one.put_tokens, one.ends) for one in streamers[1:]] == [(streamers[0].put_tokens, 1)] * 2
 
 
+class WritingStreamer(Streamer):
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if value.ndim == 2:
+            value[:, :8] = 7
+
+
+def test_what_a_streamer_writes_into_the_prompt_is_computed_and_not_stored(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    cache.generate(IDS, ONES, **ANSWER)
+    stored = cache.connector.counters["stored_blocks"]
+    streamers = WritingStreamer(), WritingStreamer()
+    expected, found = (
+        said(target.generate(IDS.clone(), attention_mask=ONES, streamer=streamer, do_sample=False, **ANSWER))
+        for target, streamer in zip((model, cache), streamers, strict=True)
+    )
+    assert expected == found != said(model.generate(IDS, attention_mask=ONES, **ANSWER))
+    assert streamers[0].put_tokens == streamers[1].put_tokens
+    assert cache.connector.counters["stored_blocks"] == stored
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": lambda: 2}, {"position_ids": lambda: IDS * 2}, {"past_key_values": DynamicCache}],
+    ids=["served", "beams", "positions", "a cache of its own"],
+)
+def test_the_inputs_of_a_call_are_freed_when_it_returns(open_cache: Open, options: dict[str, Any]) -> None:
+    """And not when the garbage collector runs: they may be gigabytes."""
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    inputs = {"input_ids": IDS.clone(), **{name: make() for name, make in options.items()}}
+    seen = [weakref.ref(value) for value in inputs.values() if not isinstance(value, int)]
+    gc.collect()
+    gc.disable()
+    try:
+        cache.generate(**inputs, attention_mask=ONES, max_new_tokens=2, do_sample=False)
+        inputs.clear()
+        assert [one() is None for one in seen] == [True] * len(seen)
+    finally:
+        gc.enable()
+
+
 def test_wrong_arguments_are_refused_as_by_the_model(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     cache = open_cache(model)
@@ -151,7 +199,6 @@ def test_a_row_without_a_token_goes_without_the_cache(open_cache: Open) -> None:
     mask[1] = 0
     assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
     assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
-    assert cache.store(cache.restore(ids, mask), ids, mask) == 0
 
 
 def test_what_a_processor_writes_into_the_tokens_is_not_what_was_computed(open_cache: Open) -> None:
@@ -167,6 +214,28 @@ def test_what_a_processor_writes_into_the_tokens_is_not_what_was_computed(open_c
     assert cache.connector.counters["stored_blocks"] == 0
     assert greedy(cache, ids) == greedy(model, ids)
     assert cache.connector.counters["stored_blocks"] > 0
+
+
+@pytest.mark.parametrize("writer", ["processor", "streamer"])
+def test_what_is_written_into_the_mask_does_not_name_what_was_computed(open_cache: Open, writer: str) -> None:
+    """transformers has the mask that it was given, whose owner may use it again."""
+    model, masks = tiny_model("LlamaConfig"), [(PADDED != 0).long() for _ in range(2)]
+    cache, found = open_cache(model), []
+    for target, mask in zip((model, cache), masks, strict=True):
+        streamer = Streamer()
+
+        def write(ids: torch.Tensor, scores: Any = None, mask: torch.Tensor = mask) -> Any:
+            mask[:, :29] = 0
+            return scores
+
+        streamer.put = write  # type: ignore[method-assign]
+        options = {"logits_processor": [write]} if writer == "processor" else {"streamer": streamer}
+        found.append(greedy(target, PADDED, attention_mask=mask, **options))
+    assert found[0] == found[1]
+    assert cache.connector.counters["stored_blocks"] == (3 if writer == "processor" else 0)
+    for ids in (PADDED[:, 24:], PADDED[:, 29:]):
+        assert greedy(cache, ids) == greedy(model, ids)
+    assert cache.connector.counters["loaded_blocks"] == (2 if writer == "processor" else 0)
 
 
 @pytest.mark.parametrize("part", ["restore", "store"])
@@ -198,3 +267,71 @@ def test_a_signal_handler_in_the_midst_of_a_call_gets_a_miss(open_cache: Open, m
     monkeypatch.setattr(cache, "_load_row", load)
     assert greedy(cache, ids) == greedy(model, ids)
     assert inner == [0]
+
+
+class SignalAtOnce:
+    """A lock of whose taking a signal learns before the thread that takes it does."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.taken = 0
+
+    def acquire(self, timeout: float = -1.0) -> bool:
+        got = self._lock.acquire(timeout=timeout)
+        self.taken += 1
+        if self.taken == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return bool(got)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_signal_handler_that_comes_as_the_buffer_is_taken_may_use_it(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(60)
+    cache, inner = open_cache(model), list[int]()
+    greedy(cache, ids)
+    monkeypatch.setattr(cache, "_lock", SignalAtOnce(cache._lock))
+    before = signal.signal(signal.SIGUSR1, lambda *_: inner.append(cache.restore(ids).get_seq_length()))
+    try:
+        assert greedy(cache, ids) == greedy(model, ids)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (inner, cache.connector.counters["loaded_blocks"]) == ([48], 6)
+
+
+def test_a_call_waits_no_longer_for_other_threads_than_a_load_may_take(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(60)
+    cache = open_cache(model)
+    greedy(cache, ids)
+    monkeypatch.setattr(cache.connector, "load_timeout_s", 0.0)
+    holds, ends = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache._lock:
+            holds.set()
+            ends.wait()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    holds.wait()
+    try:
+        assert greedy(cache, ids) == greedy(model, ids)
+        assert cache.restore(ids).get_seq_length() == 0
+    finally:
+        ends.set()
+        other.join()
+    assert caplog.text.count("the staging buffer is in use by calls of other threads") == 1
+    for load_timeout_s in (30.0, float("inf")):
+        monkeypatch.setattr(cache.connector, "load_timeout_s", load_timeout_s)
+        assert cache.restore(ids).get_seq_length() == 48

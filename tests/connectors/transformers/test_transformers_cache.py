@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from tiny_models import Open, greedy, prompt, tiny_model
 from waiting import wait_until
 
 import tiercache
+from tiercache.connectors import transformers_cache
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.errors import ModelRefused
 from tiercache.http.affinity import Affinity, Query, UnknownModel
+from tiercache.protocol.hints import Hint
 
 pytestmark = pytest.mark.engine
 MLA = {
@@ -81,12 +85,44 @@ def test_a_mask_that_hides_tokens_goes_without_the_cache(open_cache: Open, dtype
         model(input_ids=ids, attention_mask=mask, past_key_values=kept, use_cache=True)
     assert cache.store(kept, ids, mask) == 0
     greedy(cache, ids[:, 20:])
-    assert cache.restore(ids, mask).get_seq_length() == 0
     padded = torch.ones_like(ids).to(dtype)
     padded[:, :20] = 0
     assert greedy(cache, ids, attention_mask=padded) == greedy(model, ids, attention_mask=padded)
     assert cache.connector.counters["loaded_blocks"] == 4
-    assert cache.restore(ids, torch.full_like(ids, 2)).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("off", [slice(0, 20), slice(80, 100), slice(20, 40)], ids=["left", "right", "in between"])
+def test_rows_with_padding_are_neither_restored_nor_stored_by_hand(
+    open_cache: Open, dtype: torch.dtype, off: slice
+) -> None:
+    """A plain `forward` gives the tokens behind padding other places than `generate`, under whose name K would be."""
+    model = tiny_model("LlamaConfig")
+    ids, cache = prompt(100), open_cache(model)
+    mask = torch.ones_like(ids)
+    mask[:, off] = 0
+    mask = mask.to(dtype)
+    text = ids[mask.bool()][None]
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=kept, use_cache=True)
+    assert cache.store(kept, ids, mask) == 0
+    assert cache.restore(text).get_seq_length() == 0
+    greedy(cache, text)
+    assert cache.restore(ids, mask).get_seq_length() == 0
+    assert cache.restore(text, torch.ones_like(text, dtype=dtype)).get_seq_length() == 64
+    assert cache.restore(text, torch.full_like(text, 2)).get_seq_length() == 0
+
+
+def test_what_a_plain_forward_computes_is_restored(open_cache: Open) -> None:
+    model, ids = tiny_model("LlamaConfig"), prompt(100)
+    cache = open_cache(model)
+    kept = cache.restore(ids)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=kept, use_cache=True)
+    assert cache.store(kept, ids) == 6
+    assert cache.restore(ids).get_seq_length() == 96
+    assert greedy(cache, ids) == greedy(model, ids)
 
 
 def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
@@ -100,9 +136,8 @@ def test_rows_of_a_batch_begin_after_their_padding(open_cache: Open) -> None:
     cache = open_cache(model)
     assert greedy(cache, ids, attention_mask=mask) == expected
     # Rows 1 and 2 begin later in the text than row 0: they are other sequences.
-    restored = cache.restore(ids, mask)
-    assert restored.get_seq_length() == min(0 + 80, 7 + 80, 40 + 48)
     assert greedy(cache, ids, attention_mask=mask) == expected
+    assert cache.connector.counters["loaded_blocks"] == 5 + 5 + 3, "up to the end of the shortest hit"
 
 
 def test_padding_that_a_model_sees_once_something_is_cached_goes_without_the_cache(open_cache: Open) -> None:
@@ -130,6 +165,32 @@ def test_a_batch_waits_no_longer_for_a_slow_daemon_than_a_load_may_take(
     assert asked == ["match"], "and nothing was stored after that time"
 
 
+def test_storing_ends_with_the_piece_after_which_the_daemon_is_too_slow(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One prompt may have many pieces, each a request; and each row has a hint of its own."""
+    model, ids, now_s = tiny_model("LlamaConfig"), prompt(100).repeat(2, 1), [0.0]
+    cache = open_cache(model, staging="13KiB", load_timeout_s=40.0)
+    monkeypatch.setattr(transformers_cache, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    store, hint, asked = cache.connector.store, cache.connector.hint, list[str]()
+
+    def slow_store(*keys: Any, **how: Any) -> Any:
+        now_s[0] += 15.0
+        asked.append("store")
+        return store(*keys, **how)
+
+    monkeypatch.setattr(cache.connector, "store", slow_store)
+    monkeypatch.setattr(cache.connector, "hint", lambda *what: asked.append("hint") or hint(*what))
+    cache.generate(ids, torch.ones_like(ids), max_new_tokens=1, hint=Hint(done=True))
+    assert asked == ["store"] * 3
+    said = "is not stored, or not all of it: the daemon takes longer than load_timeout_s, 40 s"
+    assert caplog.text.count(said) == 1
+    assert "without the cache" not in caplog.text
+    monkeypatch.setattr(cache.connector, "store", store)
+    cache.generate(ids, torch.ones_like(ids), max_new_tokens=1, hint=Hint(done=True))
+    assert asked == ["store"] * 3 + ["hint"] * 2
+
+
 def test_other_weights_are_another_model(open_cache: Open) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)
@@ -151,6 +212,13 @@ def test_other_weights_are_another_model(open_cache: Open) -> None:
     assert open_cache(tiny_model("LlamaConfig", rope_theta=5000.0)).restore(ids).get_seq_length() == 0
 
 
+def test_a_cache_keeps_its_model(open_cache: Open) -> None:
+    """Another one would compute under the name of the first."""
+    cache = open_cache(tiny_model("LlamaConfig"))
+    with pytest.raises(AttributeError):
+        cache.model = tiny_model("LlamaConfig", seed=2)  # type: ignore[misc]
+
+
 def test_each_reason_for_a_bypass_is_said_once(open_cache: Open, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("LlamaConfig")
     ids = prompt(64)
@@ -165,6 +233,22 @@ def test_each_reason_for_a_bypass_is_said_once(open_cache: Open, caplog: pytest.
     said = [record.getMessage() for record in caplog.records if "without the cache" in record.getMessage()]
     assert len(said) == 3
     assert "its generation mode is beam_search" in said[0]
+
+
+def test_errors_whose_text_is_never_the_same_do_not_fill_the_log(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers_cache, "MAX_SAID", 3)
+    model, numbers = tiny_model("LlamaConfig"), count()
+    cache = open_cache(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"at {next(numbers)}")
+
+    monkeypatch.setattr(cache, "_match", fail)
+    for _ in range(5):
+        greedy(cache, prompt(40), max_new_tokens=1)
+    assert (next(numbers), caplog.text.count("without the cache")) == (5, 3)
 
 
 def test_a_daemon_that_dies_is_a_miss_and_its_successor_a_hit() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -21,8 +22,11 @@ from tiny_models import Open, greedy, prompt, tiny_model
 from torch.nn.functional import silu
 from transformers import DynamicCache, GPT2LMHeadModel, LlamaConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from tiercache.connectors.transformers import watch as watching
 from tiercache.connectors.transformers.watch import ModelWatch
 from tiercache.connectors.transformers_cache import PrefixCache
 from tiercache.errors import ModelRefused
@@ -66,6 +70,7 @@ def test_an_update_that_pytorch_does_not_count_is_noticed(open_cache: Open, upda
 
 _PRINT_ROOT = """
 from tiny_models import tiny_model
+from tiercache.connectors.transformers import watch as watching
 from tiercache.connectors.transformers.watch import ModelWatch
 print(ModelWatch(tiny_model("LlamaConfig"), "", "").root().hex())
 """
@@ -419,6 +424,78 @@ def test_in_training_mode_nothing_is_served_or_stored(
     assert restored_blocks(cache) == BLOCKS
 
 
+def no_grads(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
+def bfloat16(model: Any) -> Any:
+    return model.to(torch.bfloat16)
+
+
+def autocast(**options: Any) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, **options)
+
+
+def test_casts_that_autocast_keeps_are_not_served(open_cache: Open) -> None:
+    """In one region PyTorch casts a float32 weight that requires grad only once, though it is updated meanwhile."""
+    model = tiny_model("LlamaConfig")
+    with autocast(cache_enabled=False):
+        cache = open_cache(model)
+    with autocast():
+        with pytest.raises(ModelRefused, match=r"cache_enabled=False.*requires_grad_"):
+            open_cache(model)
+        assert greedy(cache, IDS) == greedy(model, IDS)
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
+
+
+KEPT_NOT: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+    "casts off": (lambda model: model, lambda: autocast(cache_enabled=False)),
+    "no gradients": (no_grads, nullcontext),
+    "its own type": (bfloat16, nullcontext),
+    "inference": (lambda model: model, torch.inference_mode),
+}
+
+
+@pytest.mark.parametrize(("prepare", "within"), KEPT_NOT.values(), ids=list(KEPT_NOT))
+def test_an_update_under_autocast_is_noticed_where_it_keeps_no_casts(
+    open_cache: Open, prepare: Callable[[Any], Any], within: Callable[[], Any]
+) -> None:
+    model = prepare(tiny_model("LlamaConfig"))
+    with autocast(), within():
+        cache = open_cache(model)
+        greedy(cache, IDS)
+        copy_data(model)
+        assert restored_blocks(cache) == 0
+        found = greedy(cache, IDS)
+        assert restored_blocks(cache) == BLOCKS
+    with autocast():
+        assert found == greedy(model, IDS)
+
+
+def test_the_default_dtype_is_part_of_the_name() -> None:
+    """The `forward` of Ministral 3 makes the scales of its queries of it."""
+    model = tiny_model("LlamaConfig")
+    watch = ModelWatch(model, "named", "")
+    before = watch.root()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert before != watch.root() == ModelWatch(model, "named", "").root()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert watch.root() == before
+
+
+def test_another_autocast_than_at_the_start_goes_without_the_cache(open_cache: Open) -> None:
+    model = no_grads(tiny_model("LlamaConfig"))
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    with autocast():
+        assert greedy(cache, IDS) == greedy(model, IDS)
+        under = open_cache(model)
+        assert restored_blocks(under) == restored_blocks(cache) == 0
+    assert (cache.bypassed, restored_blocks(cache)) == (2, BLOCKS)
+
+
 EXCHANGED: dict[str, tuple[Place, Any]] = {
     "attribute of a class": ((lambda model: type(mlp(model)), "later"), 1),
     "object": ((mlp, "scaled"), Factor(2.0)),
@@ -463,6 +540,154 @@ def test_what_shares_which_weights_is_part_of_the_name(open_cache: Open, join: C
     for first, model in enumerate(models):
         join(model, first)
     assert len({open_cache(model).watch.root() for model in models}) == 2
+
+
+def set_config(**fields: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+def make_attention_look_ahead(model: Any) -> None:
+    """As LLM2Vec does."""
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+def use_attention_without_mask(model: Any) -> None:
+    """transformers gives a function none for which no function for masks is registered."""
+    ALL_ATTENTION_FUNCTIONS.register("without_mask", sdpa_attention_forward)
+    model.set_attn_implementation("without_mask")
+
+
+FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+LATER: dict[str, tuple[str, dict[str, Any], Callable[[Any], None]]] = {
+    "not causal by its config": ("LlamaConfig", {}, set_config(is_causal=False)),
+    "both ways by its config": (
+        "Gemma3TextConfig",
+        {"sliding_window": 512, **FULL},
+        set_config(use_bidirectional_attention=True),
+    ),
+    "not causal by an attribute": ("LlamaConfig", {}, make_attention_look_ahead),
+    "no decoder": ("BertConfig", {"is_decoder": True}, set_config(is_decoder=False)),
+    "attention without a mask": ("LlamaConfig", {}, use_attention_without_mask),
+}
+
+
+@pytest.mark.parametrize("model_id", ["", "named"])
+@pytest.mark.parametrize(("config_class", "options", "change"), LATER.values(), ids=list(LATER))
+def test_a_model_whose_tokens_attend_to_later_ones_by_now_goes_without_the_cache(
+    open_cache: Open, config_class: str, options: dict[str, Any], change: Callable[[Any], None], model_id: str
+) -> None:
+    """It is tried again: its name says only that it is another model."""
+    model = tiny_model(config_class, **options)
+    cache = open_cache(model, model_id=model_id)
+    kept = cache.restore(IDS)
+    greedy(cache, IDS)
+    change(model)
+    stored = cache.connector.counters["stored_blocks"]
+    for _ in range(2):
+        assert greedy(cache, IDS) == greedy(model, IDS)
+    assert restored_blocks(cache) == cache.store(kept, IDS) == 0
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (3, stored)
+
+
+def test_a_model_is_tried_once_in_each_form_that_it_is_switched_to(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And served in each. Other weights need no trial."""
+    model, trials = tiny_model("LlamaConfig"), list[str]()
+    cache = open_cache(model)
+    real = cache.watch.try_again
+    monkeypatch.setattr(cache.watch, "try_again", lambda: trials.append(model.config._attn_implementation) or real())
+    for number in range(2):
+        for kind in ("sdpa", "eager"):
+            model.set_attn_implementation(kind)
+            assert restored_blocks(cache) == BLOCKS * number
+            assert greedy(cache, IDS) == greedy(model, IDS)
+            assert restored_blocks(cache) == BLOCKS
+    copy_data(model)
+    assert restored_blocks(cache) == 0
+    assert greedy(cache, IDS) == greedy(model, IDS)
+    assert restored_blocks(cache) == BLOCKS
+    assert (trials, cache.bypassed) == (["eager"], 0)
+    model.config.is_causal = False
+    assert restored_blocks(cache) == 0
+    del model.config.is_causal
+    assert (restored_blocks(cache), cache.bypassed) == (BLOCKS, 1)
+
+
+def test_a_model_that_counts_padding_by_now_is_served_without_padding(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model, model_id="named")
+    padded = torch.cat([torch.zeros(1, 24, dtype=torch.long), IDS], 1)
+    mask = (padded != 0).long()
+    greedy(cache, padded, attention_mask=mask)
+    forward = model.model.forward
+    model.model.forward = lambda position_ids=None, **inputs: forward(**inputs)
+    assert greedy(cache, padded, attention_mask=mask) == greedy(model, padded, attention_mask=mask)
+    assert (cache.bypassed, restored_blocks(cache)) == (1, 0)
+    assert greedy(cache, IDS) == greedy(model, IDS)
+    assert restored_blocks(cache) == BLOCKS
+
+
+def test_a_model_with_k_of_another_shape_needs_another_cache(open_cache: Open) -> None:
+    model = tiny_model("LlamaConfig")
+    cache = open_cache(model)
+    model.config.num_hidden_layers = 2
+    assert greedy(cache, IDS) == greedy(model, IDS)
+    assert cache.bypassed == 1
+
+
+def test_a_declared_change_needs_a_trial() -> None:
+    """The change may be inside of an object that is not looked at. There is no limit to such changes."""
+    watch, trials = ModelWatch(tiny_model("LlamaConfig"), "named", ""), list[int]()
+    watch.try_again = lambda: trials.append(1)
+    for _ in range(watching.MAX_TRIALS + 2):
+        watch.weights_changed()
+        watch.root()
+    assert len(trials) == watching.MAX_TRIALS + 2
+
+
+def test_a_hook_that_asks_for_the_name_of_a_model_in_its_trial_gets_a_miss(open_cache: Open) -> None:
+    model, found = tiny_model("LlamaConfig"), list[int]()
+    cache = open_cache(model, model_id="with a hook")
+    model.register_forward_hook(lambda *_: found.append(restored_blocks(cache)))
+    cache.restore(IDS)
+    assert found
+    assert set(found) == {0}
+
+
+def test_a_trial_that_could_not_be_made_is_made_again() -> None:
+    """A model that cannot be served is refused without another one."""
+    model, trials = tiny_model("LlamaConfig"), list[int]()
+    watch = ModelWatch(model, "", "")
+
+    def try_again() -> None:
+        trials.append(1)
+        raise ModelRefused("out of memory") from (MemoryError() if len(trials) < 2 else None)
+
+    watch.try_again = try_again
+    model.config.further = 1
+    for expected in (1, 2, 2):
+        with pytest.raises(ModelRefused, match="out of memory"):
+            watch.root()
+        assert len(trials) == expected
+
+
+def test_a_model_that_changes_all_the_time_is_not_tried_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "MAX_TRIALS", 3)
+    model, trials = tiny_model("LlamaConfig"), list[int]()
+    watch = ModelWatch(model, "", "")
+    watch.try_again = lambda: trials.append(1)
+    for model.config.further in range(3):
+        watch.root()
+    model.config.further = 3
+    with pytest.raises(ModelRefused, match="make a new cache"):
+        watch.root()
+    assert len(trials) == 3
 
 
 PLAIN: dict[str, tuple[Any, Any]] = {

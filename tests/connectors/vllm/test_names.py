@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_vllm import SIZE, SPEC
+from waiting import wait_until
 
 from tiercache.connectors.vllm import names as naming
 from tiercache.connectors.vllm.names import Names, check_hashes
@@ -27,8 +28,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names_of(folder: Path, wait_s: float = LONG_S, more: dict[str, Any] | None = None, **options: Any) -> Names:
-    """`options` are of vLLM's model_config."""
+def names_of(
+    folder: Path,
+    wait_s: float = LONG_S,
+    more: dict[str, Any] | None = None,
+    model_id: str = "",
+    configs: dict[str, Any] | None = None,
+    **options: Any,
+) -> Names:
+    """`options` are of vLLM's model_config, `configs` the other configs."""
     fields: dict[str, Any] = {
         "model": str(folder),
         "revision": None,
@@ -44,7 +52,12 @@ def names_of(folder: Path, wait_s: float = LONG_S, more: dict[str, Any] | None =
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
-    return Names(config, "", "", wait_s=wait_s, **(more or {}))
+    vars(config).update(configs or {})
+    return Names(config, model_id, "", wait_s=wait_s, **(more or {}))
+
+
+def loading(load_format: str, **extra: Any) -> SimpleNamespace:
+    return SimpleNamespace(load_format=load_format, model_loader_extra_config=extra)
 
 
 def config_of(folder: Path, layers: int = 4) -> Any:
@@ -105,13 +118,23 @@ def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatc
         {"override_generation_config": {"attn_temperature_tuning": True}},
         {"multimodal_config": media},
         {"trust_remote_code": True, "more": {"x": 1}},
+        {"configs": {"load_config": loading("pt")}},
+        {"configs": {"load_config": loading("auto", pattern="of other files")}},
+        {"configs": {"speculative_config": SimpleNamespace(draft_load_config=loading("pt"))}},
+        {"configs": {"attention_config": SimpleNamespace(use_prefill_query_quantization=True)}},
     ):
         roots.append(root(**options))
     (folder / "modeling.py").write_text("scale = 2")
     assert root() == roots[0], "the code is not used"
     roots += [root(trust_remote_code=True)]
-    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    roots += [root()]
+    for name in (
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+        "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+        "VLLM_USE_DEEP_GEMM_E8M0",
+        "VLLM_ROCM_USE_AITER_FP4BMM",
+    ):
+        monkeypatch.setenv(name, "1")
+        roots += [root()]
     assert len(set(roots)) == len(roots)
 
 
@@ -157,6 +180,30 @@ def test_what_changes_while_it_is_read_has_no_name(
     monkeypatch.undo()
     assert names.root(adapter(place, 1)) == b"", "it stays unknown which one vLLM has"
     assert names.root(adapter(place, 2)) != b""
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_weights_from_elsewhere_need_a_model_id(folder: Path, draft: bool) -> None:
+    load = loading("tensorizer", tensorizer_uri="s3://weights")
+    configs = {"speculative_config": SimpleNamespace(draft_load_config=load)} if draft else {"load_config": load}
+    with pytest.raises(ModelRefused, match=r"with load_format tensorizer .*: set model_id"):
+        names_of(folder, configs=configs).read_model()
+    names = names_of(folder, configs=configs, model_id="step 100")
+    names.read_model()
+    assert names.root()
+
+
+def test_a_model_that_cannot_be_read_in_any_way_is_served_without_the_cache(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise KeyError("layers")
+
+    names = names_of(folder, wait_s=0.0, hf_config=SimpleNamespace(to_dict=fail))
+    names.read_later("vLLM")
+    wait_until(lambda: "vLLM is served without the cache" in caplog.text)
+    assert "KeyError: 'layers'" in caplog.text
+    assert names.root() == b""
 
 
 def test_cards_are_announced_when_they_change_and_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
