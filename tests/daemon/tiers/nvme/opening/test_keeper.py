@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import os
@@ -19,6 +20,7 @@ from played import Clock, on_clock, played
 from tier_rig import TierRig
 
 from tiercache.daemon.tiers.nvme import tier as nvme_tier
+from tiercache.daemon.tiers.nvme.opening.keeper import PATIENCE_S, Keepers
 from tiercache.daemon.tiers.nvme.shelf.registry import Registry
 
 MIB = 1 << 20
@@ -178,3 +180,33 @@ async def test_nothing_of_a_directory_that_has_gone_is_kept(tmp_path: Path) -> N
     await take_away(rig, tmp_path / "elsewhere")
     await rig.until(lambda: gc.collect() >= 0 and former() is None)
     await rig.close()
+
+
+class Slow:
+    """Opens its directory when the test says so."""
+
+    refusal = shelf = None
+    strict = True
+
+    def __init__(self) -> None:
+        self.tried = asyncio.Event()
+
+    async def keep(self) -> None:
+        await self.tried.wait()
+
+
+@on_clock
+async def test_nothing_is_written_before_all_directories_were_tried_or_for_too_long(clock: Clock) -> None:
+    """A chain in a directory that is not open yet would begin again in another one."""
+    quick, slow = Slow(), Slow()
+    keepers: list[Any] = [quick, slow]
+    keeping = Keepers(keepers, lambda: clock.now_s)
+    quick.tried.set()
+    await keeping.open(0.0)
+    assert not keeping.may_write
+    clock.now_s += PATIENCE_S
+    assert keeping.may_write
+    clock.now_s -= PATIENCE_S
+    slow.tried.set()
+    assert keeping.may_write
+    keeping.stop()

@@ -60,3 +60,25 @@ async def test_what_hangs_below_a_block_that_was_dropped_is_not_found(
     await rig.until(lambda: not shelf.table(space).unlinking)
     rig.check()
     await rig.close()
+
+
+@on_clock
+async def test_rows_that_a_disk_refused_for_a_while_are_written_after_it(clock: Clock) -> None:
+    """The blocks are served meanwhile; once there is room, they survive a kill as all others do."""
+    disk = MemoryDisk(0, clock)
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    space, chain = rig.namespace(4096), chain_of("a", 4)
+    rig.store(rig.namespace(4096, rank=1), chain)
+    await rig.settled()
+    disk.failing = {"commit"}
+    rig.store(space, chain)
+    [shelf] = rig.shelves
+    await rig.until(lambda: shelf.has(space, key_of(chain, 3)) and bool(shelf.catalog.error))
+    disk.failing = set()
+    clock.now_s += 60
+    await rig.until(lambda: not shelf.catalog.error and not shelf._unrecorded and not shelf.catalog.pending)
+    rig.check()
+    await rig.crash()
+    rig = await TierRig(Path("/nowhere"), disks=[disk]).open()
+    assert await rig.load(rig.namespace(4096), chain) == 4
+    await rig.close()

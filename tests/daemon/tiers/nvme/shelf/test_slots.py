@@ -13,6 +13,7 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
+from tiercache.daemon.cache import CacheLimits
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.shelf import slots as slots_module
@@ -201,5 +202,26 @@ async def test_a_segment_is_emptied_from_the_ends_of_chains(clock: Clock, monkey
     assert not table.unlinking
     rig.store(large, chain_of("large", 1))
     await rig.settled()
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_the_coldest_blocks_of_all_accounts_make_room(clock: Clock) -> None:
+    limits = CacheLimits(quarantine_bytes=1 << 30, quota_below={"t": 1 << 30})
+    rig = await rig_on(clock, limits=limits)
+    theirs, ours = rig.namespace(PAGE, tenant="t"), rig.namespace(PAGE, rank=1)
+    for space, chain in ((theirs, chain_of("first", 1)), (ours, chain_of("cold", 4)), (theirs, chain_of("warm", 4))):
+        rig.store(space, chain)
+        await rig.settled()
+        clock.now_s += 10
+    for number in range(8):
+        rig.store(theirs, chain_of(number, 4))
+        await rig.settled()
+        rig.cache.match(rig.owner, [theirs], chain_of("warm", 4), 0)
+        clock.now_s += 10
+    [shelf] = rig.shelves
+    assert not shelf.has(ours, key_of(chain_of("cold", 4), 3)), "colder than all but one of the other account"
+    assert shelf.has(theirs, key_of(chain_of("warm", 4), 3))
     rig.check()
     await rig.close()

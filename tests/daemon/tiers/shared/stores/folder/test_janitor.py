@@ -125,6 +125,16 @@ def the_lease(folder: Path) -> Path:
     return folder / OURS / janitor.NAME
 
 
+def test_the_time_is_asked_of_a_new_file_whatever_a_kill_has_left(folder: Path) -> None:
+    left_over = folder / OURS / "tmp" / "clock-draft"
+    with Tree(str(folder)) as tree:
+        before = janitor.file_system_time_ns(tree, "draft")
+        assert not left_over.exists()
+        left_over.touch()
+        age(left_over, HOUR_S)
+        assert janitor.file_system_time_ns(tree, "draft") >= before
+
+
 def test_a_file_system_without_hard_links_is_cleaned_up_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
