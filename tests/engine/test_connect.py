@@ -17,7 +17,7 @@ from waiting import wait_until
 import tiercache
 from tiercache.engine import connect_to
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("patient")]
 SIZE = 8
 PROMPT = prompt_of(120)  # chunks end at 32, 64, 96, 112, 120: 14 blocks of 8 that can be reused
 GEMMA2 = {"sliding_window": 20, "num_hidden_layers": 4, "query_pre_attn_scalar": 16}

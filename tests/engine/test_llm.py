@@ -16,7 +16,7 @@ from tiercache.engine import LLM, SamplingParams
 from tiercache.engine.llm import Detokenizer, StopStrings
 from tiercache.errors import ConfigError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("patient")]
 SETTINGS = {"block_size": 8, "chunk_size": 32, "pool_blocks": 96}
 PROMPT = "Good morning, said the cat to the"
 
