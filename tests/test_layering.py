@@ -6,6 +6,7 @@ And the tests' house: its folders mirror the product's.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -302,3 +303,13 @@ def test_modules_that_help_tests_have_a_name_of_their_own() -> None:
             assert path.stem not in names, f"{path} and {names[path.stem]}"
             assert path.stem not in sys.stdlib_module_names
             names[path.stem] = path
+
+
+def test_modules_that_are_named_in_text_are_there() -> None:
+    """Those that a process of its own runs, for example: nobody imports them, so no other check would miss them."""
+    named = re.compile(r'(?<!getLogger\()"(tiercache(?:\.\w+)+)"')
+    for top in ("tiercache", "daemon", "connectors", "kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            for name in named.findall(path.read_text()):
+                place = ROOT.joinpath(*name.split("."))
+                assert place.is_dir() or place.with_suffix(".py").is_file(), f"{path} names {name}"

@@ -209,7 +209,7 @@ def _verdict(findings: int) -> str:
 def _answer_s(stats: dict[str, Any], sample: int, rate: int) -> float:
     """How long to wait for an answer: twice the time for the index and for reading at the given rate."""
     tiers = stats.get("tiers", {})
-    on_disk, books_s = tiers.get("nvme", {}), sum(int(one["blocks"]) for one in tiers.values()) * BLOCK_S
+    on_disk, books_s = tiers.get("nvme", {}), sum(int(one.get("blocks", 0)) for one in tiers.values()) * BLOCK_S
     total_bytes, blocks = int(on_disk.get("bytes", 0)), int(on_disk.get("blocks", 0))
     if sample != ALL and blocks:
         total_bytes = min(total_bytes, total_bytes // blocks * sample)

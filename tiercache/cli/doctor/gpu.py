@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -21,7 +22,7 @@ _NO_DRIVER = 3
 
 def examine() -> list[Finding]:
     """The finding, one line. Blocks for at most `ANSWER_S`."""
-    command = python_command("tiercache.cli.doctor.cuda")
+    command = python_command("tiercache.cli.doctor.gpu")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
@@ -40,7 +41,6 @@ def main() -> int:
     """Register 64 MiB of shared memory and print how fast that was; exit status 3 if there is no driver."""
     import ctypes
     import mmap
-    import os
     import time
 
     from tiercache.copies.cuda_driver import driver
@@ -67,15 +67,6 @@ def main() -> int:
         found.unregister(address)
     print(f"works, {TRIED_BYTES / took_s / 1e9:.1f} GB/s")
     return 0
-
-
-if __name__ == "__main__":
-    # Skips the interpreter's own shutdown: a mapping that ctypes refers to cannot be closed.
-    status = main()
-    sys.stdout.flush()
-    import os
-
-    os._exit(status)
 
 
 # --- GPUDirect Storage -------------------------------------------------------------------------------
@@ -124,3 +115,10 @@ def print_probe(probe: GdsProbe) -> None:
     rows.append(('gds="auto" uses it', "yes" if probe.use_direct else "no"))
     rows.append(("gds_store=True uses it", "yes" if probe.use_direct_store else "no"))
     print_sections([Section(f"GPUDirect on {probe.directory}", ("", ""), rows)])
+
+
+if __name__ == "__main__":
+    # Skips the interpreter's own shutdown: a mapping that ctypes refers to cannot be closed.
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)

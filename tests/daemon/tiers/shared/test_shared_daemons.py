@@ -161,6 +161,8 @@ def test_a_flush_of_the_store_is_one_for_every_host(
     options = {"namespace": namespace, "prefix": [*prefix, *namespace]}
     a.share(what)
     b.finds(what)
+    assert main(["check", "--address", b.address]) == 0
+    assert "clean" in capsys.readouterr().out
     assert main(["flush", "--yes", *prefix, "--address", b.address]) == 2
     text = f"--prefix with a shared store needs --namespace, once or more: there are 1 ({SPEC.fingerprint()})"
     assert text in capsys.readouterr().err
