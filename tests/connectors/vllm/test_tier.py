@@ -15,6 +15,7 @@ from tiercache.connectors.vllm.names import keys_of
 from tiercache.connectors.vllm.tier import (
     ChunkPlace,
     ChunkPlaces,
+    JobResult,
     LookupResult,
     TierLookups,
     make_offload_key,
@@ -165,10 +166,10 @@ def test_vllm_is_told_which_chunks_came_and_how_long_a_job_took() -> None:
     ]
     load.begun = True
     assert tier_parts.has_ended(load)
-    assert tuple(load.result(70)) == (70, False, [b"a", b"b", b"c"], 5.0)
+    assert load.result(70) == JobResult(70, False, [b"a", b"b", b"c"], 5.0)
     load.parts[1] = load.parts[1][0], Ended(11.0, 0.0, 3)
-    assert tuple(load.result(70)) == (70, True, None, 2.0), "all came; one of them was not timed"
-    assert tuple(store.result(80)) == (80, False, None, 0.0), "nothing of it was kept"
+    assert load.result(70) == JobResult(70, True, None, 2.0), "all came; one of them was not timed"
+    assert store.result(80) == JobResult(80, False, None, 0.0), "nothing of it was kept"
     for dropped, kept in ((0, True), (1, False)):
         store.parts = [(None, Ended(1.0, 2.5, SimpleNamespace(dropped=dropped)))]
-        assert tuple(store.result(80)) == (80, kept, None, 1.5)
+        assert store.result(80) == JobResult(80, kept, None, 1.5)
