@@ -260,9 +260,9 @@ class WriteBehind(Flights):
         if shelf is None:
             self.skipped_without_parent += 1
             return _PASSED
-        if shelf.has(namespace, key) and shelf.find(namespace, key) is None:
-            return _Begun(shelf, 0)  # it was flushed, and is yet to be unlinked
-        if shelf.has(namespace, key) or name in self._flying:
+        if shelf.has(namespace, key):  # perhaps it was flushed, and is yet to be unlinked
+            return _Begun(shelf, 0) if shelf.find(namespace, key) is None else _PASSED
+        if name in self._flying:
             return _PASSED
         if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
             self.skipped_too_large += 1
