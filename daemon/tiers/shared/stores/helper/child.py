@@ -103,6 +103,8 @@ class _Worker:
             return messages.Done(self._write(asked))
         if isinstance(asked, messages.WriteNote):
             return messages.Done([store.set_note(asked.name, asked.value, asked.deadline_s, asked.only_if_missing)])
+        if isinstance(asked, messages.ReadReplicatedNote):
+            return messages.Done([store.replicated_note(asked.name, asked.deadline_s)])
         assert isinstance(asked, messages.Delete)
         store.delete(asked.names, asked.deadline_s)
         return messages.Done([])

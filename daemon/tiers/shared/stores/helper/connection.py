@@ -100,7 +100,12 @@ class HelperConnection:
             return notes[0]
 
     def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
-        return self.exists((), (name,), deadline_s).notes[0]
+        with self._call(deadline_s) as call:
+            call.ask(messages.ReadReplicatedNote(name, deadline_s))
+            notes = call.done()
+            if len(notes) != 1:
+                raise LineLost
+            return notes[0]
 
     def close(self) -> None:
         """Let the worker go, and end a call under way in another thread."""

@@ -85,6 +85,13 @@ class WriteNote(msgspec.Struct, tag=True, array_like=True, frozen=True):
     only_if_missing: bool
 
 
+class ReadReplicatedNote(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`Connection.replicated_note`; answered by Done with the note."""
+
+    name: bytes
+    deadline_s: float
+
+
 class FoundNames(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Answer to FindNames."""
 
@@ -126,7 +133,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     url: str
 
 
-Asked = Staging | FindNames | Read | Write | Delete | WriteNote
+Asked = Staging | FindNames | Read | Write | Delete | WriteNote | ReadReplicatedNote
 Answered = FoundNames | Notes | Settled | Done | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_asked = msgspec.msgpack.Decoder(Asked).decode

@@ -47,6 +47,10 @@ class ObedientConnection(MemoryConnection):
             super().put([put], [], deadline_s)
         return super().put([], notes, deadline_s)
 
+    def replicated_note(self, name: bytes, deadline_s: float) -> bytes | None:
+        self._obey(name)
+        return super().replicated_note(name, deadline_s)
+
     def _obey(self, name: bytes) -> None:
         if name.startswith(b"hang"):
             while not self._gate.exists():

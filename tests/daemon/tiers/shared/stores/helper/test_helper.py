@@ -79,6 +79,13 @@ def test_an_error_of_the_store_comes_back_and_the_line_is_used_again(make: Make)
     assert line._line is first
 
 
+def test_a_note_that_was_set_before_is_asked_of_the_store_itself(make: Make) -> None:
+    """A folder syncs it before it answers: a flush counts as durable then."""
+    line = make().connect()
+    with pytest.raises(StoreError, match="there is no room: make some"):
+        line.replicated_note(b"full", soon())
+
+
 @pytest.mark.parametrize("length", [3, 16, 1 << 40])
 def test_an_answer_that_cannot_be_true_is_a_misfit(make: Make, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """A process that has gone mad may say that it has read more than there is room for, or less than the head."""
