@@ -88,11 +88,9 @@ class Allocator:
         self.arena_bytes = 0
         self.used_bytes = 0
         self.account_bytes: Counter[int] = Counter()
-        self.waiting_bytes: Counter[int] = Counter()
-        """The part of `account_bytes` that was given back and becomes free when the last holder is done."""
         self._holders: dict[int, int] = {}
         self.waiting: set[int] = set()
-        """Those frames."""
+        """Frames that were given back and become free when the last holder is done."""
         self._class_of: dict[int, SizeClass] = {}
 
     def add_region(self, region_id: int, size_bytes: int) -> None:
@@ -186,8 +184,6 @@ class Allocator:
         account = region.accounts[number] if region.accounts is not None else NO_ACCOUNT
         if frame in self._holders:
             self.waiting.add(frame)
-            if account:
-                self.waiting_bytes[account] += size_class.frame_bytes
             return
         if account:
             self._leave_account(region, number, account, size_class.frame_bytes)
@@ -218,8 +214,6 @@ class Allocator:
             del self._holders[frame]
             if frame in self.waiting:
                 self.waiting.remove(frame)
-                if account := self.account_of(frame):
-                    self.waiting_bytes[account] -= self.frame_bytes(frame)
                 self.give_back(frame)
 
     def unhold_many(self, frames: Iterable[int]) -> None:

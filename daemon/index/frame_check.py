@@ -149,12 +149,6 @@ class FrameCheck:
             findings.append(f"{allocator.used_bytes} bytes counted in use, {used_bytes} are")
         if total != +allocator.account_bytes:
             findings.append("bytes by account are not counted as they are")
-        waiting = Counter[int]()
-        for frame in allocator.waiting:
-            waiting[allocator.account_of(frame)] += allocator.frame_bytes(frame)
-        del waiting[0]
-        if waiting != +allocator.waiting_bytes:
-            findings.append("bytes that wait for their last holder are not counted as they are")
 
 
 def _free_and_owned(frame: int, number: int) -> str:

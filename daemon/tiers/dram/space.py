@@ -255,20 +255,17 @@ class Space:
     def _within_quota(self, namespace: Namespace, count: int, limit_bytes: int) -> int:
         """How many of `count` frames the account may have, after evicting blocks of its own for them.
 
-        Evicts no more than would do if all of them were free at once; blocks still being read count until they are
-        free.
+        Blocks that are still being read or sent count until they are free: others are evicted for them.
         """
         account, frame_bytes = namespace.account, namespace.size_class.frame_bytes
-        steps, wanted_bytes = ROOM_STEPS, count * frame_bytes
-        while steps > 0 and self.used_bytes(account) + wanted_bytes > limit_bytes:
+        steps, room_bytes = ROOM_STEPS, limit_bytes - count * frame_bytes
+        while steps > 0 and self.used_bytes(account) > room_bytes:
             if not (done := self.index.unlink_slice(min(SLICE, steps))):
                 break
             steps -= done
-        waiting_bytes = self.allocator.waiting_bytes[self.quotas.numbers[account]]
-        over = self.used_bytes(account) - waiting_bytes + wanted_bytes - limit_bytes
         accounts = [by_account[account] for by_account in self._policies.values() if account in by_account]
         most = EVICT_AT_ONCE
-        while over > 0 and most > 0:
+        while most > 0 and (over := self.used_bytes(account) - room_bytes) > 0:
             policy = coldest_of(accounts)
             if policy is None:
                 if self.tails.give_up():
@@ -278,7 +275,6 @@ class Space:
             size = self.namespaces[self.index.table[victim]].size_class.frame_bytes
             evicted = self.index.evict_run(victim, min(most, -(-over // size)))
             self.counters.evicted_blocks += evicted
-            over -= evicted * size
             most -= evicted
         room = max(0, limit_bytes - self.used_bytes(account)) // frame_bytes
         if room >= count:

@@ -11,7 +11,7 @@ until it is sent, so there may be only a few of those.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ MAX_IN_FLIGHT_BYTES = 64 << 20
 MAX_EVICTED_BYTES = 32 << 20
 """Frames of evicted blocks that wait to be sent, or are on their way."""
 HELD_SHARE = 1 / 8
-"""Either, as a part of the arena: a store that does not answer must not keep DRAM from making room."""
+"""Either, as a part of the arena, and of a quota: a store that does not answer must not keep DRAM from making room."""
 BLOCKS_EACH = 16
 BYTES_EACH = 8 << 20
 """Blocks of one job, and their bytes, unless one value is larger."""
@@ -72,6 +72,7 @@ class SharedWrites:
         self._in_flight: set[tuple[int, bytes]] = set()
         self._evicted_bytes = 0
         self.in_flight_bytes = 0
+        self._held_bytes = Counter[str]()  # both, by account
         self._budget = budget
         self._closing = False
 
@@ -113,16 +114,31 @@ class SharedWrites:
             return
         if self._ancestry.place(namespace, key) is None or self._access.pack_of(namespace) > 1:
             self.skipped_unplaced += 1
-        elif self._evicted_bytes + self.in_flight_bytes + size > self._at_most(MAX_EVICTED_BYTES):
+        elif not self._may_hold(namespace.account, size):
             self.skipped_queue_full += 1
         elif (namespace.number, key) not in self._queued:
             self._evicted_bytes += size
-            self._space.allocator.hold(frame)
+            self._hold(namespace, frame)
             self._put(_Queued(namespace, key, (frame, size)))
 
     def _at_most(self, size_bytes: int) -> int:
         """In a small arena less: what is evicted to make room must make room."""
         return min(size_bytes, int(self._space.allocator.arena_bytes * HELD_SHARE))
+
+    def _may_hold(self, account: str, size_bytes: int) -> bool:
+        """True if so many bytes more may be evicted and held: the frames count for a quota until they are sent."""
+        if self._evicted_bytes + self.in_flight_bytes + size_bytes > self._at_most(MAX_EVICTED_BYTES):
+            return False
+        limit_bytes = self._space.quotas.limit_bytes(account)
+        return limit_bytes is None or self._held_bytes[account] + size_bytes <= limit_bytes * HELD_SHARE
+
+    def _hold(self, namespace: Namespace, frame: int) -> None:
+        self._space.allocator.hold(frame)
+        self._held_bytes[namespace.account] += namespace.size_class.frame_bytes
+
+    def _unhold(self, namespace: Namespace, frame: int) -> None:
+        self._space.allocator.unhold(frame)
+        self._held_bytes[namespace.account] -= namespace.size_class.frame_bytes
 
     def _add(self, namespace: Namespace, key: bytes) -> None:
         name = namespace.number, key
@@ -200,7 +216,7 @@ class SharedWrites:
         if blocks is None or place is None:
             self.skipped_unplaced += place is None
             for block in blocks or ():
-                self._space.allocator.unhold(block.frame)
+                self._unhold(namespace, block.frame)
             return None
         self._in_flight.update((namespace.number, block.key) for block in blocks)
         overwrite = any(map(self._is_to_replace, blocks))
@@ -221,7 +237,7 @@ class SharedWrites:
             found.append((index.key[entry], index.frame[entry]))
             entry = index.parent[entry]
         for _, frame in found:
-            self._space.allocator.hold(frame)
+            self._hold(namespace, frame)
         return [self._block(namespace, link, frame) for link, frame in reversed(found)]
 
     def _is_to_replace(self, block: SharedWrite) -> bool:
@@ -238,7 +254,7 @@ class SharedWrites:
             # What was there turned out meanwhile to be another value: it does not count as there.
             bad = fate is Fate.DONE and not sent and any(map(self._is_to_replace, value.blocks))
             for block in value.blocks:
-                self._space.allocator.unhold(block.frame)
+                self._unhold(block.namespace, block.frame)
                 self._in_flight.discard((block.namespace.number, block.key))
                 self.in_flight_bytes -= block.namespace.size_class.frame_bytes
                 if fate is Fate.DONE and not bad:
@@ -298,7 +314,7 @@ class SharedWrites:
             frame, size = wanted.evicted
             self._evicted_bytes -= size
             self._queued.discard((wanted.namespace.number, wanted.key))
-            self._space.allocator.unhold(frame)
+            self._unhold(wanted.namespace, frame)
             self.skipped_evicted += 1
         self._queue = kept
 
@@ -311,6 +327,8 @@ class SharedWrites:
             findings.append(f"shared writes: {len(names)} blocks wait, and {len(self._queued)} count as waiting")
         if evicted_bytes != self._evicted_bytes:
             findings.append(f"shared writes: {evicted_bytes} bytes of evicted blocks wait, not {self._evicted_bytes}")
+        if self._held_bytes.total() != self._evicted_bytes + self.in_flight_bytes:
+            findings.append(f"shared writes: {dict(self._held_bytes)} bytes are held, by account, which is another sum")
         if self.in_flight_bytes < 0 or (self._in_flight and not self.in_flight_bytes):
             findings.append(f"shared writes: {self.in_flight_bytes} bytes of {len(self._in_flight)} blocks in flight")
         return findings

@@ -41,6 +41,23 @@ def test_two_accounts_lose_no_more_blocks_than_are_needed() -> None:
     assert (found(cache, a, chain_of("a", 3)), found(cache, b, chain_of("b", 13))) == (0, 12)
 
 
+def test_a_tenant_evicts_more_while_what_it_lost_is_still_being_sent() -> None:
+    """It counts for the tenant until then, to a shared store or to a disk that hangs."""
+    cache = make_cache(64, a=8)
+    a, b = open_for(cache, "a"), open_for(cache, "")
+    x = chain_of("x", 8)
+    assert (store(cache, a, x), store(cache, b, chain_of("b", 8))) == (8, 8)
+    sent = [cache.space.index.frame[a.table.get(x[16 * place : 16 * place + 16])] for place in (5, 6, 7)]
+    cache.space.allocator.hold_many(sent)
+    assert store(cache, a, chain_of("y", 1)) == 1
+    assert found(cache, a, x) == 4, "three that are sent, and one that makes room"
+    assert store(cache, a, chain_of("z", 2)) == 2, "nothing has been sent meanwhile"
+    assert cache.space.used_bytes("a") == 8 * FRAME
+    cache.space.allocator.unhold_many(sent)
+    assert cache.space.used_bytes("a") == 5 * FRAME
+    assert (found(cache, b, chain_of("b", 8)), cache.space.quotas.refused.total()) == (8, 0)
+
+
 def test_the_star_limits_all_others_and_a_client_without_a_tenant_has_no_limit() -> None:
     cache = make_cache(64, a=8, **{"*": 4})
     assert store(cache, open_for(cache, "a"), chain_of("x", 20)) == 8

@@ -145,6 +145,31 @@ async def test_a_slow_store_does_not_keep_a_small_arena_from_making_room(tmp_pat
 
 
 @played
+async def test_a_slow_store_does_not_keep_a_tenant_at_its_quota_from_making_room(tmp_path: Path) -> None:
+    """Its evicted blocks count for it until they are sent."""
+    store, gate = MemoryStore(), threading.Event()
+    a = host(store, tmp_path, "a", write="evicted", regions=1)
+    a.cache.space.quotas.change({"t": 64 * BLOCK_BYTES})
+    space = a.namespace(extra={"tenant": "t"})
+
+    def before(call: str) -> None:
+        assert gate.wait(PATIENCE_S)
+
+    store.before = before
+    a.store(space, chain_of("x", 64))
+    for number in range(40):
+        assert a.store(space, chain_of(f"y{number}", 1)) == [BlockState.FRAME], "there was no room"
+        a.cache.work()
+        a.check()
+    assert space.table.blocks == 64 - 8
+    gate.set()
+    await a.sent()
+    assert (space.table.blocks, len(store.values)) == (64 - 8, 8)
+    a.check_end()
+    await a.close()
+
+
+@played
 async def test_a_full_store_keeps_no_frames(tmp_path: Path) -> None:
     a = host(MemoryStore(), tmp_path, "a", write="evicted", regions=1)
     for number in range(10):  # more than DRAM holds
