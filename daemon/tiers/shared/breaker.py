@@ -53,7 +53,7 @@ class Breaker:
         self._closed_s = -math.inf
         self._no_writes_until_s = 0.0
         self._write_pause_s = FIRST_WRITE_PAUSE_S
-        self._refused: set[object] = set()  # kinds of jobs that have not worked since the store took no writes
+        self._refused: dict[object, str] = {}  # why, by kind of job that has not worked since the store took no writes
 
     @property
     def closed(self) -> bool:
@@ -71,9 +71,9 @@ class Breaker:
         return self.closed and self._clock_s() >= self._no_writes_until_s
 
     @property
-    def refuses_writes(self) -> bool:
-        """True if it said that it is full or takes no writes, and has taken none of that kind since."""
-        return bool(self._refused)
+    def refusal(self) -> str:
+        """What it said when it was full or took no writes; empty if it has taken some of that kind since."""
+        return next(reversed(self._refused.values()), "")
 
     def admits(self) -> bool:
         """True if a look-up should be made now: soon after its return, the store gets only some of them."""
@@ -89,7 +89,7 @@ class Breaker:
     def worked(self, kind: object = None) -> None:
         """A job of some kind, or the probe, has worked."""
         if kind in self._refused:
-            self._refused.discard(kind)
+            del self._refused[kind]
             self._write_pause_s = FIRST_WRITE_PAUSE_S
         self._answered(kind)
 
@@ -98,9 +98,9 @@ class Breaker:
         if self.state is BreakerState.HALF_OPEN:
             self.state, self._closed_s = BreakerState.CLOSED, self._clock_s()
             self._failures.clear()
-            self.problem = ""
-        elif self.closed and not self._failures and self._clock_s() >= self._no_writes_until_s:
-            self.problem = ""
+            self.problem = self.refusal
+        elif self.closed and not self._failures:
+            self.problem = self.refusal
             # Not sooner: a store that comes and goes would be tried after a short pause each time.
             if self._clock_s() - self._closed_s >= LAST_PAUSE_S:
                 self._pause_s = FIRST_PAUSE_S
@@ -112,7 +112,7 @@ class Breaker:
         """
         now_s = self._clock_s()
         if error.problem in _NO_WRITES:
-            self._refused.add(kind)
+            self._refused[kind] = error.text
             if now_s >= self._no_writes_until_s:  # else it was asked before it said so
                 self._no_writes_until_s = now_s + self._uniform(1 - JITTER, 1 + JITTER) * self._write_pause_s
                 self._write_pause_s = min(LAST_WRITE_PAUSE_S, 2 * self._write_pause_s)

@@ -282,8 +282,8 @@ class SharedTier:
         found = []
         if not self.access.breaker.closed:
             found.append(f"the shared store {self.store.address} is away: {self.access.breaker.problem}")
-        elif self.access.breaker.refuses_writes:
-            found.append(f"the shared store {self.store.address} takes no writes: {self.access.breaker.problem}")
+        elif refusal := self.access.breaker.refusal:
+            found.append(f"the shared store {self.store.address} takes no writes: {refusal}")
         elif trouble := self.store.trouble:
             found.append(f"the shared store {self.store.address}: {trouble}")
         if self.flushes.waiting:

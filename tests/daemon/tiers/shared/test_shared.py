@@ -455,18 +455,27 @@ def test_a_store_that_stays_full_is_tried_less_and_less(breaker: Breaker, clock:
     for _ in range(7):
         for _ in range(FAILURES + 1):  # several were under way
             assert not breaker.failed(full, "write")
-        assert (breaker.closed, breaker.problem, breaker.refuses_writes) == (True, "no room", True)
+        assert (breaker.closed, breaker.problem, breaker.refusal) == (True, "no room", "no room")
         began_s = clock.now_s
         while not breaker.may_write:
             clock.now_s += 0.25
         waited.append(clock.now_s - began_s)
         breaker.worked("fetch")
+        assert (breaker.problem, breaker.refusal) == ("no room", "no room"), "it has taken none since"
     assert waited == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     breaker.worked("write")
-    assert (breaker.problem, breaker.refuses_writes) == ("", False)
+    assert (breaker.problem, breaker.refusal) == ("", "")
     breaker.failed(full, "write")
     clock.now_s += breakers.FIRST_WRITE_PAUSE_S
     assert breaker.may_write, "it has taken writes since"
+
+
+def test_why_a_store_takes_no_writes_is_not_mixed_with_what_else_fails(breaker: Breaker) -> None:
+    breaker.failed(StoreError(StoreProblem.FULL, "no room"), "write")
+    breaker.failed(AWAY, "fetch")
+    assert (breaker.problem, breaker.refusal) == ("refused", "no room")
+    breaker.worked("fetch")
+    assert (breaker.problem, breaker.refusal) == ("no room", "no room")
 
 
 def test_health_has_the_store_s_own_trouble_while_its_calls_work(tmp_path: Path) -> None:
