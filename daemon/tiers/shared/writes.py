@@ -33,6 +33,8 @@ MAX_IN_FLIGHT_BYTES = 64 << 20
 """Frames on their way."""
 MAX_EVICTED_BYTES = 32 << 20
 """Frames of evicted blocks that wait to be sent, or are on their way."""
+MAX_EVICTED = 512
+"""Blocks that wait once they are evicted: a request that makes room gets no frame of these, and finds their places."""
 HELD_SHARE = 1 / 8
 """Either, as a part of the arena, and of a quota: a store that does not answer must not keep DRAM from making room."""
 BLOCKS_EACH = 16
@@ -112,10 +114,10 @@ class SharedWrites:
             return  # it was flushed, and waits to be unlinked
         if namespace.spec.dram_only or self._presence.has(namespace, key) or not self._breaker.may_write:
             return
-        if self._ancestry.place(namespace, key) is None or self._access.pack_of(namespace) > 1:
-            self.skipped_unplaced += 1
-        elif not self._may_hold(namespace.account, size):
+        if not self._may_hold(namespace.account, size):
             self.skipped_queue_full += 1
+        elif self._ancestry.place(namespace, key) is None or self._access.pack_of(namespace) > 1:
+            self.skipped_unplaced += 1
         elif (namespace.number, key) not in self._queued:
             self._evicted_bytes += size
             self._hold(namespace, frame)
@@ -126,8 +128,9 @@ class SharedWrites:
         return min(size_bytes, int(self._space.allocator.arena_bytes * HELD_SHARE))
 
     def _may_hold(self, account: str, size_bytes: int) -> bool:
-        """True if so many bytes more may be evicted and held: the frames count for a quota until they are sent."""
-        if self._evicted_bytes + self.in_flight_bytes + size_bytes > self._at_most(MAX_EVICTED_BYTES):
+        """True if a block of that size may be evicted and held: the frames count for a quota until they are sent."""
+        held_bytes = self._evicted_bytes + self.in_flight_bytes
+        if len(self._queue) >= MAX_EVICTED or held_bytes + size_bytes > self._at_most(MAX_EVICTED_BYTES):
             return False
         limit_bytes = self._space.quotas.limit_bytes(account)
         return limit_bytes is None or self._held_bytes[account] + size_bytes <= limit_bytes * HELD_SHARE

@@ -13,11 +13,12 @@ from played import played
 
 from tiercache.config.daemon_config import DaemonConfig
 from tiercache.config.setting_kinds import StoreUrl
+from tiercache.daemon.tiers.dram.space import ROOM_STEPS
 from tiercache.daemon.tiers.shared import settings, writes
 from tiercache.daemon.tiers.shared.byte_rate import ByteRate
 from tiercache.daemon.tiers.shared.stores.store import StoreError, StoreProblem
 from tiercache.errors import ConfigError
-from tiercache.protocol.messages import BlockState
+from tiercache.protocol.messages import MAX_RESERVE, BlockState
 
 pytestmark = pytest.mark.usefixtures("nothing_is_missing_for_long")
 
@@ -165,6 +166,23 @@ async def test_a_slow_store_does_not_keep_a_tenant_at_its_quota_from_making_room
     gate.set()
     await a.sent()
     assert (space.table.blocks, len(store.values)) == (64 - 8, 8)
+    a.check_end()
+    await a.close()
+
+
+@played
+async def test_a_store_gets_room_also_where_very_many_small_blocks_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It evicts some thousands of blocks at most, so fewer than that may keep their frames."""
+    monkeypatch.setattr(writes, "HELD_SHARE", 1.0)
+    blocks = 2 * ROOM_STEPS
+    a = host(MemoryStore(), tmp_path, "a", write="evicted", regions=1, region_bytes=blocks * BLOCK_BYTES)
+    for number in range(0, blocks, MAX_RESERVE):
+        a.store(a.namespace(), chain_of(f"x{number}", MAX_RESERVE))
+    assert BlockState.NONE not in a.store(a.namespace(), chain_of("y", MAX_RESERVE))
+    assert a.shared._writes.queued == writes.MAX_EVICTED
+    await a.sent()
     a.check_end()
     await a.close()
 
