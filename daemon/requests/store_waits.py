@@ -6,6 +6,7 @@ request ─► is anything missing on this host? ─ no ─► answered at once
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -41,7 +42,10 @@ class StoreWaits:
         keys: bytes,
         serve: Callable[[], Steps[m.Reply]],
     ) -> Steps[m.Reply | None]:
-        """Serve a request, after a look-up in the store if that can add something; None when it is served later."""
+        """Serve a request, after a look-up in the store if that can add something; None when it is served later.
+
+        It waits no longer than half of the time that the client gives it.
+        """
         identity = self._context.identity
         if self._below.may_extend and self._waiting[session] < MAX_WAITING:
             found = yield from self._runs.peek(namespaces, keys)
@@ -54,7 +58,8 @@ class StoreWaits:
                         del self._waiting[session]
                     self._context.resume(identity, session, request, serve())
 
-                if self._below.wait(namespaces, keys, lengths, go):
+                left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
+                if self._below.wait(namespaces, keys, lengths, go, patience_s=left_us / 2e6):
                     self._waiting[session] += 1
                     return None
         return (yield from serve())

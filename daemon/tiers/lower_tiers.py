@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -163,10 +164,15 @@ class LowerTiers(TierBelow):
         return self.shared is not None and not self.shared.away
 
     def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+        self,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        lengths: Sequence[int],
+        go: Callable[[], None],
+        patience_s: float = math.inf,
     ) -> bool:
         """See `TierBelow`."""
-        return self.shared is not None and self.shared.wait(namespaces, keys, lengths, go)
+        return self.shared is not None and self.shared.wait(namespaces, keys, lengths, go, patience_s)
 
     def claim(self, namespaces: Sequence[Namespace], keys: bytes) -> Claim | None:
         """See `TierBelow`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -159,11 +160,17 @@ class TierBelow:
         return False
 
     def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+        self,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        lengths: Sequence[int],
+        go: Callable[[], None],
+        patience_s: float = math.inf,
     ) -> bool:
         """Have `go` called when it is known how far a shared store extends what this host has of a prompt.
 
-        `lengths`: leading blocks on this host, by namespace. Not later than a time-out; never from within this call.
+        `lengths`: leading blocks on this host, by namespace. Not later than a time-out, nor than after `patience_s`;
+        never from within this call.
         False where there is nothing to wait for.
         """
         return False

@@ -8,6 +8,7 @@ A look-up that comes too late is not wasted: its claim answers the next request.
 
 from __future__ import annotations
 
+import math
 import operator
 import struct
 import time
@@ -194,9 +195,14 @@ class SharedLookups:
         return len(self._under_way)
 
     def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, go: Callable[[], None], begin: Callable[[], None]
+        self,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        go: Callable[[], None],
+        begin: Callable[[], None],
+        patience_s: float = math.inf,
     ) -> bool:
-        """Have `go` called when the look-up for this prompt has ended, at the latest after the time-out.
+        """Have `go` called when the look-up for this prompt has ended, or the time-out or `patience_s` is over.
 
         `begin()` starts it where it is not under way. False where the request should not wait: `go` is not called.
         """
@@ -212,11 +218,12 @@ class SharedLookups:
             self._begin()
         else:
             self.shared += 1
-        if self._late_in_a_row[tenant] >= LATE_IN_A_ROW or self._timeout_s <= 0:
+        timeout_s = min(self._timeout_s, patience_s)
+        if self._late_in_a_row[tenant] >= LATE_IN_A_ROW or timeout_s <= 0:
             return False
         waiter = Waiter(go)
         under_way.waiters.append(waiter)
-        self._later(self._timeout_s, lambda: self._time_is_up(waiter, tenant))
+        self._later(timeout_s, lambda: self._time_is_up(waiter, tenant))
         return True
 
     def _begin(self) -> None:

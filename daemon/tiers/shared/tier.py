@@ -14,6 +14,7 @@ and nothing waits for one that is away.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,9 +101,15 @@ class SharedTier:
     # --- look-ups --------------------------------------------------------------------------------
 
     def wait(
-        self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int], go: Callable[[], None]
+        self,
+        namespaces: Sequence[Namespace],
+        keys: bytes,
+        lengths: Sequence[int],
+        go: Callable[[], None],
+        patience_s: float = math.inf,
     ) -> bool:
-        """Have `go` called when it is known how far the store extends `lengths`, what this host has of each namespace.
+        """Have `go` called when it is known how far the store extends `lengths`, what this host has of each namespace;
+        at the latest after `patience_s`.
 
         False where there is nothing to wait for; then `go` is not called.
         """
@@ -112,7 +119,7 @@ class SharedTier:
             return False
         if not self._windows.are_short_work(namespaces, len(keys) // KEY_BYTES):
             return False
-        return self._lookups.wait(namespaces, keys, go, lambda: self._look_up(namespaces, keys, lengths))
+        return self._lookups.wait(namespaces, keys, go, lambda: self._look_up(namespaces, keys, lengths), patience_s)
 
     def _is_claimed(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> bool:
         """True if the last look-up still answers this: it does not if this host has lost blocks since."""

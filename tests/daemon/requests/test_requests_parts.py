@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
@@ -164,7 +165,8 @@ def test_all_requests_that_wait_for_the_shared_store_count_as_parked() -> None:
     class Slow(TierBelow):
         may_extend = True
 
-        def wait(self, *asked: Any) -> bool:
+        def wait(self, *asked: Any, patience_s: float = math.inf) -> bool:
+            assert patience_s <= (1 << 62) / 2e6, "half of the time that the client gives it"
             waiting.append(asked[-1])
             return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -203,13 +204,18 @@ class Played:
 
     def __init__(self) -> None:
         self.timers: list[Callable[[], None]] = []
+        self.timeouts_s: list[float] = []
         self.begun: list[tuple[str, str]] = []
         self.now_s = 0.0
-        self.looked = SharedLookups(0.02, lambda seconds, call: self.timers.append(call), lambda: self.now_s)
+        self.looked = SharedLookups(0.02, self._later, lambda: self.now_s)
 
-    def ask(self, tenant: str, prompt: str) -> bool:
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        self.timers.append(call)
+        self.timeouts_s.append(seconds)
+
+    def ask(self, tenant: str, prompt: str, patience_s: float = math.inf) -> bool:
         names = self._names(tenant), chain_of(prompt, 2)
-        return self.looked.wait(*names, lambda: None, lambda: self.begun.append((tenant, prompt)))
+        return self.looked.wait(*names, lambda: None, lambda: self.begun.append((tenant, prompt)), patience_s)
 
     def end(self, tenant: str, prompt: str) -> None:
         self.looked.ended(self._names(tenant), chain_of(prompt, 2))
@@ -255,6 +261,13 @@ def test_the_late_look_ups_of_one_tenant_are_its_own() -> None:
         play.end("a", f"{number}")
     play.end("a", "more")  # it came in time
     assert play.ask("a", "again")
+
+
+def test_no_request_waits_longer_than_its_client() -> None:
+    """Else the client would miss what this host has."""
+    play = Played()
+    assert [play.ask("a", f"{number}", patience) for number, patience in enumerate((1.0, 0.01, 0.0))] == [1, 1, 0]
+    assert play.timeouts_s == [0.02, 0.01]
 
 
 def test_blocks_in_any_tier_of_this_host_are_here() -> None:
