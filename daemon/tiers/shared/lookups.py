@@ -33,6 +33,8 @@ LOOKUP_S = 2.0
 MAX_LOOKUPS = 256
 """Look-ups under way; further requests are answered from this host. A tenant has at most as many as there is room left
 for others, so its flood leaves room for each of them."""
+KEYS_EACH = 4096
+"""A look-up keeps the keys of its prompt: it counts once for so many of them, so all of them keep 16 MiB at most."""
 MAX_BEGUN = 4
 """Look-ups given to the lines; those of each tenant wait in a queue of their own, and tenants take turns."""
 MAX_NAMESPACES = 64
@@ -163,6 +165,7 @@ class _UnderWay(NamedTuple):
     tenant: str
     waiters: list[Waiter]
     begun_s: float
+    weight: int
 
 
 class SharedLookups:
@@ -186,7 +189,7 @@ class SharedLookups:
         self._later = later
         self._clock_s = clock_s
         self._under_way: dict[PromptName, _UnderWay] = {}
-        self._of_tenant: Counter[str] = Counter()  # look-ups under way
+        self._of_tenant: Counter[str] = Counter()  # what look-ups under way count
         self._late_in_a_row: Counter[str] = Counter()
         self._begun = 0
         self._queues: dict[str, deque[Callable[[], None]]] = {}  # look-ups to begin, by tenant, the next one first
@@ -209,10 +212,11 @@ class SharedLookups:
         name, tenant = prompt_name(namespaces, keys), namespaces[0].spec.tenant
         under_way = self._under_way.get(name)
         if under_way is None:
-            if self._of_tenant[tenant] >= MAX_LOOKUPS - len(self._under_way):
+            weight = -(-len(keys) // (KEYS_EACH * KEY_BYTES))
+            if self._of_tenant[tenant] + weight > MAX_LOOKUPS - self._of_tenant.total():
                 return False
-            under_way = self._under_way[name] = _UnderWay(tenant, [], self._clock_s())
-            self._of_tenant[tenant] += 1
+            under_way = self._under_way[name] = _UnderWay(tenant, [], self._clock_s(), weight)
+            self._of_tenant[tenant] += weight
             self.asked += 1
             self._queues.setdefault(tenant, deque()).append(begin)
             self._begin()
@@ -239,7 +243,9 @@ class SharedLookups:
 
     def check_integrity(self) -> list[str]:
         """Every way in which the look-ups and their counts disagree."""
-        by_tenant = Counter(one.tenant for one in self._under_way.values())
+        by_tenant = Counter[str]()
+        for one in self._under_way.values():
+            by_tenant[one.tenant] += one.weight
         begun = len(self._under_way) - sum(map(len, self._queues.values()))
         if by_tenant == self._of_tenant and begun == self._begun:
             return []
@@ -256,7 +262,7 @@ class SharedLookups:
         if under_way is None:
             return
         tenant = under_way.tenant
-        self._of_tenant[tenant] -= 1
+        self._of_tenant[tenant] -= under_way.weight
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
         self._begun -= 1

@@ -213,12 +213,12 @@ class Played:
         self.timers.append(call)
         self.timeouts_s.append(seconds)
 
-    def ask(self, tenant: str, prompt: str, patience_s: float = math.inf) -> bool:
-        names = self._names(tenant), chain_of(prompt, 2)
+    def ask(self, tenant: str, prompt: str, patience_s: float = math.inf, blocks: int = 2) -> bool:
+        names = self._names(tenant), chain_of(prompt, blocks)
         return self.looked.wait(*names, lambda: None, lambda: self.begun.append((tenant, prompt)), patience_s)
 
-    def end(self, tenant: str, prompt: str) -> None:
-        self.looked.ended(self._names(tenant), chain_of(prompt, 2))
+    def end(self, tenant: str, prompt: str, blocks: int = 2) -> None:
+        self.looked.ended(self._names(tenant), chain_of(prompt, blocks))
 
     def time_is_up(self) -> None:
         self.now_s += 1.0
@@ -248,6 +248,20 @@ def test_a_flood_leaves_room_and_turns_for_others() -> None:
     assert not play.looked._queues
     assert not play.looked._of_tenant
     assert play.looked._begun == 0
+
+
+def test_look_ups_of_long_prompts_keep_no_more_keys_than_those_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's memory is small, and a slow store has it keep them for long."""
+    monkeypatch.setattr(lookups, "KEYS_EACH", 4)
+    play = Played()
+    for number in range(30):
+        for tenant in "abcdefghi":
+            play.ask(tenant, f"{number}", blocks=37)
+    assert 200 < 10 * len(play.looked) <= MAX_LOOKUPS
+    assert play.looked.check_integrity() == []
+    while play.begun:
+        play.end(*play.begun.pop(0), blocks=37)
+    assert not play.looked._of_tenant
 
 
 def test_the_late_look_ups_of_one_tenant_are_its_own() -> None:
