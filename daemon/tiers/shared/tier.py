@@ -142,7 +142,7 @@ class SharedTier:
                 asks.append(WindowAsk(namespace.spec.window_blocks, self._windows.here(namespace, one_by_one)))
             else:
                 asks.append(ChainAsk(length))
-        pack = max(self.access.pack_of(namespace) for namespace in namespaces)
+        pack = math.lcm(*map(self.access.pack_of, namespaces))  # where packs of all of these end
         bad = self.access.presence.unfetchable(namespaces)
         job = LookupJob(self, self.access.epochs, namespaces, keys, asks, pack, bad)
         self.access.submit(job, LineUse.LOOKUP)

@@ -17,6 +17,7 @@ from played import played
 from tiercache.daemon.tiers.dram.source import FetchOutcome
 from tiercache.daemon.tiers.forms import codecs
 from tiercache.daemon.tiers.forms.cipher import OVERHEAD_BYTES, Cipher
+from tiercache.daemon.tiers.shared.access import StoreAccess
 from tiercache.daemon.tiers.shared.naming import BUCKETS, BlockIdentity, Naming, Scope
 from tiercache.daemon.tiers.shared.settings import _PERSON_OF_NAMES
 from tiercache.daemon.tiers.shared.value import HEADER_BYTES, ValueForm, announced_bytes, pack_of
@@ -156,6 +157,23 @@ async def test_a_spoilt_pack_costs_what_is_spoilt(tmp_path: Path) -> None:
         await one.close()
 
 
+@played
+async def test_packs_of_which_none_is_a_multiple_of_the_other_are_found_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ?pack=12 and blocks of 3 MiB and 6 MiB."""
+    monkeypatch.setattr(StoreAccess, "pack_of", lambda access, namespace: (6, 4)[namespace.spec.tp_rank])
+    store = MemoryStore(12)
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    for rank in range(2):
+        a.store(a.namespace(tp_rank=rank), CHAIN)
+    await a.sent()
+    assert await b.load([b.namespace(tp_rank=rank) for rank in range(2)], CHAIN) == BLOCKS
+    for one in (a, b):
+        one.check_end()
+        await one.close()
+
+
 @pytest.mark.parametrize(
     ("block_bytes", "most", "blocks"),
     [
@@ -169,7 +187,7 @@ async def test_a_spoilt_pack_costs_what_is_spoilt(tmp_path: Path) -> None:
     ],
 )
 def test_packs_are_limited_by_bytes_and_end_where_the_largest_ones_do(block_bytes: int, most: int, blocks: int) -> None:
-    """A look-up in several namespaces probes the ends of the largest packs alone."""
+    """A look-up in several namespaces probes where packs of all of them end."""
     assert pack_of(block_bytes, most) == blocks
     assert most % blocks == 0
 
