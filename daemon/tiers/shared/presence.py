@@ -35,6 +35,9 @@ MAX_BAD = 16_384
 MAX_SAID = 65_536
 """Values that the store said it has, in look-ups of the last `CLAIM_S`."""
 
+FORGOTTEN_AT_ONCE = 2
+"""Of what is not believed any more, for each thing that is new."""
+
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
 PromptName = tuple[tuple[int, ...], int, bytes, bytes]
@@ -224,10 +227,14 @@ class Presence:
         return [] if blocks == counted else [f"shared claims: {blocks} blocks in windows, not {counted}"]
 
     def _put(self, where: _Known, most: int, of: Namespace, key: bytes, seconds: float) -> None:
-        name = of.number, key
+        name, now_s = (of.number, key), self._clock_s()
         if where.pop(name, None) is None and len(where) >= most:
             where.popitem(last=False)  # of a plain dict this gets slower with each one that went before
-        where[name] = self._clock_s() + seconds, self.generation(of)
+        for _ in range(FORGOTTEN_AT_ONCE):  # else each would grow to the most that it may have, and stay there
+            if not where or next(iter(where.values()))[0] > now_s:
+                break
+            where.popitem(last=False)
+        where[name] = now_s + seconds, self.generation(of)
 
     def _holds(self, where: _Known, namespace: Namespace, key: bytes) -> bool:
         until_s, generation = where.get((namespace.number, key), (0.0, -1))

@@ -175,6 +175,17 @@ def test_a_block_that_could_not_be_fetched_leaves_what_is_claimed_for_others() -
     assert [known.claim(*prompt) is None for prompt in prompts] == [True, False]
 
 
+def test_what_is_not_believed_any_more_takes_no_memory() -> None:
+    clock, space = Clock(), SimpleNamespace(number=1)
+    known = presence.Presence(clock)
+    for number in range(100):
+        known.note(space, b"%d" % number, 0)
+    clock.now_s += presence.KNOWN_S
+    for number in range(60):
+        known.note(space, b"new %d" % number, 0)
+    assert (len(known._blocks), known.has(space, b"new 0"), known.has(space, b"99")) == (60, True, False)
+
+
 @played
 async def test_what_expired_in_the_store_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, chain = MemoryStore(), chain_of("popular", 10)
