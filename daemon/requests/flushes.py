@@ -29,8 +29,8 @@ _UNCONFIRMED = (
     "restart; flush again when it works, or restart the daemon if it is gone for good"
 )
 _KEPT = (
-    "the shared store is away: the flush is kept, across restarts too, and the store will be told when it is back; "
-    "until then this host uses nothing of it, and other hosts may still find the blocks"
+    "the shared store has not confirmed the flush: it is kept, across restarts too, and the store is told until it "
+    "has; until then this host uses nothing of it, and other hosts may still find the blocks"
 )
 _NAMED = 8
 """Namespaces that a line of the log names."""
@@ -80,7 +80,7 @@ class FlushRequests:
             reply: m.Reply = m.Flushed(request.request_id, self._generation, blocks + below_blocks, more, kept)
             lost = below.lost if below is not None and kept else ""
             if lost:
-                kept = f"the shared store is away, and {lost}: flush again before this daemon ends"
+                kept = f"the shared store has not confirmed the flush, and {lost}: flush again before this daemon ends"
             if "nvme" in late or lost:
                 text = "; ".join(filter(None, (_UNCONFIRMED if "nvme" in late else "", kept)))
                 reply = m.Error(request.request_id, self._generation, ErrorCode.UNCONFIRMED.value, text)
