@@ -12,16 +12,20 @@ Other hosts go on reading what was flushed until the store has been told: no hos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import glob
 import hashlib
 import logging
 import os
 import random
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FuturesTimeoutError
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
 
@@ -34,6 +38,9 @@ from .epochs import deadline, new_note
 from .lines import JobOwner, LineUse, SharedJob
 
 log = logging.getLogger("tiercache.daemon")
+
+_DIGIT_COUNT = 16
+_DIGITS = re.compile(f"[0-9a-f]{{{_DIGIT_COUNT}}}")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -176,18 +183,27 @@ class SharedFlushes:
         self._file.lock()
 
     def open(self) -> None:
-        """Tell the store what an earlier life of this daemon could not."""
-        names: list[bytes] = []
-        try:
-            names = self._file.read()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.error("%s cannot be read (%s): the whole shared tier is flushed instead", self._file.path, error)
-        except ValueError:
-            log.error("%s is damaged: the whole shared tier is flushed instead", self._file.path)
-        self._saved = True
-        self.end(self.begin(names or [self._epochs.naming.deployment_note], lambda durable: None))
+        """Tell the store what an earlier life of this daemon could not.
+
+        Also, once, what that life could not tell another store, whose address may be all that has changed. The file of
+        that store stays.
+        """
+        for file in (self._file, *self._file.of_other_stores()):
+            names: list[bytes] = []
+            try:
+                names = file.read()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.error("%s cannot be read (%s): the whole shared tier is flushed instead", file.path, error)
+            except ValueError:
+                log.error("%s is damaged: the whole shared tier is flushed instead", file.path)
+            if file is self._file:
+                self._saved = True
+            else:
+                log.warning("%s has flushes that another store was not told of: this one is told too", file.path)
+            told = partial(file.was_told, self._file)
+            self.end(self.begin(names or [self._epochs.naming.deployment_note], told))
 
     def begin(self, names: Iterable[bytes], done: Callable[[bool], None]) -> int:
         """Replace these notes; `done(durable)` once the store has, or after `TOLD_S`. Returns a number for `end`."""
@@ -424,6 +440,32 @@ class _StateFile:
         except OSError as error:
             self.unlock()
             log.warning("%s cannot be locked (%s): let no other daemon have it as shared_state", self.path, error)
+
+    def of_other_stores(self) -> list[_StateFile]:
+        """Files of the same deployment, in the same folder, of which this store was not told: their names end in other
+        digits (`settings.state_name`).
+        """
+        start, _, digits = self.path.name.rpartition("-")
+        if not _DIGITS.fullmatch(digits):
+            return []
+        found = [one for one in sorted(self.path.parent.glob(f"{glob.escape(start)}-*")) if one != self.path]
+        others = [_StateFile(one) for one in found if _DIGITS.fullmatch(one.name[len(start) + 1 :])]
+        return [one for one in others if not one._is_told(self)]
+
+    def was_told(self, other: _StateFile, durable: bool) -> None:
+        """The store of another file has been told of what is in this one, if that is `durable`."""
+        if durable and other is not self:
+            with contextlib.suppress(OSError):  # then it is told again at the next start
+                self._mark(other).touch()
+
+    def _is_told(self, other: _StateFile) -> bool:
+        try:
+            return self._mark(other).stat().st_mtime_ns >= self.path.stat().st_mtime_ns
+        except OSError:
+            return False
+
+    def _mark(self, other: _StateFile) -> Path:
+        return self.path.with_name(f"{self.path.name}.{other.path.name[-_DIGIT_COUNT:]}")
 
     def unlock(self) -> None:
         """Other daemons may have the file."""

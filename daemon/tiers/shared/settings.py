@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,11 @@ class SharedSettings:
     ttl_s: float = 86_400.0
 
 
+def state_name(deployment: str, address: str) -> str:
+    """The name of the file of flushes that the store at this address was not told of."""
+    return f"shared-flushes-{deployment}-{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}"
+
+
 def shared_settings(config: DaemonConfig) -> SharedSettings:
     """Those of a daemon.
 
@@ -47,7 +53,7 @@ def shared_settings(config: DaemonConfig) -> SharedSettings:
         store=store,
         naming=Naming(config.shared_deployment, secret),
         form=ValueForm(cipher, codec_number(config.shared_codec)),
-        state=(config.shared_state or config.run_dir) / f"shared-flushes-{config.shared_deployment}",
+        state=(config.shared_state or config.run_dir) / state_name(config.shared_deployment, store.address),
         write=config.shared_write,
         write_budget_bytes_per_s=config.shared_write_budget_bytes_per_s,
         lookup_timeout_s=config.shared_lookup_timeout_s,

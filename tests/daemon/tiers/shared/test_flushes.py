@@ -32,7 +32,7 @@ from tiercache.daemon.tiers.shared.epochs import EpochReader, Epochs
 from tiercache.daemon.tiers.shared.flushes import FlushJob, SharedFlushes
 from tiercache.daemon.tiers.shared.lines import LineUse
 from tiercache.daemon.tiers.shared.naming import BUCKETS, Naming, Scope
-from tiercache.daemon.tiers.shared.settings import SharedSettings
+from tiercache.daemon.tiers.shared.settings import SharedSettings, state_name
 from tiercache.daemon.tiers.shared.stores.store import NotReplicated, StoreError, StoreProblem
 from tiercache.daemon.tiers.shared.value import ValueForm
 from tiercache.errors import ConfigError
@@ -476,6 +476,39 @@ async def test_two_daemons_do_not_keep_their_flushes_in_one_file(tmp_path: Path)
     other.open()
     assert list(other._notes) == [b"note"]
     other.close()
+
+
+@played
+async def test_a_flush_that_a_store_was_not_told_of_waits_while_another_store_is_used(tmp_path: Path) -> None:
+    """That one is told too, once: it may be the same store at another address."""
+    first, second = (tmp_path / state_name("d", address) for address in ("valkey://a", "valkey://b"))
+    (tmp_path / state_name("d-0", "valkey://a")).write_text("another deployment's")
+
+    async def live(state: Path, away: bool = False) -> list[bytes]:
+        """A life of the daemon; what it tells the store."""
+        jobs, told = list[FlushJob](), set[bytes]()
+        its = SharedFlushes(access_to(state, None if away else jobs))
+        its.open()
+        for job in jobs:  # each may lead to another one
+            job.run(MemoryStore().connect())
+            job.ended()
+            told.update(job.learned)
+        if away and state is first:
+            its.begin([b"note"], lambda durable: None)
+        while its._saving is not None:
+            await asyncio.sleep(0.001)
+        its.close()
+        return sorted(told)
+
+    assert await live(first, away=True) == []
+    assert await live(second, away=True) == []
+    assert (first.exists(), second.exists()) == (True, True)
+    assert await live(second) == [b"note"]
+    assert await live(second) == [], "it was told"
+    assert (first.exists(), second.exists()) == (True, False)
+    assert await live(first) == [b"note"]
+    assert not first.exists()
+    assert await live(first) == await live(second) == []
 
 
 @pytest.mark.parametrize("damage", ["a digit", "no checksum", "empty"])
