@@ -101,6 +101,9 @@ class SharedWrites:
             last = run[end - KEY_BYTES : end]  # of what can be in the store
             if namespace.spec.dram_only or not last or self._presence.has(namespace, last):
                 continue
+            end_key = run[-KEY_BYTES:]
+            if any(one is namespace and keys[-KEY_BYTES:] == end_key for one, keys, _ in self._chains):
+                continue  # it was asked for a moment ago
             if len(self._chains) < CONSIDERED_AT_ONCE:
                 self._chains.append((namespace, run, 0))
                 self._access.soon()

@@ -62,6 +62,22 @@ async def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
         await one.close()
 
 
+@played
+async def test_a_prompt_that_all_ask_for_leaves_room_for_others(tmp_path: Path) -> None:
+    store = MemoryStore()
+    a = host(store, tmp_path, "a", write="reused")
+    space, hot, other = a.namespace(), chain_of("hot", 8), chain_of("other", 8)
+    for chain in (hot, other):
+        a.store(space, chain)
+    for _ in range(writes.CONSIDERED_AT_ONCE):
+        a.cache.match(a.owner, [space], hot, 0.0)
+    a.cache.match(a.owner, [space], other, 0.0)
+    await a.sent()
+    assert len(store.values) == 16
+    a.check()
+    await a.close()
+
+
 @pytest.mark.parametrize(("when", "pack", "works"), [("evicted", 16, False), ("evicted", 1, True), ("all", 16, True)])
 def test_evicted_blocks_make_no_packs(monkeypatch: pytest.MonkeyPatch, when: str, pack: int, works: bool) -> None:
     """The daemon would send nothing: it says so before it serves."""
