@@ -29,6 +29,7 @@ from .naming import lifetime_s
 from .write_job import SharedWrite, ValueWrite, WriteJob
 
 MAX_QUEUED = 65_536
+"""Blocks that wait. A tenant has at most as many as there is room left for others."""
 MAX_IN_FLIGHT_BYTES = 64 << 20
 """Frames on their way."""
 MAX_EVICTED_BYTES = 32 << 20
@@ -70,6 +71,7 @@ class SharedWrites:
         self._presence, self._ancestry = access.presence, ancestry
         self._queue: deque[_Queued] = deque()
         self._queued: set[tuple[int, bytes]] = set()
+        self._queued_of: Counter[str] = Counter()  # by tenant
         self._chains: deque[tuple[Namespace, bytes, int]] = deque()  # keys of matched runs, and the next to offer
         self._in_flight: set[tuple[int, bytes]] = set()
         self._evicted_bytes = 0
@@ -152,15 +154,21 @@ class SharedWrites:
             return
         if self._presence.has(namespace, key):
             return
-        if len(self._queue) >= MAX_QUEUED:
+        tenant, room = namespace.spec.tenant, MAX_QUEUED - len(self._queue)
+        if room <= 0 or (tenant and self._queued_of[tenant] >= room):
             self.skipped_queue_full += 1
             return
         self._put(_Queued(namespace, key, None))
 
     def _put(self, wanted: _Queued) -> None:
         self._queued.add((wanted.namespace.number, wanted.key))
+        self._queued_of[wanted.namespace.spec.tenant] += 1
         self._queue.append(wanted)
         self._access.soon()
+
+    def _left_queue(self, wanted: _Queued) -> None:
+        self._queued.discard((wanted.namespace.number, wanted.key))
+        self._queued_of[wanted.namespace.spec.tenant] -= 1
 
     @property
     def queued(self) -> int:
@@ -211,7 +219,7 @@ class SharedWrites:
     def _take(self, wanted: _Queued) -> ValueWrite | None:
         """The value that a queued block completes, its frames held; None if there is none to send."""
         namespace, key = wanted.namespace, wanted.key
-        self._queued.discard((namespace.number, key))
+        self._left_queue(wanted)
         if wanted.evicted is not None:
             frame, size = wanted.evicted
             self._evicted_bytes -= size
@@ -319,7 +327,7 @@ class SharedWrites:
                 continue
             frame, size = wanted.evicted
             self._evicted_bytes -= size
-            self._queued.discard((wanted.namespace.number, wanted.key))
+            self._left_queue(wanted)
             self._unhold(wanted.namespace, frame)
             self.skipped_evicted += 1
         self._queue = kept
@@ -329,7 +337,7 @@ class SharedWrites:
         names = [(wanted.namespace.number, wanted.key) for wanted in self._queue]
         evicted_bytes = sum(wanted.evicted[1] for wanted in self._queue if wanted.evicted is not None)
         findings = []
-        if len(names) != len(self._queued) or set(names) != self._queued:
+        if len(names) != len(self._queued) or set(names) != self._queued or len(names) != self._queued_of.total():
             findings.append(f"shared writes: {len(names)} blocks wait, and {len(self._queued)} count as waiting")
         if evicted_bytes != self._evicted_bytes:
             findings.append(f"shared writes: {evicted_bytes} bytes of evicted blocks wait, not {self._evicted_bytes}")

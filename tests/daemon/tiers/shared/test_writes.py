@@ -39,6 +39,24 @@ async def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest
     await a.close()
 
 
+@played
+async def test_a_tenant_that_fills_the_queue_leaves_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writes, "MAX_QUEUED", 16)
+    store = MemoryStore()
+    a = host(store, tmp_path, "a")
+    spaces = [a.namespace(extra={"tenant": tenant} if tenant else {}) for tenant in ("a", "b", "")]
+    for space, blocks in zip(spaces, (40, 4, 4), strict=True):
+        a.store(space, chain_of("x", blocks))
+    a.check()
+    await a.sent()
+    sent = [sum(space.fingerprint.encode() in name for name in store.values) for space in spaces]
+    assert sent == [8, 4, 4]
+    a.check_end()
+    await a.close()
+
+
 @pytest.mark.parametrize("when", ["reused", "evicted"])
 @played
 async def test_when_blocks_are_sent(tmp_path: Path, when: str) -> None:
