@@ -423,7 +423,7 @@ _SHARED_COUNTERS: tuple[tuple[str, str, str], ...] = (
     (
         "lookups_late",
         "lookups_late",
-        "Look-ups that took longer than shared_lookup_timeout; their requests were answered from this host alone.",
+        "Requests answered from this host alone, as shared_lookup_timeout or half of their own time was over.",
     ),
     ("fetched_blocks", "fetched_blocks", "Blocks fetched from the shared store into DRAM."),
     ("fetched_bytes", "fetched_bytes", "Bytes fetched from the shared store for these blocks, as they are stored."),
