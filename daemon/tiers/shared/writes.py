@@ -185,18 +185,24 @@ class SharedWrites:
     def pump(self) -> bool:
         """Give jobs to the lines, as many as there is room for; True when it stopped to let others run."""
         self._offer_chains()
-        considered, values, size_bytes = 0, list[ValueWrite](), 0
+        considered, put_off, values, size_bytes = 0, 0, list[ValueWrite](), 0
         may_write, most_bytes = self._breaker.may_write, self._at_most(MAX_IN_FLIGHT_BYTES) * self._breaker.share
         if not may_write:
             self._let_evicted_go()  # they must not keep their frames for a store that takes nothing
         until_ns = time.perf_counter_ns() + PUMP_NS
-        while may_write and self._queue and considered < CONSIDERED_AT_ONCE:
+        most = min(CONSIDERED_AT_ONCE, len(self._queue)) if may_write else 0
+        while considered < most:
             if self.in_flight_bytes >= most_bytes or not (self._closing or self._budget.has_room()):
                 break
             considered += 1
             if time.perf_counter_ns() >= until_ns:
                 considered = CONSIDERED_AT_ONCE  # this one is the last
-            value = self._take(self._queue.popleft())
+            wanted = self._queue.popleft()
+            if self._is_put_off(wanted):
+                put_off += 1
+                self._queue.append(wanted)
+                continue
+            value = self._take(wanted)
             if value is None:
                 continue
             value_bytes = sum(block.namespace.size_class.frame_bytes for block in value.blocks)
@@ -209,12 +215,23 @@ class SharedWrites:
             self._budget.charge(value_bytes)
         if values:
             self._begin(values)
-        return considered == CONSIDERED_AT_ONCE or bool(self._chains)
+        return (considered == CONSIDERED_AT_ONCE and put_off < most) or bool(self._chains)
 
     def _begin(self, values: list[ValueWrite]) -> None:
         generations = [self._presence.generation(value.blocks[0].namespace) for value in values]
         form, epochs = self._access.settings.form, self._access.epochs
         self._access.submit(WriteJob(self, form, epochs, values, generations), LineUse.WRITE)
+
+    def _is_put_off(self, wanted: _Queued) -> bool:
+        """True if a block has no name yet, since a flush waits, and can wait too: it holds no frame."""
+        pending = self._access.epochs.pending
+        if not pending or wanted.evicted is not None or self._closing:
+            return False
+        place = self._ancestry.place(wanted.namespace, wanted.key)
+        if place is None:
+            return False
+        scope = self._access.scope_of(wanted.namespace, place.root)
+        return not pending.isdisjoint(self._access.epochs.naming.notes(scope))
 
     def _take(self, wanted: _Queued) -> ValueWrite | None:
         """The value that a queued block completes, its frames held; None if there is none to send."""

@@ -386,6 +386,29 @@ async def test_what_a_flush_took_with_it_is_sent_again(tmp_path: Path, monkeypat
     await one.close()
 
 
+@played
+async def test_what_is_stored_while_a_flush_waits_is_sent_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no name until then. The store may well take it: a replica that lags holds up the flush alone."""
+    store = MemoryStore()
+    one = open_host(store, tmp_path, "a")
+    space, second = one.namespace(), one.namespace(tp_rank=1)
+    monkeypatch.setattr(one.shared.flushes, "_tell", lambda: None)
+    one.shared.begin_flush([space], b"", lambda durable: None, named=True)()
+    one.store(space, chain_of("x", 2))
+    one.store(second, chain_of("y", 3))
+    await one.until(lambda: len(store.values) == 3)
+    assert not one.shared.work(), "it is tried now and then, not all the time"
+    assert one.shared.stats()["write_queue_blocks"] == 2
+    one.check()
+    monkeypatch.delattr(one.shared.flushes, "_tell")
+    one.shared.flushes.store_is_back()
+    await one.sent()
+    assert (len(store.values), one.shared.stats()["write_failed_blocks"]) == (5, 0)
+    await one.close()
+
+
 def test_an_answer_that_comes_while_its_names_are_flushed_says_nothing() -> None:
     epochs, scope = Epochs(Naming("d", b"")), Scope("f", 7)
     names = epochs.naming.notes(scope)
