@@ -130,11 +130,18 @@ class SharedTier:
         return all(self._windows.completes(claim, place, one, keys) for place, one in windowed)
 
     def _look_up(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> None:
-        # Since it was queued, the store went away (its deadline, and those of all behind it, would pass one after
-        # another), or so many blocks came that looking for them takes long.
-        if self.away or not self._windows.are_short_work(namespaces, len(keys) // KEY_BYTES):
-            self._later(0.0, lambda: self._lookups.ended(namespaces, keys))
-            return
+        submitted = False
+        try:
+            # Since it was queued, the store went away (its deadline, and those of all behind it, would pass one after
+            # another), or so many blocks came that looking for them takes long.
+            if not self.away and self._windows.are_short_work(namespaces, len(keys) // KEY_BYTES):
+                self.access.submit(self._look_up_job(namespaces, keys, lengths), LineUse.LOOKUP)
+                submitted = True
+        finally:
+            if not submitted:
+                self._later(0.0, lambda: self._lookups.ended(namespaces, keys))
+
+    def _look_up_job(self, namespaces: Sequence[Namespace], keys: bytes, lengths: Sequence[int]) -> LookupJob:
         asks: list[ChainAsk | WindowAsk] = []
         one_by_one = split(keys) if any(namespace.table.windowed for namespace in namespaces) else []
         for namespace, length in zip(namespaces, lengths, strict=True):
@@ -144,8 +151,7 @@ class SharedTier:
                 asks.append(ChainAsk(length))
         pack = math.lcm(*map(self.access.pack_of, namespaces))  # where packs of all of these end
         bad = self.access.presence.unfetchable(namespaces)
-        job = LookupJob(self, self.access.epochs, namespaces, keys, asks, pack, bad)
-        self.access.submit(job, LineUse.LOOKUP)
+        return LookupJob(self, self.access.epochs, namespaces, keys, asks, pack, bad)
 
     def job_ended(self, job: LookupJob) -> None:
         """See `JobOwner`."""

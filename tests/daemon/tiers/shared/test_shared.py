@@ -527,6 +527,24 @@ def test_health_has_the_store_s_own_trouble_while_its_calls_work(tmp_path: Path)
 
 
 @played
+async def test_look_ups_that_fail_as_they_begin_leave_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, chain = MemoryStore(), chain_of("x", 4)
+    a, b = host(store, tmp_path, "a"), host(store, tmp_path, "b")
+    a.store(a.namespace(), chain)
+    await a.sent()
+    with monkeypatch.context() as patch:
+        patch.setattr(b.shared.access.presence, "unfetchable", lambda namespaces: 1 // 0)
+        for number in range(MAX_BEGUN):
+            with pytest.raises(ZeroDivisionError):
+                b.below.wait([b.namespace()], chain_of(number, 2), [0], lambda: None)
+    assert await b.look_up([b.namespace()], chain) == 4
+    for one in (a, b):
+        await one.close()
+
+
+@played
 async def test_a_look_up_that_cannot_be_taken_in_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
