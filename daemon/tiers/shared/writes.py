@@ -30,6 +30,8 @@ from .write_job import SharedWrite, ValueWrite, WriteJob
 
 MAX_QUEUED = 65_536
 """Blocks that wait. A tenant has at most as many as there is room left for others."""
+MOST_PUT_OFF = 1024
+"""With more blocks in the queue, those that wait for a flush are dropped: all others would wait behind them."""
 MAX_IN_FLIGHT_BYTES = 64 << 20
 """Frames on their way."""
 MAX_EVICTED_BYTES = 32 << 20
@@ -225,7 +227,7 @@ class SharedWrites:
     def _is_put_off(self, wanted: _Queued) -> bool:
         """True if a block has no name yet, since a flush waits, and can wait too: it holds no frame."""
         pending = self._access.epochs.pending
-        if not pending or wanted.evicted is not None or self._closing:
+        if not pending or wanted.evicted is not None or self._closing or len(self._queue) >= MOST_PUT_OFF:
             return False
         place = self._ancestry.place(wanted.namespace, wanted.key)
         if place is None:

@@ -105,6 +105,14 @@ class Flushes(Hosts):
             self.drive(rig, lambda rig=rig: self.is_idle(rig))  # type: ignore[misc]
         self.told()
 
+    def is_idle(self, rig: HostRig) -> bool:
+        """While a flush goes on, which may have begun meanwhile, what is stored waits for it."""
+        if not self.flushes:
+            return super().is_idle(rig)
+        shared = rig.shared
+        busy = shared._writes.in_flight_bytes or self.lines(rig).queued or shared.flushes.waiting
+        return not busy and rig.below.settled and shared.access.breaker.may_write
+
     def end_flushes(self) -> None:
         while self.flushes:
             list(self.flushes.pop(0))
@@ -402,10 +410,17 @@ async def test_what_is_stored_while_a_flush_waits_is_sent_after_it(
     assert not one.shared.work(), "it is tried now and then, not all the time"
     assert one.shared.stats()["write_queue_blocks"] == 2
     one.check()
+    monkeypatch.setattr(writes, "MOST_PUT_OFF", 6)
+    one.store(second, chain_of("z", 4))  # it would wait behind the others
+    await one.until(lambda: len(store.values) == 7)
+    one.store(space, chain_of("dropped", 6))
+    await one.until(lambda: one.shared.stats()["write_failed_blocks"] > 0)
+    left = one.shared.stats()["write_queue_blocks"]
+    assert 0 < left < 8
     monkeypatch.delattr(one.shared.flushes, "_tell")
     one.shared.flushes.store_is_back()
     await one.sent()
-    assert (len(store.values), one.shared.stats()["write_failed_blocks"]) == (5, 0)
+    assert (len(store.values), one.shared.stats()["write_failed_blocks"]) == (7 + left, 8 - left)
     await one.close()
 
 
