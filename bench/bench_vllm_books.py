@@ -108,7 +108,7 @@ class Rig:
         jobs += self.step({request.request_id: 1 if hits else PROMPT_BLOCKS * BLOCK for request in requests}, cold)
         if hits:
             loaded = {request.request_id for request in requests}
-            self.call("update_connector_output", cold, scheduler.loads_ended, loaded, False)
+            self.call("update_connector_output", cold, scheduler.loads_ended, loaded, set())
         for request in requests:
             request.num_computed_tokens = PROMPT_BLOCKS * BLOCK
             self.call("request_finished_all_groups", cold, scheduler.finished, request)

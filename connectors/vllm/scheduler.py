@@ -179,6 +179,7 @@ class _Loading:
     local: int  # blocks before it
     prompt_tokens: int
     block_ids: set[int]  # vLLM's, that it fills
+    short: bool = False  # a rank has said that some of these are not good
     seconds: float = 0.0  # at the slowest rank of those that have ended
 
 
@@ -418,22 +419,26 @@ class RequestPlanner:
         }
         return {source: count for source, count in sources.items() if count}
 
-    def loads_ended(self, request_ids: set[str], failed: bool) -> None:
-        """All ranks are done with these loads; with `failed` some of their blocks are not good."""
+    def loads_ended(self, request_ids: set[str], failed: set[str]) -> None:
+        """All ranks are done with these loads, of which those of `failed` have brought nothing good."""
+        short = set[str]()
         for request_id in request_ids:
             ended = self._loads.pop(request_id, None)
-            if ended is not None:
-                self._lookups.drop(ended.lookup)
-                if self.costs is not None and ended.seconds:
-                    self.costs.loaded(ended.blocks, ended.seconds, failed)
-                if not failed:
-                    size = self._block_size
-                    tokens = TierBlocks(*(count * size for count in ended.blocks))
-                    self._log.served(request_id, tokens, ended.prompt_tokens, ended.local * size, ended.seconds)
-            if failed:
+            if ended is None:
+                continue
+            self._lookups.drop(ended.lookup)
+            ended.short |= request_id in failed
+            if self.costs is not None and ended.seconds:
+                self.costs.loaded(ended.blocks, ended.seconds, ended.short)
+            if ended.short:
+                short.add(request_id)
                 self.stores.begin_again(request_id)
-        if failed:
-            self._log.failed(request_ids)
+            else:
+                size = self._block_size
+                tokens = TierBlocks(*(count * size for count in ended.blocks))
+                self._log.served(request_id, tokens, ended.prompt_tokens, ended.local * size, ended.seconds)
+        if short:
+            self._log.failed(short)
 
     # --- steps and their end
 
@@ -451,8 +456,10 @@ class RequestPlanner:
     def lost(self, block_ids: set[int]) -> None:
         """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
         # Blocks of an aborted request belong to no load before the steps under way are known: vLLM defers their return.
-        ours = set[int]().union(*(load.block_ids for load in self._loads.values()))
-        if self.stores.brought(block_ids - ours):
+        for load in self._loads.values():
+            load.short |= not block_ids.isdisjoint(load.block_ids)
+            block_ids = block_ids - load.block_ids
+        if self.stores.brought(block_ids):
             logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")
             self.reset()
 

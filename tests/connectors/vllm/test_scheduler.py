@@ -17,7 +17,7 @@ from waiting import wait_until
 import tiercache
 from tiercache.connectors.vllm.compat import CacheHitSource, RequestStatus
 from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks
-from tiercache.connectors.vllm.log import DECLINED
+from tiercache.connectors.vllm.log import DECLINED, RequestLog
 from tiercache.connectors.vllm.orders import WorkerReport
 from tiercache.connectors.vllm.scheduler import MAX_THREADS, STORED_WAIT_S
 from tiercache.protocol.messages import KEY_BYTES, Priority, unpack_indices
@@ -242,7 +242,7 @@ def test_a_load_that_vllm_defers_fails_if_the_request_is_forgotten_by_then(vllm:
     orders = orders_of(vllm)
     assert [(load.request_id, len(load.runs[0].block_ids)) for load in orders.loads] == [("deferred", 3)]
     assert orders.cancel == ["deferred"]
-    vllm.planner.loads_ended({"deferred"}, True)
+    vllm.planner.loads_ended({"deferred"}, {"deferred"})
     vllm.planner.finished(one)
     assert orders_of(vllm).cancel == []
     vllm.lookups.finish()
@@ -310,8 +310,31 @@ def test_the_slowest_rank_is_what_a_load_has_taken(vllm: TinyVllm) -> None:
             slow = WorkerReport(load_seconds={one.request_id: 60.0})
             vllm.planner.reported(slow.aggregate(WorkerReport(load_seconds={"gone": 9.0})))
             vllm.planner.reported(WorkerReport(load_seconds={one.request_id: 0.1}))
-            vllm.planner.loads_ended({one.request_id}, False)
+            vllm.planner.loads_ended({one.request_id}, set())
             vllm.pool.give_back(vllm.tables.pop(one.request_id))
+
+
+def test_a_load_that_falls_short_at_one_rank_has_failed_when_the_last_rank_ends_it(
+    vllm: TinyVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM tells of bad blocks at once, and of the end when all ranks are done. Another load may end with that."""
+    caplog.set_level("INFO")
+    vllm.planner._log = RequestLog("all")
+    vllm.add(TinyRequest("other", [9] * (2 * SIZE + 1), 1))
+    store(vllm, 3)
+    short, whole = request("short", 3), TinyRequest("whole", [9] * (2 * SIZE + 1), 1)
+    for one, tokens in ((short, 3 * SIZE), (whole, 2 * SIZE)):
+        assert ask(vllm, one) == tokens
+        give_blocks(vllm, one, tokens)
+    orders_of(vllm)
+    vllm.planner.lost({vllm.tables["short"][1].block_id})
+    orders_of(vllm)
+    vllm.planner.loads_ended({"short", "whole"}, set())
+    short.num_computed_tokens, whole.num_computed_tokens = SIZE, 2 * SIZE
+    (again,) = orders_of(vllm, {"short": 2 * SIZE + 1, "whole": 1}, (short, whole)).fresh
+    assert [run.block_ids for run in again.runs] == [[block.block_id for block in vllm.tables["short"]]]
+    assert "short: not all came" in caplog.text
+    assert "whole: 4 of 5 prompt tokens" in caplog.text
 
 
 # --- what a request says
@@ -448,7 +471,7 @@ def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(vl
     assert ask(vllm, one) == 6 * SIZE
     give_blocks(vllm, one, 6 * SIZE)
     orders_of(vllm)
-    vllm.planner.loads_ended({"a"}, False)
+    vllm.planner.loads_ended({"a"}, set())
     one.num_computed_tokens = 6 * SIZE
     stores = orders_of(vllm, {"a": 1}, (one,)).fresh
     assert len(stores) == wanted
@@ -512,6 +535,6 @@ def test_a_failed_load_of_our_own_begins_no_epoch_beside_a_sibling(vllm: TinyVll
     epoch = vllm.names.epoch
     vllm.planner.lost(lost)
     assert vllm.names.epoch == epoch
-    vllm.planner.loads_ended({"ours"}, True)
+    vllm.planner.loads_ended({"ours"}, set())
     vllm.planner.lost(lost)
     assert vllm.names.epoch == epoch + 1, "else this test would check nothing"

@@ -614,7 +614,7 @@ class TinyVllm:
         if bad:
             self.planner.lost(bad)
         if ended:
-            self.planner.loads_ended(ended, bool(bad or failed))
+            self.planner.loads_ended(ended, failed)
         for request in self.waiting:
             if request.request_id in ended:
                 request.loaded = True
