@@ -51,6 +51,8 @@ OF_FILES = (
 """Values of load_format that load what is in the model's folder; others, also of plugins, may bring other weights."""
 ATTENTION = ("use_prefill_query_quantization",)
 """Fields of its attention_config that make it compute in other types."""
+ADAPTING = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+"""Fields of its lora_config that say how an adapter's files are used, and in which modules of the model."""
 ENVIRONMENT = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_CPU_INT4_W4A8",
@@ -189,7 +191,7 @@ class Names:
         return salted_root(content, self._salt)
 
     def _adapter(self, lora_request: Any) -> str:
-        """The content of an adapter; empty if its files have changed since vLLM loaded it."""
+        """The content of an adapter and how it is used; empty if its files have changed since vLLM loaded it."""
         adapter_id, path = lora_request.lora_int_id, lora_request.lora_path
         state = [path, *states_of(path)]
         if adapter_id not in self._adapters or (lora_request.load_inplace and self._adapters[adapter_id][0] != state):
@@ -198,7 +200,10 @@ class Names:
                 content = ""  # vLLM may have either
             self._adapters[adapter_id] = state, content
         loaded, content = self._adapters[adapter_id]
-        return content if loaded == state else ""
+        if not content or loaded != state:
+            return ""
+        used = _fields(getattr(self._config, "lora_config", None), ADAPTING)
+        return f"{content} {used} {getattr(lora_request, 'is_3d_lora_weight', False)}"
 
     def new_epoch(self) -> None:
         """Use names that no other engine has from here on: the weights may have changed."""

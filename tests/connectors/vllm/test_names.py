@@ -102,6 +102,16 @@ def test_an_adapter_is_its_content_when_it_was_loaded(folder: Path, tmp_path: Pa
     assert names.root(adapter(place, 2)) == b""
 
 
+def test_an_adapter_that_is_used_in_another_way_is_another_one(folder: Path) -> None:
+    roots, plain = set(), set()
+    for used in ({}, {"target_modules": ["v_proj"]}, {"lora_dtype": "float16"}, {"enable_moe_shared_loras": True}):
+        names = names_of(folder, configs={"lora_config": SimpleNamespace(**used)})
+        names.read_model()
+        roots |= {names.root(adapter(folder, 1)), names.root(adapter(folder, 2, is_3d_lora_weight=True))}
+        plain.add(names.root())
+    assert (len(roots), len(plain)) == (8, 1)
+
+
 def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def root(**options: Any) -> bytes:
         names = names_of(folder, **options)
