@@ -315,14 +315,16 @@ class RequestPlanner:
             self.stores.end(request, 0)
             del self._requests[request_id]
             return 0
-        if not state.running and lookup.match.blocks < state.awaited and self._await_stored(state):
+        local = local_tokens // self._block_size
+        most_local = (request.num_tokens - 1) // self._block_size  # vLLM computes the last token itself
+        missing = lookup.match.blocks < state.awaited and local < min(state.awaited, most_local)
+        if not state.running and missing and self._await_stored(state):
             return None
         if not state.running:
             state.running = True
             self.stores.begin(request, lookup.root, lookup.keys, self._named_blocks(lookup.match))
             if not lookup.match.blocks:
                 self._log.missed(request_id, request.num_prompt_tokens)
-        local = local_tokens // self._block_size
         if local != state.local:
             state.local, state.end = local, None
         if lookup.match.blocks <= local or request_id not in self._leased or not self.connector.available:

@@ -393,6 +393,14 @@ def test_a_request_waits_for_what_another_engine_is_storing_and_asks_less_and_le
     assert vllm.planner.matched_tokens(one, 0) == SIZE, "it waits no longer"
 
 
+@pytest.mark.parametrize(("local", "answer"), [(1, None), (2, 0)])
+def test_a_request_does_not_wait_for_what_vllm_has_itself(vllm: TinyVllm, local: int, answer: int | None) -> None:
+    """vLLM has no more of a prompt itself than what is before the last token."""
+    one = request("a", 3, rest=0)
+    one.kv_transfer_params = {"tiercache": {"stored": 3 * SIZE}}
+    assert ask(vllm, one, local * SIZE) == answer
+
+
 # --- names
 
 
