@@ -136,6 +136,7 @@ def make_request(name: str) -> Any:
         num_computed_tokens=0,
         num_preemptions=0,
         mm_features=(),
+        skip_reading_prefix_cache=False,
         resumable=False,
         block_hashes=hashes,
         lora_request=None,

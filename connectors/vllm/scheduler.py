@@ -290,6 +290,8 @@ class RequestPlanner:
         """In the background thread: the root of a request's chain, and the keys of its blocks."""
         per_block, hashes = self._engine.per_block, list(request.block_hashes)
         end = min(len(hashes) // per_block, self._most(request.num_tokens))
+        if request.skip_reading_prefix_cache:
+            end = 0  # vLLM loads nothing, as for prompt logprobs
         return root, keys_of(root, hashes, per_block, 0, end) if root else b""
 
     def _most(self, tokens: int) -> int:
@@ -386,7 +388,8 @@ class RequestPlanner:
         self.stores.allocated(request.request_id, blocks.blocks, filled)
         state = self._requests.get(request.request_id)
         if not tokens:
-            if state is not None:
+            # vLLM does not wait for the lookup of a request that loads nothing: its root is for `finished`.
+            if state is not None and not request.skip_reading_prefix_cache:
                 self._let_go(state)
             return
         if state is None or state.lookup is None:
@@ -490,8 +493,11 @@ class RequestPlanner:
             self._orders.cancel.append(request.request_id)
             keys = self.stores.end(request, 0)
         elif state is not None:
+            lookup, by_output = state.lookup, ended_by_output(request)
+            if not state.running and by_output and lookup is not None and lookup.done and lookup.root:
+                self.stores.begin(request, lookup.root, lookup.keys, 0)
             self._let_go(state)
-            keys = self.stores.end(request, request.num_computed_tokens, aborted=not ended_by_output(request))
+            keys = self.stores.end(request, request.num_computed_tokens, aborted=not by_output)
         if request.kv_transfer_params and keys:
             self._pass_on(request, keys)
         return stored_answer(request, len(keys) // KEY_BYTES * self._block_size)

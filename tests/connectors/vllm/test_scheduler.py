@@ -50,10 +50,12 @@ class VllmMachine(RuleBasedStateMachine):
         return [copy for copy in self.vllm.rank.copies if not copy.over]
 
     @precondition(lambda self: len(self.alive()) < 6)
-    @rule(prompt=PROMPTS, answer=st.integers(1, 6), quick=MOSTLY)
-    def add(self, prompt: tuple[int, int, int], answer: int, quick: bool) -> None:
+    @rule(prompt=PROMPTS, answer=st.integers(1, 6), quick=MOSTLY, reads=MOSTLY)
+    def add(self, prompt: tuple[int, int, int], answer: int, quick: bool, reads: bool) -> None:
         base, length, rest = prompt
-        self.vllm.add(TinyRequest(f"r{self.count}", [base] * length + [rest] * (rest * 2), answer))
+        one = TinyRequest(f"r{self.count}", [base] * length + [rest] * (rest * 2), answer)
+        one.skip_reading_prefix_cache = not reads
+        self.vllm.add(one)
         self.count += 1
         if quick:
             self.step(quick, 1)
@@ -261,6 +263,23 @@ def test_a_block_is_stored_when_it_has_a_hash(vllm: TinyVllm) -> None:
     vllm.planner.finished(one)
     (store,) = orders_of(vllm).ready
     assert [len(run.block_ids) for run in store.runs] == [1]
+
+
+@pytest.mark.parametrize("how", ["FINISHED_STOPPED", "FINISHED_ABORTED"])
+def test_a_request_that_may_not_load_is_stored_at_its_end_though_vllm_did_not_wait(vllm: TinyVllm, how: str) -> None:
+    """As one that asks for prompt logprobs: vLLM computes all of it at once, whatever it is told."""
+    one = request("logprobs", 3)
+    one.skip_reading_prefix_cache = True
+    vllm.planner.add(one)
+    assert vllm.planner.matched_tokens(one, 0) is None
+    give_blocks(vllm, one, 0)
+    assert not orders_of(vllm, {"logprobs": 3 * SIZE + 1}, (one,)).fresh
+    vllm.lookups.finish()
+    assert not vllm.cache.matches[-1].blocks
+    one.num_computed_tokens, one.status = 3 * SIZE + 1, RequestStatus[how]
+    vllm.planner.finished(one)
+    stored = [len(run.block_ids) for store in orders_of(vllm).ready for run in store.runs]
+    assert stored == ([3] if how == "FINISHED_STOPPED" else [])
 
 
 # --- what a load costs
