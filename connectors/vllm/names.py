@@ -40,7 +40,10 @@ OPTIONS = (
     "override_generation_config",
 )
 """Fields of vLLM's model_config that affect the model besides weights and config."""
-MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
+MEDIA_OPTIONS = (
+    *("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+    *("video_pruning_rate", "video_pruning_method"),
+)
 """Fields of its multimodal_config that affect how images are computed. The KV that results has no other name."""
 LOADING = ("load_format", "model_loader_extra_config")
 """Fields of its load configs that say which files of a folder are loaded, and how."""
@@ -49,8 +52,10 @@ OF_FILES = (
     *("gguf", "bitsandbytes", "mistral", "runai_streamer", "runai_streamer_sharded"),
 )
 """Values of load_format that load what is in the model's folder; others, also of plugins, may bring other weights."""
-ATTENTION = ("use_prefill_query_quantization",)
+ATTENTION = ("use_prefill_query_quantization", "disable_flashinfer_q_quantization")
 """Fields of its attention_config that make it compute in other types."""
+KERNELS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+"""Fields of its kernel_config that choose kernels, of which some quantise activations and others do not."""
 ADAPTING = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 """Fields of its lora_config that say how an adapter's files are used, and in which modules of the model."""
 ENVIRONMENT = (
@@ -68,6 +73,8 @@ ENVIRONMENT = (
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_USE_DEEP_GEMM_E8M0",
     "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
 )
 """Variables by which vLLM computes in other types or takes other experts, whatever the model says."""
 
@@ -163,6 +170,7 @@ class Names:
             "options": _fields(model, OPTIONS),
             "media": _fields(getattr(model, "multimodal_config", None), MEDIA_OPTIONS),
             "attention": _fields(getattr(self._config, "attention_config", None), ATTENTION),
+            "kernels": _fields(getattr(self._config, "kernel_config", None), KERNELS),
             "environment": [os.environ.get(name) for name in ENVIRONMENT],
             **self._more,
         }

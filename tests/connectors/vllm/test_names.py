@@ -132,6 +132,10 @@ def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatc
         {"configs": {"load_config": loading("auto", pattern="of other files")}},
         {"configs": {"speculative_config": SimpleNamespace(draft_load_config=loading("pt"))}},
         {"configs": {"attention_config": SimpleNamespace(use_prefill_query_quantization=True)}},
+        {"configs": {"attention_config": SimpleNamespace(disable_flashinfer_q_quantization=True)}},
+        {"configs": {"kernel_config": SimpleNamespace(moe_backend="marlin")}},
+        {"configs": {"kernel_config": SimpleNamespace(linear_backend_per_quant={"nvfp4": "marlin"})}},
+        {"multimodal_config": SimpleNamespace(video_pruning_method="vidcom2")},
     ):
         roots.append(root(**options))
     (folder / "modeling.py").write_text("scale = 2")
@@ -142,6 +146,7 @@ def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatc
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
         "VLLM_USE_DEEP_GEMM_E8M0",
         "VLLM_ROCM_USE_AITER_FP4BMM",
+        "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
     ):
         monkeypatch.setenv(name, "1")
         roots += [root()]
