@@ -125,7 +125,7 @@ class RunnerTensors:
 
     def _walk(self) -> None:
         self._roots = models_of(self._runner)
-        self._places, self._tensors, seen = [], [], set[int]()
+        self._places, self._tensors, seen = [], [], set() if self._experts else _moved(self._roots)
         for model in self._roots:
             for name, module in model.named_modules():
                 self._places += [(module._modules, child) for child in module._modules]
@@ -150,6 +150,16 @@ class RunnerTensors:
         except KeyError:
             self._walk()
             return [(name, owner[key]) for name, owner, key in self._tensors]
+
+
+def _moved(models: Iterable[torch.nn.Module]) -> set[int]:
+    """The ids of tensors that vLLM moves with experts, of which biases and scales have fewer than three dimensions."""
+
+    def lists(module: torch.nn.Module) -> list[torch.nn.Module]:
+        return [each for each in module.modules() if hasattr(each, "get_expert_weights")]
+
+    inner = [layer for model in models for layer in lists(model) if lists(layer) == [layer]]
+    return {id(tensor) for layer in inner for tensor in layer.parameters()}
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
