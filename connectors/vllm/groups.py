@@ -204,6 +204,14 @@ def _backend(vllm_config: Any, layer_name: str) -> str:
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}"
 
 
+def _device(kind: str) -> str:
+    """The kind of device. vLLM computes quantised layers in other types on other generations of GPUs."""
+    if kind == "cpu":
+        return f"cpu {platform.machine()}"
+    generation = torch.cuda.get_device_capability() if torch.cuda.is_available() else ""
+    return f"{kind} {generation}".strip()
+
+
 def _joined(segments: list[Segment]) -> list[Segment]:
     """Segments whose bytes follow each other in every block, as one."""
     joined = segments[:1]
@@ -229,7 +237,6 @@ def _namespace(
         name.append(str(spec.sliding_window))
     if part.every > 1:
         name.append(f"block {part.offset} of {part.every}")
-    device = platform.machine() if vllm_config.device_config.device_type == "cpu" else ""
     return NamespaceSpec(
         engine=f"vllm/{VERSION}",
         layout=f"{cache.kv_cache_layout} pages",
@@ -248,7 +255,7 @@ def _namespace(
         window_blocks=part.window,
         extra={
             "pages": pages,
-            "device": f"{vllm_config.device_config.device_type} {device}".strip(),
+            "device": _device(vllm_config.device_config.device_type),
             "built": built,
         },
     )
