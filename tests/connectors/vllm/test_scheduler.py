@@ -282,6 +282,20 @@ def test_a_request_that_may_not_load_is_stored_at_its_end_though_vllm_did_not_wa
     assert stored == ([3] if how == "FINISHED_STOPPED" else [])
 
 
+def test_weights_that_are_exchanged_for_one_step_are_noticed(vllm: TinyVllm) -> None:
+    """As for a score by other weights: they are back before a rank would look at its next store."""
+    store(vllm, 2)
+    vllm.weights.version = 1
+    vllm.add(TinyRequest("meanwhile", [9] * (2 * SIZE + 1), 1))
+    vllm.lookups.finish()
+    vllm.step()
+    assert not vllm.running
+    vllm.weights.version = 0
+    assert vllm.reset_prefix_cache()
+    vllm.run_dry()
+    assert {cell.newest for cells in vllm.cache.blocks.values() for cell in cells} == {0}
+
+
 # --- what a load costs
 
 
