@@ -65,6 +65,9 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> int:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ModelRefused("context parallelism is not served: set its sizes to 1")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # All must decide alike, and what a lookup finds, and when, may differ.
+        raise ModelRefused("external_launcher has a scheduler for each rank, which is not served: use mp or ray")
     groups = kv_cache_config.kv_cache_groups
     if not groups or len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
         raise ModelRefused("the model has KV cache groups whose blocks have no hashes: it is served without the cache")

@@ -51,7 +51,12 @@ def state(size: int, mode: str = "align", drafts: int = 0) -> Any:
     return MambaSpec(block_size=size, mamba_cache_mode=mode, num_speculative_blocks=drafts)
 
 
-PARALLEL = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+PARALLEL = SimpleNamespace(
+    decode_context_parallel_size=1,
+    prefill_context_parallel_size=1,
+    distributed_executor_backend="external_launcher",
+    world_size=1,
+)
 ENGINE = SimpleNamespace(parallel_config=PARALLEL)
 
 
@@ -94,6 +99,16 @@ def test_a_state_is_a_window_of_one_block() -> None:
 def test_what_is_not_served_is_refused(specs: list[Any], said: str) -> None:
     with pytest.raises(ModelRefused, match=said):
         check_groups(ENGINE, config(*specs))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [({"world_size": 2}, "a scheduler for each rank"), ({"decode_context_parallel_size": 2}, "context parallelism")],
+)
+def test_ranks_that_cannot_decide_alike_are_refused(parallel: dict[str, int], said: str) -> None:
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(**{**vars(PARALLEL), **parallel}))
+    with pytest.raises(ModelRefused, match=said):
+        check_groups(engine, config(full(32)))
 
 
 def test_states_are_refused_where_steps_end_within_their_blocks() -> None:
