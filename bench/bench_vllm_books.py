@@ -132,6 +132,7 @@ def make_request(name: str) -> Any:
     hashes = [f"{name} {number}".encode().ljust(32) for number in range(PROMPT_BLOCKS)]
     return SimpleNamespace(
         request_id=name,
+        num_tokens=PROMPT_BLOCKS * BLOCK,
         num_prompt_tokens=PROMPT_BLOCKS * BLOCK,
         num_computed_tokens=0,
         num_preemptions=0,
