@@ -108,7 +108,7 @@ class Rig:
         jobs += self.step({request.request_id: 1 if hits else PROMPT_BLOCKS * BLOCK for request in requests}, cold)
         if hits:
             loaded = {request.request_id for request in requests}
-            self.call("update_connector_output", cold, scheduler.loads_ended, loaded, False)
+            self.call("update_connector_output", cold, scheduler.loads_ended, loaded, set())
         for request in requests:
             request.num_computed_tokens = PROMPT_BLOCKS * BLOCK
             self.call("request_finished_all_groups", cold, scheduler.finished, request)
@@ -132,10 +132,12 @@ def make_request(name: str) -> Any:
     hashes = [f"{name} {number}".encode().ljust(32) for number in range(PROMPT_BLOCKS)]
     return SimpleNamespace(
         request_id=name,
+        num_tokens=PROMPT_BLOCKS * BLOCK,
         num_prompt_tokens=PROMPT_BLOCKS * BLOCK,
         num_computed_tokens=0,
         num_preemptions=0,
         mm_features=(),
+        skip_reading_prefix_cache=False,
         resumable=False,
         block_hashes=hashes,
         lora_request=None,

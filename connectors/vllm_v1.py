@@ -291,8 +291,7 @@ class TierCacheConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ig
         if connector_output.invalid_block_ids:
             self.planner.lost(connector_output.invalid_block_ids)
         if connector_output.finished_recving:
-            bad = bool(connector_output.invalid_block_ids or connector_output.failed_recving)
-            self.planner.loads_ended(connector_output.finished_recving, bad)
+            self.planner.loads_ended(connector_output.finished_recving, connector_output.failed_recving)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -181,7 +181,8 @@ CALLED = {
 """Functions that we call, and with how many arguments."""
 READ = {
     "v1.request.Request": "request_id block_hashes all_token_ids num_computed_tokens num_tokens num_prompt_tokens "
-    "num_preemptions mm_features resumable lora_request cache_salt prompt_embeds kv_transfer_params status",
+    "num_preemptions mm_features resumable lora_request cache_salt prompt_embeds kv_transfer_params status "
+    "skip_reading_prefix_cache",
     "v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs "
     "scheduled_cached_reqs kv_connector_metadata kv_cache_block_copies",
     "v1.core.sched.output.NewRequestData": "req_id block_ids num_computed_tokens",

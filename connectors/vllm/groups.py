@@ -65,6 +65,9 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> int:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ModelRefused("context parallelism is not served: set its sizes to 1")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # All must decide alike, and what a lookup finds, and when, may differ.
+        raise ModelRefused("external_launcher has a scheduler for each rank, which is not served: use mp or ray")
     groups = kv_cache_config.kv_cache_groups
     if not groups or len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
         raise ModelRefused("the model has KV cache groups whose blocks have no hashes: it is served without the cache")
@@ -204,6 +207,14 @@ def _backend(vllm_config: Any, layer_name: str) -> str:
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}"
 
 
+def _device(kind: str) -> str:
+    """The kind of device. vLLM computes quantised layers in other types on other generations of GPUs."""
+    if kind == "cpu":
+        return f"cpu {platform.machine()}"
+    generation = torch.cuda.get_device_capability() if torch.cuda.is_available() else ""
+    return f"{kind} {generation}".strip()
+
+
 def _joined(segments: list[Segment]) -> list[Segment]:
     """Segments whose bytes follow each other in every block, as one."""
     joined = segments[:1]
@@ -229,7 +240,6 @@ def _namespace(
         name.append(str(spec.sliding_window))
     if part.every > 1:
         name.append(f"block {part.offset} of {part.every}")
-    device = platform.machine() if vllm_config.device_config.device_type == "cpu" else ""
     return NamespaceSpec(
         engine=f"vllm/{VERSION}",
         layout=f"{cache.kv_cache_layout} pages",
@@ -248,7 +258,7 @@ def _namespace(
         window_blocks=part.window,
         extra={
             "pages": pages,
-            "device": f"{vllm_config.device_config.device_type} {device}".strip(),
+            "device": _device(vllm_config.device_config.device_type),
             "built": built,
         },
     )

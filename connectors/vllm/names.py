@@ -40,7 +40,10 @@ OPTIONS = (
     "override_generation_config",
 )
 """Fields of vLLM's model_config that affect the model besides weights and config."""
-MEDIA_OPTIONS = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
+MEDIA_OPTIONS = (
+    *("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+    *("video_pruning_rate", "video_pruning_method"),
+)
 """Fields of its multimodal_config that affect how images are computed. The KV that results has no other name."""
 LOADING = ("load_format", "model_loader_extra_config")
 """Fields of its load configs that say which files of a folder are loaded, and how."""
@@ -49,8 +52,12 @@ OF_FILES = (
     *("gguf", "bitsandbytes", "mistral", "runai_streamer", "runai_streamer_sharded"),
 )
 """Values of load_format that load what is in the model's folder; others, also of plugins, may bring other weights."""
-ATTENTION = ("use_prefill_query_quantization",)
+ATTENTION = ("use_prefill_query_quantization", "disable_flashinfer_q_quantization")
 """Fields of its attention_config that make it compute in other types."""
+KERNELS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+"""Fields of its kernel_config that choose kernels, of which some quantise activations and others do not."""
+ADAPTING = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+"""Fields of its lora_config that say how an adapter's files are used, and in which modules of the model."""
 ENVIRONMENT = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_CPU_INT4_W4A8",
@@ -66,6 +73,8 @@ ENVIRONMENT = (
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_USE_DEEP_GEMM_E8M0",
     "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
 )
 """Variables by which vLLM computes in other types or takes other experts, whatever the model says."""
 
@@ -161,6 +170,7 @@ class Names:
             "options": _fields(model, OPTIONS),
             "media": _fields(getattr(model, "multimodal_config", None), MEDIA_OPTIONS),
             "attention": _fields(getattr(self._config, "attention_config", None), ATTENTION),
+            "kernels": _fields(getattr(self._config, "kernel_config", None), KERNELS),
             "environment": [os.environ.get(name) for name in ENVIRONMENT],
             **self._more,
         }
@@ -189,7 +199,7 @@ class Names:
         return salted_root(content, self._salt)
 
     def _adapter(self, lora_request: Any) -> str:
-        """The content of an adapter; empty if its files have changed since vLLM loaded it."""
+        """The content of an adapter and how it is used; empty if its files have changed since vLLM loaded it."""
         adapter_id, path = lora_request.lora_int_id, lora_request.lora_path
         state = [path, *states_of(path)]
         if adapter_id not in self._adapters or (lora_request.load_inplace and self._adapters[adapter_id][0] != state):
@@ -198,7 +208,10 @@ class Names:
                 content = ""  # vLLM may have either
             self._adapters[adapter_id] = state, content
         loaded, content = self._adapters[adapter_id]
-        return content if loaded == state else ""
+        if not content or loaded != state:
+            return ""
+        used = _fields(getattr(self._config, "lora_config", None), ADAPTING)
+        return f"{content} {used} {getattr(lora_request, 'is_3d_lora_weight', False)}"
 
     def new_epoch(self) -> None:
         """Use names that no other engine has from here on: the weights may have changed."""

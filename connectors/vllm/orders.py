@@ -62,6 +62,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
         cancel: requests that no longer want their load.
         hints: of requests that have ended.
         idle: the step computes nothing.
+        begins: a request begins or goes on after it has waited.
         moves: by rank, how often its weights have changed, as known to the names in these orders.
         renamed: all names are given again with these orders, for the present weights.
         known: the scheduler's half has the forms of all ranks' blocks.
@@ -74,6 +75,7 @@ class Orders(base.KVConnectorMetadata):  # type: ignore[misc]
     cancel: list[str] = field(default_factory=list)
     hints: list[ChainHint] = field(default_factory=list)
     idle: bool = False
+    begins: bool = False
     moves: dict[int, int] = field(default_factory=dict)
     renamed: bool = False
     known: bool = True

@@ -179,6 +179,7 @@ class _Loading:
     local: int  # blocks before it
     prompt_tokens: int
     block_ids: set[int]  # vLLM's, that it fills
+    short: bool = False  # a rank has said that some of these are not good
     seconds: float = 0.0  # at the slowest rank of those that have ended
 
 
@@ -289,6 +290,8 @@ class RequestPlanner:
         """In the background thread: the root of a request's chain, and the keys of its blocks."""
         per_block, hashes = self._engine.per_block, list(request.block_hashes)
         end = min(len(hashes) // per_block, self._most(request.num_tokens))
+        if request.skip_reading_prefix_cache:
+            end = 0  # vLLM loads nothing, as for prompt logprobs
         return root, keys_of(root, hashes, per_block, 0, end) if root else b""
 
     def _most(self, tokens: int) -> int:
@@ -314,14 +317,16 @@ class RequestPlanner:
             self.stores.end(request, 0)
             del self._requests[request_id]
             return 0
-        if not state.running and lookup.match.blocks < state.awaited and self._await_stored(state):
+        local = local_tokens // self._block_size
+        most_local = (request.num_tokens - 1) // self._block_size  # vLLM computes the last token itself
+        missing = lookup.match.blocks < state.awaited and local < min(state.awaited, most_local)
+        if not state.running and missing and self._await_stored(state):
             return None
         if not state.running:
             state.running = True
             self.stores.begin(request, lookup.root, lookup.keys, self._named_blocks(lookup.match))
             if not lookup.match.blocks:
                 self._log.missed(request_id, request.num_prompt_tokens)
-        local = local_tokens // self._block_size
         if local != state.local:
             state.local, state.end = local, None
         if lookup.match.blocks <= local or request_id not in self._leased or not self.connector.available:
@@ -383,7 +388,8 @@ class RequestPlanner:
         self.stores.allocated(request.request_id, blocks.blocks, filled)
         state = self._requests.get(request.request_id)
         if not tokens:
-            if state is not None:
+            # vLLM does not wait for the lookup of a request that loads nothing: its root is for `finished`.
+            if state is not None and not request.skip_reading_prefix_cache:
                 self._let_go(state)
             return
         if state is None or state.lookup is None:
@@ -418,22 +424,26 @@ class RequestPlanner:
         }
         return {source: count for source, count in sources.items() if count}
 
-    def loads_ended(self, request_ids: set[str], failed: bool) -> None:
-        """All ranks are done with these loads; with `failed` some of their blocks are not good."""
+    def loads_ended(self, request_ids: set[str], failed: set[str]) -> None:
+        """All ranks are done with these loads, of which those of `failed` have brought nothing good."""
+        short = set[str]()
         for request_id in request_ids:
             ended = self._loads.pop(request_id, None)
-            if ended is not None:
-                self._lookups.drop(ended.lookup)
-                if self.costs is not None and ended.seconds:
-                    self.costs.loaded(ended.blocks, ended.seconds, failed)
-                if not failed:
-                    size = self._block_size
-                    tokens = TierBlocks(*(count * size for count in ended.blocks))
-                    self._log.served(request_id, tokens, ended.prompt_tokens, ended.local * size, ended.seconds)
-            if failed:
+            if ended is None:
+                continue
+            self._lookups.drop(ended.lookup)
+            ended.short |= request_id in failed
+            if self.costs is not None and ended.seconds:
+                self.costs.loaded(ended.blocks, ended.seconds, ended.short)
+            if ended.short:
+                short.add(request_id)
                 self.stores.begin_again(request_id)
-        if failed:
-            self._log.failed(request_ids)
+            else:
+                size = self._block_size
+                tokens = TierBlocks(*(count * size for count in ended.blocks))
+                self._log.served(request_id, tokens, ended.prompt_tokens, ended.local * size, ended.seconds)
+        if short:
+            self._log.failed(short)
 
     # --- steps and their end
 
@@ -451,8 +461,10 @@ class RequestPlanner:
     def lost(self, block_ids: set[int]) -> None:
         """Loads have not filled these blocks. After one within a step vLLM may go on with what is in them."""
         # Blocks of an aborted request belong to no load before the steps under way are known: vLLM defers their return.
-        ours = set[int]().union(*(load.block_ids for load in self._loads.values()))
-        if self.stores.brought(block_ids - ours):
+        for load in self._loads.values():
+            load.short |= not block_ids.isdisjoint(load.block_ids)
+            block_ids = block_ids - load.block_ids
+        if self.stores.brought(block_ids):
             logger.warning("a load of another connector failed: vLLM finds only what it has computed itself since then")
             self.reset()
 
@@ -481,8 +493,11 @@ class RequestPlanner:
             self._orders.cancel.append(request.request_id)
             keys = self.stores.end(request, 0)
         elif state is not None:
+            lookup, by_output = state.lookup, ended_by_output(request)
+            if not state.running and by_output and lookup is not None and lookup.done and lookup.root:
+                self.stores.begin(request, lookup.root, lookup.keys, 0)
             self._let_go(state)
-            keys = self.stores.end(request, request.num_computed_tokens, aborted=not ended_by_output(request))
+            keys = self.stores.end(request, request.num_computed_tokens, aborted=not by_output)
         if request.kv_transfer_params and keys:
             self._pass_on(request, keys)
         return stored_answer(request, len(keys) // KEY_BYTES * self._block_size)

@@ -235,7 +235,7 @@ class StorePlanner:
 
     def step(self, output: Any, orders: Orders) -> None:
         """Add to the orders of a step that has just been scheduled, whose loads are in them."""
-        orders.ready, self._last = self._last, []
+        orders.ready, self._last, orders.begins = self._last, [], bool(self._given)
         if self._jobs and (self._windowed or any(job.exposed() for job in self._jobs.values())):
             orders.flush = self._overwritten(output)
         self._leave_to_others(output)

@@ -6,6 +6,8 @@ before a step that loads or stores:
 
     look ─ the step's loads and stores ─ the step ─ result of the look: as before, or the weights have moved
 
+Weights may be exchanged and be back before the next store. So a rank also looks before a step in which requests begin.
+
 If the weights have moved, everything begun since the last unchanged look is void: loads are computed instead, stores
 are not committed. The scheduler is told, gives all blocks new names, and says so in its next orders; orders that do not
 are not carried out. Nothing waits for a device: the result of a look is read later.
@@ -71,7 +73,8 @@ class Weights:
     def look(self, adopt: bool = False) -> Callable[[], bool]:
         """Look at the weights: the returned function tells, in any thread, whether blocks are named by them.
 
-        With `adopt` they are from here on: all names have been given again.
+        It is False too if an earlier look, whose result is not known yet, has seen others. With `adopt` they are named
+        by these weights from here on: all names have been given again.
         """
         look = Look(self._sample.take(self._tensors()))
         if adopt:
@@ -80,8 +83,9 @@ class Weights:
             return lambda: True
         named = self._named
         self._looks.append(look)
+        looks = [*self._looks]
         self.settle()
-        return lambda: look.digest() == named.digest()
+        return lambda: all(each.digest() == named.digest() for each in looks)
 
     def settle(self, wait: bool = False) -> bool:
         """Handle the results of looks; returns whether all are known. With `wait`, wait for the rest."""
@@ -125,7 +129,7 @@ class RunnerTensors:
 
     def _walk(self) -> None:
         self._roots = models_of(self._runner)
-        self._places, self._tensors, seen = [], [], set[int]()
+        self._places, self._tensors, seen = [], [], set() if self._experts else _moved(self._roots)
         for model in self._roots:
             for name, module in model.named_modules():
                 self._places += [(module._modules, child) for child in module._modules]
@@ -150,6 +154,16 @@ class RunnerTensors:
         except KeyError:
             self._walk()
             return [(name, owner[key]) for name, owner, key in self._tensors]
+
+
+def _moved(models: Iterable[torch.nn.Module]) -> set[int]:
+    """The ids of tensors that vLLM moves with experts, of which biases and scales have fewer than three dimensions."""
+
+    def lists(module: torch.nn.Module) -> list[torch.nn.Module]:
+        return [each for each in module.modules() if hasattr(each, "get_expert_weights")]
+
+    inner = [layer for model in models for layer in lists(model) if lists(layer) == [layer]]
+    return {id(tensor) for layer in inner for tensor in layer.parameters()}
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:

@@ -91,7 +91,8 @@ class RankWorker:
 
     def _look(self, orders: Orders) -> Proof:
         """Look at the weights if it matters. The proof tells whether all computed so far is of them."""
-        if self._weights is None or not (orders.renamed or self._fresh or orders.ready or orders.loads or self._loads):
+        matters = orders.renamed or orders.begins or self._fresh or orders.ready or orders.loads or self._loads
+        if self._weights is None or not matters:
             return lambda: True
         if not orders.renamed:
             return self._weights.look()

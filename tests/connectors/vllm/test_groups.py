@@ -51,7 +51,12 @@ def state(size: int, mode: str = "align", drafts: int = 0) -> Any:
     return MambaSpec(block_size=size, mamba_cache_mode=mode, num_speculative_blocks=drafts)
 
 
-PARALLEL = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+PARALLEL = SimpleNamespace(
+    decode_context_parallel_size=1,
+    prefill_context_parallel_size=1,
+    distributed_executor_backend="external_launcher",
+    world_size=1,
+)
 ENGINE = SimpleNamespace(parallel_config=PARALLEL)
 
 
@@ -96,6 +101,16 @@ def test_what_is_not_served_is_refused(specs: list[Any], said: str) -> None:
         check_groups(ENGINE, config(*specs))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [({"world_size": 2}, "a scheduler for each rank"), ({"decode_context_parallel_size": 2}, "context parallelism")],
+)
+def test_ranks_that_cannot_decide_alike_are_refused(parallel: dict[str, int], said: str) -> None:
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(**{**vars(PARALLEL), **parallel}))
+    with pytest.raises(ModelRefused, match=said):
+        check_groups(engine, config(full(32)))
+
+
 def test_states_are_refused_where_steps_end_within_their_blocks() -> None:
     def engine(size: int) -> Any:
         return SimpleNamespace(cache_config=SimpleNamespace(block_size=size))
@@ -106,13 +121,15 @@ def test_states_are_refused_where_steps_end_within_their_blocks() -> None:
         check_steps(engine(32), config(full(32), state(64)))
 
 
-def pools_of(group: Any, kv_caches: dict[str, torch.Tensor], mla: bool = False) -> list[tuple[NamespaceSpec, Pool]]:
+def pools_of(
+    group: Any, kv_caches: dict[str, torch.Tensor], mla: bool = False, device: str = "cpu"
+) -> list[tuple[NamespaceSpec, Pool]]:
     """Namespaces and pools of an engine with one KV cache group and three blocks."""
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "LINEAR"))
     engine = SimpleNamespace(
         parallel_config=SimpleNamespace(**vars(PARALLEL), rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(kv_cache_layout="LBNHC", cache_dtype="auto"),
-        device_config=SimpleNamespace(device_type="cpu"),
+        device_config=SimpleNamespace(device_type=device),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(kv_caches, layer)),
         model_config=SimpleNamespace(use_mla=mla),
     )
@@ -163,6 +180,19 @@ def test_states_of_other_types_or_order_are_others() -> None:
     assert len({space.block_bytes for space in spaces}) == 1
     assert len({space.fingerprint() for space in spaces}) == len(kinds)
     assert state_namespace(usual, half, brain) == spaces[0]
+
+
+@pytest.mark.vllm
+def test_other_generations_of_gpus_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM chooses kernels for quantised layers by them."""
+    spec = kv_cache_interface.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float16)
+    names = set()
+    for generation in ((9, 0), (10, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda generation=generation: generation)
+        [(namespace, _)] = pools_of(config(spec).kv_cache_groups[0], {"layer 0": memory_of(spec)}, device="cuda")
+        names.add(namespace.fingerprint())
+    assert len(names) == 2
 
 
 def test_each_part_has_its_blocks() -> None:

@@ -102,6 +102,16 @@ def test_an_adapter_is_its_content_when_it_was_loaded(folder: Path, tmp_path: Pa
     assert names.root(adapter(place, 2)) == b""
 
 
+def test_an_adapter_that_is_used_in_another_way_is_another_one(folder: Path) -> None:
+    roots, plain = set(), set()
+    for used in ({}, {"target_modules": ["v_proj"]}, {"lora_dtype": "float16"}, {"enable_moe_shared_loras": True}):
+        names = names_of(folder, configs={"lora_config": SimpleNamespace(**used)})
+        names.read_model()
+        roots |= {names.root(adapter(folder, 1)), names.root(adapter(folder, 2, is_3d_lora_weight=True))}
+        plain.add(names.root())
+    assert (len(roots), len(plain)) == (8, 1)
+
+
 def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def root(**options: Any) -> bytes:
         names = names_of(folder, **options)
@@ -122,6 +132,10 @@ def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatc
         {"configs": {"load_config": loading("auto", pattern="of other files")}},
         {"configs": {"speculative_config": SimpleNamespace(draft_load_config=loading("pt"))}},
         {"configs": {"attention_config": SimpleNamespace(use_prefill_query_quantization=True)}},
+        {"configs": {"attention_config": SimpleNamespace(disable_flashinfer_q_quantization=True)}},
+        {"configs": {"kernel_config": SimpleNamespace(moe_backend="marlin")}},
+        {"configs": {"kernel_config": SimpleNamespace(linear_backend_per_quant={"nvfp4": "marlin"})}},
+        {"multimodal_config": SimpleNamespace(video_pruning_method="vidcom2")},
     ):
         roots.append(root(**options))
     (folder / "modeling.py").write_text("scale = 2")
@@ -132,6 +146,7 @@ def test_what_changes_kv_besides_weights_is_in_the_name(folder: Path, monkeypatc
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
         "VLLM_USE_DEEP_GEMM_E8M0",
         "VLLM_ROCM_USE_AITER_FP4BMM",
+        "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
     ):
         monkeypatch.setenv(name, "1")
         roots += [root()]

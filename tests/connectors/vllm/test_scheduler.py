@@ -17,7 +17,7 @@ from waiting import wait_until
 import tiercache
 from tiercache.connectors.vllm.compat import CacheHitSource, RequestStatus
 from tiercache.connectors.vllm.costs import EngineCosts, TierBlocks
-from tiercache.connectors.vllm.log import DECLINED
+from tiercache.connectors.vllm.log import DECLINED, RequestLog
 from tiercache.connectors.vllm.orders import WorkerReport
 from tiercache.connectors.vllm.scheduler import MAX_THREADS, STORED_WAIT_S
 from tiercache.protocol.messages import KEY_BYTES, Priority, unpack_indices
@@ -50,10 +50,12 @@ class VllmMachine(RuleBasedStateMachine):
         return [copy for copy in self.vllm.rank.copies if not copy.over]
 
     @precondition(lambda self: len(self.alive()) < 6)
-    @rule(prompt=PROMPTS, answer=st.integers(1, 6), quick=MOSTLY)
-    def add(self, prompt: tuple[int, int, int], answer: int, quick: bool) -> None:
+    @rule(prompt=PROMPTS, answer=st.integers(1, 6), quick=MOSTLY, reads=MOSTLY)
+    def add(self, prompt: tuple[int, int, int], answer: int, quick: bool, reads: bool) -> None:
         base, length, rest = prompt
-        self.vllm.add(TinyRequest(f"r{self.count}", [base] * length + [rest] * (rest * 2), answer))
+        one = TinyRequest(f"r{self.count}", [base] * length + [rest] * (rest * 2), answer)
+        one.skip_reading_prefix_cache = not reads
+        self.vllm.add(one)
         self.count += 1
         if quick:
             self.step(quick, 1)
@@ -242,7 +244,7 @@ def test_a_load_that_vllm_defers_fails_if_the_request_is_forgotten_by_then(vllm:
     orders = orders_of(vllm)
     assert [(load.request_id, len(load.runs[0].block_ids)) for load in orders.loads] == [("deferred", 3)]
     assert orders.cancel == ["deferred"]
-    vllm.planner.loads_ended({"deferred"}, True)
+    vllm.planner.loads_ended({"deferred"}, {"deferred"})
     vllm.planner.finished(one)
     assert orders_of(vllm).cancel == []
     vllm.lookups.finish()
@@ -261,6 +263,37 @@ def test_a_block_is_stored_when_it_has_a_hash(vllm: TinyVllm) -> None:
     vllm.planner.finished(one)
     (store,) = orders_of(vllm).ready
     assert [len(run.block_ids) for run in store.runs] == [1]
+
+
+@pytest.mark.parametrize("how", ["FINISHED_STOPPED", "FINISHED_ABORTED"])
+def test_a_request_that_may_not_load_is_stored_at_its_end_though_vllm_did_not_wait(vllm: TinyVllm, how: str) -> None:
+    """As one that asks for prompt logprobs: vLLM computes all of it at once, whatever it is told."""
+    one = request("logprobs", 3)
+    one.skip_reading_prefix_cache = True
+    vllm.planner.add(one)
+    assert vllm.planner.matched_tokens(one, 0) is None
+    give_blocks(vllm, one, 0)
+    assert not orders_of(vllm, {"logprobs": 3 * SIZE + 1}, (one,)).fresh
+    vllm.lookups.finish()
+    assert not vllm.cache.matches[-1].blocks
+    one.num_computed_tokens, one.status = 3 * SIZE + 1, RequestStatus[how]
+    vllm.planner.finished(one)
+    stored = [len(run.block_ids) for store in orders_of(vllm).ready for run in store.runs]
+    assert stored == ([3] if how == "FINISHED_STOPPED" else [])
+
+
+def test_weights_that_are_exchanged_for_one_step_are_noticed(vllm: TinyVllm) -> None:
+    """As for a score by other weights: they are back before a rank would look at its next store."""
+    store(vllm, 2)
+    vllm.weights.version = 1
+    vllm.add(TinyRequest("meanwhile", [9] * (2 * SIZE + 1), 1))
+    vllm.lookups.finish()
+    vllm.step()
+    assert not vllm.running
+    vllm.weights.version = 0
+    assert vllm.reset_prefix_cache()
+    vllm.run_dry()
+    assert {cell.newest for cells in vllm.cache.blocks.values() for cell in cells} == {0}
 
 
 # --- what a load costs
@@ -310,8 +343,31 @@ def test_the_slowest_rank_is_what_a_load_has_taken(vllm: TinyVllm) -> None:
             slow = WorkerReport(load_seconds={one.request_id: 60.0})
             vllm.planner.reported(slow.aggregate(WorkerReport(load_seconds={"gone": 9.0})))
             vllm.planner.reported(WorkerReport(load_seconds={one.request_id: 0.1}))
-            vllm.planner.loads_ended({one.request_id}, False)
+            vllm.planner.loads_ended({one.request_id}, set())
             vllm.pool.give_back(vllm.tables.pop(one.request_id))
+
+
+def test_a_load_that_falls_short_at_one_rank_has_failed_when_the_last_rank_ends_it(
+    vllm: TinyVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM tells of bad blocks at once, and of the end when all ranks are done. Another load may end with that."""
+    caplog.set_level("INFO")
+    vllm.planner._log = RequestLog("all")
+    vllm.add(TinyRequest("other", [9] * (2 * SIZE + 1), 1))
+    store(vllm, 3)
+    short, whole = request("short", 3), TinyRequest("whole", [9] * (2 * SIZE + 1), 1)
+    for one, tokens in ((short, 3 * SIZE), (whole, 2 * SIZE)):
+        assert ask(vllm, one) == tokens
+        give_blocks(vllm, one, tokens)
+    orders_of(vllm)
+    vllm.planner.lost({vllm.tables["short"][1].block_id})
+    orders_of(vllm)
+    vllm.planner.loads_ended({"short", "whole"}, set())
+    short.num_computed_tokens, whole.num_computed_tokens = SIZE, 2 * SIZE
+    (again,) = orders_of(vllm, {"short": 2 * SIZE + 1, "whole": 1}, (short, whole)).fresh
+    assert [run.block_ids for run in again.runs] == [[block.block_id for block in vllm.tables["short"]]]
+    assert "short: not all came" in caplog.text
+    assert "whole: 4 of 5 prompt tokens" in caplog.text
 
 
 # --- what a request says
@@ -368,6 +424,14 @@ def test_a_request_waits_for_what_another_engine_is_storing_and_asks_less_and_le
     assert 40 < asked_ms[-1] - asked_ms[-2] < 60
     vllm.now_s = begin_s + STORED_WAIT_S + 0.1
     assert vllm.planner.matched_tokens(one, 0) == SIZE, "it waits no longer"
+
+
+@pytest.mark.parametrize(("local", "answer"), [(1, None), (2, 0)])
+def test_a_request_does_not_wait_for_what_vllm_has_itself(vllm: TinyVllm, local: int, answer: int | None) -> None:
+    """vLLM has no more of a prompt itself than what is before the last token."""
+    one = request("a", 3, rest=0)
+    one.kv_transfer_params = {"tiercache": {"stored": 3 * SIZE}}
+    assert ask(vllm, one, local * SIZE) == answer
 
 
 # --- names
@@ -448,7 +512,7 @@ def test_blocks_of_a_shared_store_are_named_to_a_daemon_that_publishes_events(vl
     assert ask(vllm, one) == 6 * SIZE
     give_blocks(vllm, one, 6 * SIZE)
     orders_of(vllm)
-    vllm.planner.loads_ended({"a"}, False)
+    vllm.planner.loads_ended({"a"}, set())
     one.num_computed_tokens = 6 * SIZE
     stores = orders_of(vllm, {"a": 1}, (one,)).fresh
     assert len(stores) == wanted
@@ -512,6 +576,6 @@ def test_a_failed_load_of_our_own_begins_no_epoch_beside_a_sibling(vllm: TinyVll
     epoch = vllm.names.epoch
     vllm.planner.lost(lost)
     assert vllm.names.epoch == epoch
-    vllm.planner.loads_ended({"ours"}, True)
+    vllm.planner.loads_ended({"ours"}, set())
     vllm.planner.lost(lost)
     assert vllm.names.epoch == epoch + 1, "else this test would check nothing"

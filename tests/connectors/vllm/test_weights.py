@@ -86,10 +86,28 @@ def test_every_change_is_seen_once(runner: Runner, update: Callable[[Runner], An
     assert weights.moves == 1
 
 
+class Experts(torch.nn.Module):
+    """As vLLM's layer of them, whose biases and scales move with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight, self.w13_bias = (torch.nn.Parameter(torch.randn(4, 8, 8)[..., :n].squeeze(-1)) for n in (8, 1))
+
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        return [weight.view(4, -1) for weight in self.parameters()]
+
+
 def test_experts_that_vllm_moves_about_are_left_out(runner: Runner) -> None:
+    outer = torch.nn.Sequential(Experts(), torch.nn.Linear(8, 4))  # with the layer that chooses experts
+    outer.get_expert_weights = outer[0].get_expert_weights
+    runner.model[1].experts_layer = outer
     weights = Weights(RunnerTensors(runner, experts=False))
     runner.model[0].experts.data.zero_()
+    for weight in outer[0].parameters():
+        weight.data[:] = weight.data.flip(0)
     assert weights.look()()
+    outer[1].weight.data.zero_()
+    assert not weights.look()()
     runner.model[0].linear.weight.data.zero_()
     assert not weights.look()()
 

@@ -107,6 +107,20 @@ def test_a_store_is_committed_only_once_the_weights_are_known_to_be_the_same(rig
     assert (report.incomplete, rig.stored()) == ({4}, [4, 4]), "the last was computed before all was named anew"
 
 
+def test_nothing_is_stored_of_a_step_that_began_with_other_weights(rig: Rig) -> None:
+    """They are back before the store, and on a GPU the answer of the first look may come after that."""
+    rig.known = False
+    before = rig.tensor.clone()
+    rig.tensor.data += 1
+    rig.worker.begin(Orders(begins=True, fresh=[rig.store(1)]))
+    rig.tensor.data.copy_(before)
+    rig.worker.begin(Orders())
+    rig.copy()
+    report = rig.worker.report()
+    assert report is not None
+    assert (report.incomplete, rig.stored()) == ({1}, [0, 0])
+
+
 def test_a_load_is_good_only_once_the_weights_are_known_to_be_the_same(rig: Rig) -> None:
     rig.worker.begin(Orders(ready=[rig.store(1)]))
     rig.copy()

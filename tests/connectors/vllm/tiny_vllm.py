@@ -362,7 +362,7 @@ class TinyRequest:
         self.num_computed_tokens = self.num_preemptions = 0
         self.lora_request = self.kv_transfer_params = None
         self.mm_features: Sequence[Any] = ()
-        self.resumable = False
+        self.resumable = self.skip_reading_prefix_cache = False
         self.status: Any = None
         self.loads = self.loaded = self.failed = False
         self.loads_after = 0  # blocks
@@ -524,8 +524,11 @@ class TinyVllm:
             external = 0
             table = self.tables.get(request.request_id)
             if not request.num_computed_tokens:
-                found = self.pool.find(request.block_hashes[: (request.num_tokens - 1) // SIZE])
+                reads = 0 if request.skip_reading_prefix_cache else (request.num_tokens - 1) // SIZE
+                found = self.pool.find(request.block_hashes[:reads])
                 matched = self.planner.matched_tokens(request, len(found) * SIZE)
+                if request.skip_reading_prefix_cache:
+                    matched = 0
                 if matched is None:
                     continue
                 computed, external = len(found) * SIZE + matched, matched
@@ -614,7 +617,7 @@ class TinyVllm:
         if bad:
             self.planner.lost(bad)
         if ended:
-            self.planner.loads_ended(ended, bool(bad or failed))
+            self.planner.loads_ended(ended, failed)
         for request in self.waiting:
             if request.request_id in ended:
                 request.loaded = True
