@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, takewhile
 
 from tiercache.protocol.messages import OFFSET_MASK, REGION_SHIFT
@@ -201,9 +201,12 @@ class Allocator:
         """Something that cannot be recalled starts to read or write the frame."""
         self._holders[frame] = self._holders.get(frame, 0) + 1
 
-    def hold_many(self, frames: Iterable[int]) -> None:
+    def hold_many(self, frames: Sequence[int]) -> None:
         """`hold` each of them."""
-        holders = self._holders
+        holders, once = self._holders, dict.fromkeys(frames, 1)
+        if len(once) == len(frames) and holders.keys().isdisjoint(once):
+            holders.update(once)  # nearly always
+            return
         for frame in frames:
             holders[frame] = holders.get(frame, 0) + 1
 
@@ -245,12 +248,15 @@ class Allocator:
             region = size_class.regions[region_id]
             yield region_id, region.size_bytes, region.owned, region.counts
 
-    def set_entry(self, frame: int, entry: int) -> None:
-        """Record which index entry the frame belongs to, so that a region can be emptied."""
-        region_id = frame >> REGION_SHIFT
-        size_class = self._class_of[region_id]
-        number = (frame & OFFSET_MASK) // size_class.frame_bytes
-        size_class.regions[region_id].entries[number] = entry + 1
+    def set_entries(self, frames: Sequence[int], entries: Sequence[int]) -> None:
+        """Record which index entry each frame belongs to, so that a region can be emptied."""
+        region_id = -1
+        for frame, entry in zip(frames, entries, strict=True):
+            if frame >> REGION_SHIFT != region_id:
+                region_id = frame >> REGION_SHIFT
+                size_class = self._class_of[region_id]
+                column, frame_bytes = size_class.regions[region_id].entries, size_class.frame_bytes
+            column[(frame & OFFSET_MASK) // frame_bytes] = entry + 1
 
     def entries_of(self, region_id: int, emptying: bool) -> array[int] | None:
         """For each frame of a region its index entry + 1, 0 where it has none. Not a copy.

@@ -14,7 +14,7 @@ DEAD entries cannot be found any more; a holder of a pin still keeps their frame
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from .allocator import NO_FRAME
 from .policy import MOVED, NO_ENTRY, Columns, Policy, Touch
@@ -22,6 +22,14 @@ from .policy import MOVED, NO_ENTRY, Columns, Policy, Touch
 FREE, LIVE, DEAD = 0, 1, 2
 SHARDS = 64
 _GROW_ENTRIES = 4096
+
+
+def span(entries: Sequence[int]) -> slice | None:
+    """Entries as a slice of a column, where each follows the one before it, as those of a run nearly always do."""
+    if not entries:
+        return None
+    first, end = entries[0], entries[0] + len(entries)
+    return slice(first, end) if entries[-1] == end - 1 and entries == list(range(first, end)) else None
 
 
 class Table:
@@ -46,6 +54,12 @@ class Table:
         """Those of `keys` that `get` does not find."""
         shards = self.shards
         return [key for key in keys if key not in shards[key[0] & (SHARDS - 1)]]
+
+    def leading(self, keys: Sequence[bytes]) -> list[int]:
+        """The live entries of `keys`, up to the first that is not here."""
+        shards = self.shards
+        found = [shards[key[0] & (SHARDS - 1)].get(key, NO_ENTRY) for key in keys]
+        return found[: found.index(NO_ENTRY)] if NO_ENTRY in found else found
 
     def get_many(self, keys: Iterable[bytes]) -> list[int]:
         """The live entries of those of `keys` that are here."""

@@ -8,15 +8,18 @@ is to flush the namespace.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 from .allocator import NO_FRAME
-from .entries import DEAD, LIVE, SHARDS, Table
+from .entries import DEAD, LIVE, SHARDS, Table, span
 from .lookups import Lookups
 from .policy import NO_ENTRY
 
 REFUSED = -2
 """Instead of an entry, from `insert_many`."""
+MANY = 8
+"""From so many entries on, columns are changed by the slice."""
 
 
 class Index(Lookups):
@@ -46,25 +49,34 @@ class Index(Lookups):
         shards, key_of, frame_of, parent_of = table.shards, self.key, self.frame, self.parent
         first_child, children, numbers, state = self.first_child, self.children, self.table, self.state
         self._adopt(table, parent, entries[0])
-        above = parent
-        for entry, key, frame in zip(entries, keys, frames, strict=True):
-            is_new = shards[key[0] & (SHARDS - 1)].setdefault(key, entry) == entry
-            assert is_new, "a key is published once"
-            key_of[entry] = key
-            frame_of[entry] = frame
-            parent_of[entry] = above
-            first_child[above] = entry
-            numbers[entry] = number
-            children[entry] = state[entry] = 1  # LIVE; the last one has no child
-            above = entry
-        children[above] = 0
+        count, last, its = len(entries), entries[-1], span(entries) if len(entries) >= MANY else None
+        if its is not None:
+            for entry, key in zip(entries, keys, strict=True):
+                is_new = shards[key[0] & (SHARDS - 1)].setdefault(key, entry) == entry
+                assert is_new, "a key is published once"
+            key_of[its], frame_of[its] = keys, array("q", frames)
+            parent_of[its] = array("i", [parent, *entries[:-1]])
+            first_child[its] = array("i", [*entries[1:], NO_ENTRY])
+            numbers[its], state[its] = array("H", [number]) * count, array("B", [LIVE]) * count
+            children[its] = array("i", [1]) * count
+        else:
+            above = parent
+            for entry, key, frame in zip(entries, keys, frames, strict=True):
+                is_new = shards[key[0] & (SHARDS - 1)].setdefault(key, entry) == entry
+                assert is_new, "a key is published once"
+                key_of[entry], frame_of[entry], parent_of[entry] = key, frame, above
+                first_child[above] = entry
+                numbers[entry] = number
+                children[entry] = state[entry] = 1  # LIVE
+                above = entry
+        children[last] = 0
         table.blocks += len(entries)
         table.policy.inserted_run(entries, stored)
         if pins:
-            self.pins[above] = pins
-            self.note_moved((above,))
+            self.pins[last] = pins
+            self.note_moved((last,))
         else:
-            table.policy.add(above)
+            table.policy.add(last)
         return entries
 
     def insert_many(

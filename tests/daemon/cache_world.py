@@ -76,6 +76,10 @@ def units(frame: int, frame_bytes: int) -> range:
     return range(frame, frame + frame_bytes, UNIT_BYTES)
 
 
+TOGETHER = 2
+"""Blocks of one fetch, at most."""
+
+
 class Shelf(TierBelow):
     """A tier below that takes every block when it is published, and a source that delivers it when a test says so."""
 
@@ -163,6 +167,9 @@ class Shelf(TierBelow):
         rest = [number for number in wanted if number not in numbers]
         return TierParts([SourcePart(self, numbers)] if numbers else [], rest)
 
+    def most_together(self, namespace: Namespace) -> int:
+        return TOGETHER
+
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[Token]:
         held = []
         for number in numbers:
@@ -179,7 +186,7 @@ class Shelf(TierBelow):
     def let_go(self, fetches: Sequence[Fetch]) -> None:
         return
 
-    def failed(self, fetch: Fetch) -> bool:
+    def failed(self, fetch: Fetch, place: int) -> bool:
         return False
 
     def cancel(self) -> None:
@@ -192,12 +199,15 @@ class Shelf(TierBelow):
         """The daemon waits for none of the fetches any more; they end later all the same."""
         self._promotion.give_up(self)
 
-    def deliver(self, fetches: Sequence[Fetch], outcome: FetchOutcome) -> None:
-        """These fetches end together."""
+    def deliver(self, fetches: Sequence[Fetch], outcome: FetchOutcome, well: int = 0) -> None:
+        """These fetches end together; so many blocks of each are well whatever the outcome of the others."""
+        ends = []
         for fetch in fetches:
             self.fetching.remove(fetch)
-            token = fetch.held if outcome is FetchOutcome.OK else "rubbish"
-            self._memory.write(fetch.address, fetch.namespace.size_class.frame_bytes, token)
-            fetch.outcome = outcome
-        for fetch in fetches:
-            fetch.done([fetch])
+            outcomes = [FetchOutcome.OK if place < well else outcome for place in range(len(fetch.keys))]
+            ends.append(outcomes)
+            for address, token, its in zip(fetch.addresses, fetch.held, outcomes, strict=True):
+                good = token if its is FetchOutcome.OK else "rubbish"
+                self._memory.write(address, fetch.namespace.size_class.frame_bytes, good)
+        for fetch, outcomes in zip(fetches, ends, strict=True):
+            fetch.end(outcomes, [0] * len(outcomes))

@@ -608,7 +608,8 @@ class DramMachine(RuleBasedStateMachine):
             if one.writing or (one.pending and not one.may_drop):
                 assert not new & set(one.units), "a frame has two writers"
         for fetch in self.shelf.fetching:
-            assert not new & set(units(fetch.address, fetch.namespace.size_class.frame_bytes))
+            for address in fetch.addresses:
+                assert not new & set(units(address, fetch.namespace.size_class.frame_bytes))
         for block, (frame, _) in self.here.items():
             if self.is_here(block):
                 size = self.cache.space.namespaces[block[0]].size_class.frame_bytes
@@ -964,7 +965,7 @@ class DramMachine(RuleBasedStateMachine):
         if not self.shelf.fetching:
             return
         first = which % len(self.shelf.fetching)
-        self.shelf.deliver(self.shelf.fetching[first : first + many], outcome)
+        self.shelf.deliver(self.shelf.fetching[first : first + many], outcome, well=which % 2)
         self.cache.work()
 
     @rule(which=SOME, key=KEY)
@@ -1029,7 +1030,8 @@ class DramMachine(RuleBasedStateMachine):
         for block in blocks:
             self.may[block] = {self.shelf.blocks[block]} if block in self.shelf.blocks else set()
             if tier == "dram":
-                self.may[block] |= {fetch.held for fetch in self.shelf.fetching if fetch.held[:2] == block}
+                held = (token for fetch in self.shelf.fetching for token in fetch.held)
+                self.may[block] |= {token for token in held if token[:2] == block}
             if self.pending(block) is not None:
                 self.drop(block)
         for pin in self.pins.values():

@@ -5,5 +5,7 @@ A file of its own, for processes that move blocks and speak no protocol.
 
 from __future__ import annotations
 
+KEY_BYTES = 16
+"""The name of a block in its namespace."""
 REGION_SHIFT = 48
 OFFSET_MASK = (1 << REGION_SHIFT) - 1

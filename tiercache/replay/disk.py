@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.daemon.tiers.nvme.catalog.rows import RowFields
-from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, TaskOp, WriteOp, by_done
+from tiercache.daemon.tiers.nvme.disk.block_io import AnyOp, DiskOutcome, TaskOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.superblock import Superblock
 
@@ -68,13 +68,13 @@ class PaperQueue:
         waiting, self._waiting = self._waiting, []
         for op in waiting:
             if isinstance(op, WriteOp):
-                op.stored_length = op.length
-                self.written_blocks += 1
+                op.stored_lengths = [op.length] * op.count
+                self.written_blocks += op.count
             elif isinstance(op, TaskOp):
                 op.call()
-            op.outcome = DiskOutcome.OK
-        for done, ended in by_done(waiting):
-            done(ended)
+            op.end(0, op.count, DiskOutcome.OK)
+        for op in waiting:
+            op.done(op)
         return bool(waiting)
 
     def stats(self) -> dict[str, Any]:

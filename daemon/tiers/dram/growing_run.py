@@ -13,6 +13,7 @@ the disk decides in how many parts blocks arrive.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from tiercache.daemon.ground.slices import PINS
 from tiercache.daemon.index.index import Index
@@ -49,6 +50,11 @@ class GrowingRun:
     def key(self, number: int) -> bytes:
         """The key of a block."""
         return self._keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+
+    def keys(self, numbers: Iterable[int]) -> list[bytes]:
+        """The keys of some blocks."""
+        keys = self._keys
+        return [keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] for number in numbers]
 
     def begin_pass(self) -> None:
         """Start another search for everything that is missing."""

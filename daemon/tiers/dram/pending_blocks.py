@@ -157,11 +157,10 @@ class PendingBlocks:
 
     def _show(self, run: Sequence[PendingBlock], entries: Sequence[int]) -> None:
         """Blocks of one namespace are in the index: no longer pending; tells the tier below."""
-        table, pending, set_entry = run[0].table, self.by_key, self._space.allocator.set_entry
-        namespace = self._space.namespaces[table.number]
-        number = table.number
-        for block, entry in zip(run, entries, strict=True):
-            set_entry(block.frame, entry)
+        table, pending = run[0].table, self.by_key
+        number, namespace = table.number, self._space.namespaces[table.number]
+        self._space.allocator.set_entries([block.frame for block in run], entries)
+        for block in run:
             block.frame, block.parent_entry, block.phase = NO_FRAME, NO_ENTRY, _VISIBLE
             del pending[number, block.key], block.among[block]
         assert len(run) == 1 or not table.windowed, "blocks of windows hang below nothing"

@@ -30,14 +30,14 @@ from .writes import Writes
 MAX_IN_FLIGHT_BYTES = 256 << 20
 """Per source, so that one hung disk affects one disk only."""
 MAX_IN_FLIGHT = 1536
-"""Fetches of one source; below the limit of a disk's queue, since a refused fetch ends its job."""
+"""Blocks being fetched from one source; below the limit of a disk's queue, since a refused fetch ends its job."""
 BATCH = 32
 BATCHES_AT_ONCE = 4
 """Batches of blocks requested from one source before the loop serves others: about 1 ms."""
 GROW_NS = 1_000_000
 """Time for growing leases, or checking jobs again, in one turn of the loop; the step in progress is finished."""
 TAKEN_AT_ONCE = 256
-"""Fetches that have ended, taken in before the loop serves others: about a millisecond."""
+"""Blocks whose fetches have ended, taken in before the loop serves others: about a millisecond."""
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are checked if nothing has arrived."""
 
@@ -100,12 +100,12 @@ class _Job:
 
 
 class _Fetch(Fetch):
-    """One block of a job, into the frame at `place` of a write lease."""
+    """Blocks of a job, into the frames at `places` of a write lease."""
 
-    __slots__ = ("job", "place", "write_lease")
+    __slots__ = ("job", "places", "write_lease")
 
     job: _Job
-    place: int
+    places: list[int]
     write_lease: int
 
 
@@ -141,7 +141,7 @@ class Promotion:
         self._jobs: dict[Source, tuple[deque[_Job], deque[_Job]]] = {}  # for waiting clients, and for prefetches
         self._fetch_bytes: dict[Source, int] = {}  # in progress
         self._on_done = self._done
-        self._fetches: dict[Source, int] = {}  # in progress
+        self._fetches: dict[Source, int] = {}  # blocks in progress
         self._fetching: dict[Source, dict[_Job, None]] = {}  # jobs with fetches in progress
         self._look_again_s = 0.0
         self._planning: deque[Steps[None]] = deque()
@@ -275,7 +275,7 @@ class Promotion:
         lease, numbers = job.lease, _leading_run(job.numbers[job.next : job.next + BATCH])
         if lease.over or not numbers:
             return False
-        keys, count = b"".join(map(job.run.key, numbers)), len(numbers)
+        keys, count = b"".join(job.run.keys(numbers)), len(numbers)
         parent = job.run.key(numbers[0] - 1) if numbers[0] else b""
         events = self._events
         named = None if events is None else events.known(job.namespace.number, keys).__getitem__
@@ -286,16 +286,17 @@ class Promotion:
             job.writing.append(got.lease_id)
         source, places = job.source, [place for place, state in enumerate(got.states) if state is BlockState.FRAME]
         fetches = self._prepare(job, got.lease_id, places, [numbers[place] for place in places], got.frames)
-        if len(fetches) < len(places):  # evicted since the match, with all that follows it
-            self._give_up(got.lease_id, range(places[len(fetches)], count))
+        began = sum([len(fetch.places) for fetch in fetches])
+        if began < len(places):  # evicted since the match, with all that follows it
+            self._give_up(got.lease_id, range(places[began], count))
         if fetches:
-            job.fetching += len(fetches)
+            job.fetching += began
             self._fetching.setdefault(source, {})[job] = None
-            self._fetches[source] = self._fetches.get(source, 0) + len(fetches)
-            fetch_bytes = len(fetches) * job.namespace.size_class.frame_bytes
+            self._fetches[source] = self._fetches.get(source, 0) + began
+            fetch_bytes = began * job.namespace.size_class.frame_bytes
             self._fetch_bytes[source] = self._fetch_bytes.get(source, 0) + fetch_bytes
         job.next += count
-        all_began = (not fetches or source.fetch(fetches)) and len(fetches) == len(places)
+        all_began = (not fetches or source.fetch(fetches)) and began == len(places)
         return BlockState.NONE not in got.states and all_began and job.next < len(job.numbers)
 
     def _give_up(self, write_lease: int, numbers: range) -> None:
@@ -304,30 +305,33 @@ class Promotion:
             self._writes.fail(self._owner, write_lease, number)
 
     def _prepare(
-        self, job: _Job, write_lease: int, places: Sequence[int], numbers: Sequence[int], frames: Sequence[int]
+        self, job: _Job, write_lease: int, places: list[int], numbers: Sequence[int], frames: Sequence[int]
     ) -> list[_Fetch]:
         """The fetches that fill the frames at `places` of a write lease with blocks `numbers`, up to one not there.
 
         A frame belongs to whatever writes to it until its fetch has ended.
         """
-        regions, key_of, namespace, urgent, done = self._regions, job.run.key, job.namespace, job.urgent, self._on_done
-        fetches = list[_Fetch]()
-        held = job.source.hold(namespace, job.lease.keys, numbers) if numbers else ()
-        for stored, place, number, frame in zip(held, places, numbers, frames, strict=False):
-            address = regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK)
-            fetch = _Fetch(namespace, key_of(number), address, urgent, stored, done)
-            fetch.job, fetch.write_lease, fetch.place = job, write_lease, place
+        regions, fetches = self._regions, list[_Fetch]()
+        if not numbers:
+            return fetches
+        held, most = job.source.hold(job.namespace, job.lease.keys, numbers), job.source.most_together(job.namespace)
+        for first in range(0, len(held), most):
+            end = min(first + most, len(held))
+            addresses = [regions[frame >> REGION_SHIFT].address + (frame & OFFSET_MASK) for frame in frames[first:end]]
+            keys = job.run.keys(numbers[first:end])
+            fetch = _Fetch(job.namespace, keys, addresses, job.urgent, held[first:end], self._on_done)
+            fetch.job, fetch.write_lease, fetch.places = job, write_lease, places[first:end]
             fetches.append(fetch)
         return fetches
 
-    def _done(self, fetches: Sequence[_Fetch]) -> None:
-        """Fetches from one source have ended: `take_in` sees to them, with those that end at the same time."""
-        source = fetches[0].job.source
-        self._fetches[source] -= len(fetches)
-        self._fetch_bytes[source] -= sum([fetch.namespace.size_class.frame_bytes for fetch in fetches])
+    def _done(self, fetch: _Fetch) -> None:
+        """A fetch has ended: `take_in` sees to it, with those that end at the same time."""
+        source, blocks = fetch.job.source, len(fetch.places)
+        self._fetches[source] -= blocks
+        self._fetch_bytes[source] -= blocks * fetch.namespace.size_class.frame_bytes
         if source.retired and not self._fetches[source]:
             del self._fetches[source], self._fetch_bytes[source]
-        self._ended.extend(fetches)
+        self._ended.append(fetch)
         self._soon()
 
     def take_in(self) -> None:
@@ -338,45 +342,46 @@ class Promotion:
             fetches = [fetch]
             while ended and ended[0].write_lease == fetch.write_lease and ended[0].job is fetch.job:
                 fetches.append(ended.popleft())
-            left -= len(fetches)
-            self._take_in_batch(fetch.job, fetches)
+            left -= self._take_in_batch(fetch.job, fetches)
 
-    def _take_in_batch(self, job: _Job, fetches: Sequence[_Fetch]) -> None:
-        """Fetches of one batch have ended, in this order."""
-        source = job.source
-        job.fetching -= len(fetches)
+    def _take_in_batch(self, job: _Job, fetches: Sequence[_Fetch]) -> int:
+        """Fetches of one batch have ended, in this order; returns of how many blocks."""
+        source, blocks = job.source, sum([len(fetch.places) for fetch in fetches])
+        job.fetching -= blocks
         if not job.fetching:
             self._fetching.get(source, {}).pop(job, None)
         # Only at shutdown: something may still write to the frames of these.
-        fetches = [fetch for fetch in fetches if fetch.outcome is not FetchOutcome.ABANDONED]
+        fetches = [fetch for fetch in fetches if FetchOutcome.ABANDONED not in fetch.outcomes]
         if not fetches:
-            return
+            return blocks
         source.let_go(fetches)
-        arrived = [fetch for fetch in fetches if fetch.outcome is FetchOutcome.OK]
+        arrived = [place for fetch in fetches for place in _arrived(fetch)]
         if arrived:
             source.tally.blocks += len(arrived)
             job.arrived += len(arrived)
             source.kept_word(True)
-            source.tally.stored_bytes += sum(fetch.stored_bytes for fetch in arrived)
+            source.tally.stored_bytes += sum([fetch.stored_bytes for fetch in fetches])
             self.committing = source
-            self._writes.commit(self._owner, arrived[0].write_lease, [fetch.place for fetch in arrived])
+            self._writes.complete(self._owner, fetches[0].write_lease, arrived)
             self.committing = None
-        if len(arrived) < len(fetches):
+        if len(arrived) < sum([len(fetch.places) for fetch in fetches]):
             for fetch in fetches:
-                if fetch.outcome is not FetchOutcome.OK:
-                    self._fail(job, fetch)
+                for number, outcome in enumerate(fetch.outcomes):
+                    if outcome is not FetchOutcome.OK:
+                        self._fail(job, fetch, number)
         self._landed = True
         self._settle(job)
+        return blocks
 
-    def _fail(self, job: _Job, fetch: _Fetch) -> None:
-        """The block has not arrived, or is not the right one: drop it, and what hangs below it."""
-        source, outcome = job.source, fetch.outcome
-        self._writes.fail(self._owner, fetch.write_lease, fetch.place)
+    def _fail(self, job: _Job, fetch: _Fetch, number: int) -> None:
+        """A block has not arrived, or is not the right one: drop it, and what hangs below it."""
+        source, outcome = job.source, fetch.outcomes[number]
+        self._writes.fail(self._owner, fetch.write_lease, fetch.places[number])
         job.give_up()
         source.tally.bad_blocks += outcome is FetchOutcome.CORRUPT
         source.tally.other_version += outcome is FetchOutcome.OTHER_VERSION
         source.tally.failed += outcome is FetchOutcome.FAILED
-        job.broken += source.failed(fetch)
+        job.broken += source.failed(fetch, number)
 
     def _settle(self, job: _Job) -> None:
         """End a job without fetches in progress, unless others are promoting what it waits for."""
@@ -449,6 +454,13 @@ class Promotion:
     def has_landed(self) -> bool:
         """True if `take_landed` or `look_again` has something to do."""
         return self._landed or bool(self._to_grow or self._again or self._given_up or self._ended)
+
+
+def _arrived(fetch: _Fetch) -> list[int]:
+    """Which blocks of a write lease a fetch has brought."""
+    if fetch.outcomes.count(FetchOutcome.OK) == len(fetch.outcomes):
+        return fetch.places
+    return [place for place, outcome in zip(fetch.places, fetch.outcomes, strict=True) if outcome is FetchOutcome.OK]
 
 
 def _leading_run(numbers: Sequence[int]) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """Where blocks are promoted from: the protocol between `promotion` and the tiers below DRAM.
 
-SourceTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► done(fetches) ─► Source.let_go, or Source.failed
-                             find          into frames                                     drop, if it is bad
+SourceTier.parts(wanted) ─► Source.hold ─► Source.fetch ─► Fetch.end ─► Source.let_go, or Source.failed
+                             find          into frames                                  drop, if it is bad
 """
 
 from __future__ import annotations
@@ -39,31 +39,37 @@ class FetchOutcome(Enum):
 
 
 class Fetch:
-    """One block on its way into the frame at `address`. `urgent`: a client waits for it.
+    """Blocks of a chain on their way into the frames at `addresses`. `urgent`: a client waits for them.
 
-    The source sets `outcome` and `stored_bytes`, and calls `done(fetches)` once for each, on the event loop, together
-    with others of its own that have ended. `held` is what its `hold` returned.
+    The source ends each fetch once, on the event loop. `held` is what its `hold` returned for these blocks.
     """
 
-    __slots__ = ("address", "done", "held", "key", "namespace", "outcome", "stored_bytes", "urgent")
+    __slots__ = ("addresses", "done", "held", "keys", "namespace", "outcomes", "stored_bytes", "urgent")
 
     def __init__(
         self,
         namespace: Namespace,
-        key: bytes,
-        address: int,
+        keys: list[bytes],
+        addresses: list[int],
         urgent: bool,
         held: Any,
-        done: Callable[[Sequence[Any]], None],
+        done: Callable[[Any], None],
     ) -> None:
         self.namespace = namespace
-        self.key = key
-        self.address = address
+        self.keys = keys
+        self.addresses = addresses
         self.urgent = urgent
         self.held = held
         self.done = done
-        self.outcome = FetchOutcome.PENDING
+        self.outcomes = [FetchOutcome.PENDING] * len(keys)
         self.stored_bytes = 0
+
+    def end(self, outcomes: list[FetchOutcome], stored_bytes: Sequence[int]) -> None:
+        """All of it has ended: of each block how, and the bytes that stood for it in its tier."""
+        self.outcomes = outcomes
+        arrived = [size for size, outcome in zip(stored_bytes, outcomes, strict=True) if outcome is FetchOutcome.OK]
+        self.stored_bytes = sum(arrived)
+        self.done(self)
 
 
 class FetchTally:
@@ -80,6 +86,14 @@ class FetchTally:
         """Blocks in a form of another release."""
         self.failed = 0
         """Fetches that the disk or the store failed to serve."""
+
+
+class Held(Protocol):
+    """Blocks that a source has and keeps in place; each fetch of some of them has these."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
 
 
 class Source(Protocol):
@@ -103,7 +117,10 @@ class Source(Protocol):
     def kept_word(self, kept: bool) -> None:
         """Blocks have arrived; if not `kept`, none that a lease wanted, and it had said that it has some of them."""
 
-    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[Any]:
+    def most_together(self, namespace: Namespace) -> int:
+        """How many blocks one fetch may have. They end together."""
+
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Held:
         """Find blocks of a chain `keys` and keep each in place until `let_go`; those before the first not here."""
 
     def fetch(self, fetches: Sequence[Any]) -> bool:
@@ -112,8 +129,8 @@ class Source(Protocol):
     def let_go(self, fetches: Sequence[Any]) -> None:
         """These fetches have ended, and so have their holds."""
 
-    def failed(self, fetch: Fetch) -> bool:
-        """A fetch ended otherwise than OK: drop the block, or forget it for a while, as the outcome demands.
+    def failed(self, fetch: Fetch, place: int) -> bool:
+        """A block of a fetch ended otherwise than OK: drop it, or forget it for a while, as the outcome demands.
 
         Returns whether the source had said that the block is there, and it is not.
         """

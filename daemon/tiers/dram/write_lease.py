@@ -97,10 +97,10 @@ class Reservation(NamedTuple):
 
 def complete_run(first: PendingBlock, most: int = MAX_RESERVE) -> list[PendingBlock]:
     """A complete block and the complete ones below it: each an only child, and events tell of all or none."""
-    run, last, told, held = [first], first, first.lease.named is not None, BlockPhase.HELD
-    while len(last.children) == 1 and len(run) < most:
-        (child,) = last.children
-        if child.phase is not held or (child.lease.named is not None) is not told:
+    run, last, lease, told, held = [first], first, first.lease, first.lease.named is not None, BlockPhase.HELD
+    while len(children := last.children) == 1 and len(run) < most:
+        (child,) = children
+        if child.phase is not held or (child.lease is not lease and (child.lease.named is not None) is not told):
             break
         child.parent_block, last.children = None, {}
         run.append(child)

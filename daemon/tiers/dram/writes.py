@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import repeat
 
 from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.ground.slices import AnswerNow, Steps
@@ -37,6 +38,8 @@ VISIBLE_WITHIN_S = 0.1
 """How long a commit waits at most until its blocks are visible: clients wait half a second for an answer."""
 LEASES_AT_ONCE = 4
 """Checked in one slice."""
+MANY = 4
+"""From so many keys on, it is worth asking first whether all of them are new."""
 
 # Members by short names: looking one up on its class costs as much as the rest of a step in a loop.
 _HAVE, _PENDING, _FRAME, _NONE = BlockState.HAVE, BlockState.PENDING, BlockState.FRAME, BlockState.NONE
@@ -128,12 +131,45 @@ class Writes(StoreLeases[WriteLease]):
 
         Returns the frames of the lease.
         """
-        table, number_of_keys, namespace_number = namespace.table, len(keys) // KEY_BYTES, namespace.number
-        windowed, get, pending = table.windowed, table.get, self.pending.by_key
-        fresh: dict[bytes, int] = {}  # keys that need a frame, and their positions
-        for number in range(len(states), number_of_keys):
-            key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
-            found = get(key)
+        first = len(states)
+        split = [keys[at : at + KEY_BYTES] for at in range(first * KEY_BYTES, len(keys), KEY_BYTES)]
+        if len(split) >= MANY and self._are_new(namespace, split):
+            fresh = dict(zip(split, range(first, first + len(split)), strict=True))  # keys that need a frame, and where
+            states.extend([_FRAME] * len(split))
+        else:
+            fresh, entry, block = self._sort(lease, namespace, split, states, entry, block)
+        most = self.unfinished.most_places(lease.owner, lease.frame_bytes)
+        frames = self._space.take_frames(namespace, min(len(fresh), most))
+        self.pending.add(lease, namespace, fresh, frames, entry, block)
+        if len(frames) < len(fresh):  # no frame for this one, so none for those after it
+            del states[list(fresh.values())[len(frames)] :]
+        states.extend([_NONE] * (first + len(split) - len(states)))
+        return frames
+
+    def _are_new(self, namespace: Namespace, keys: Sequence[bytes]) -> bool:
+        """True if none of these keys is here or pending, and none of them comes twice: nearly always."""
+        if not self.pending.by_key.keys().isdisjoint(zip(repeat(namespace.number), keys)):
+            return False
+        return len(namespace.table.missing(keys)) == len(keys) == len(set(keys))
+
+    def _sort(
+        self,
+        lease: WriteLease,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        states: list[BlockState],
+        entry: int,
+        block: PendingBlock | None,
+    ) -> tuple[dict[bytes, int], int, PendingBlock | None]:
+        """See `_reserve_rest`. Returns the keys that need a frame, and the block that the first of them hangs below."""
+        table, windowed, pending, fresh = (
+            namespace.table,
+            namespace.table.windowed,
+            self.pending.by_key,
+            dict[bytes, int](),
+        )
+        for key in keys:
+            found = table.get(key)
             if found != NO_ENTRY:
                 if not windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is not a chain.
@@ -142,9 +178,9 @@ class Writes(StoreLeases[WriteLease]):
                     break
                 states.append(_HAVE)
                 continue
-            other = pending.get((namespace_number, key))
+            other = pending.get((namespace.number, key))
             if other is None and key not in fresh:
-                fresh[key] = number
+                fresh[key] = len(states)
                 states.append(_FRAME)
                 continue
             if not windowed:
@@ -155,13 +191,7 @@ class Writes(StoreLeases[WriteLease]):
                     break
                 entry, block = NO_ENTRY, other
             states.append(_PENDING)
-        most = self.unfinished.most_places(lease.owner, lease.frame_bytes)
-        frames = self._space.take_frames(namespace, min(len(fresh), most))
-        self.pending.add(lease, namespace, fresh, frames, entry, block)
-        if len(frames) < len(fresh):  # no frame for this one, so none for those after it
-            del states[list(fresh.values())[len(frames)] :]
-        states.extend([_NONE] * (number_of_keys - len(states)))
-        return frames
+        return fresh, entry, block
 
     def _count_broken(self, owner: Owner) -> None:
         """The keys of a client form no chain: nothing contradicts itself, and no other client is affected."""
@@ -182,37 +212,37 @@ class Writes(StoreLeases[WriteLease]):
 
     def commit(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[CommitState]:
         """The copies into these blocks are complete. Blocks of a lease that is over are dropped."""
-        return _states(self._complete(owner, lease_id, numbers))
+        return _states(self.complete(owner, lease_id, numbers))
 
     def commit_in_slices(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> Steps[list[CommitState]]:
         """`commit`, until all of these blocks are visible that can be; nearly always that is at once.
 
         After `VISIBLE_WITHIN_S` its next slice ends the wait: what is HELD then becomes visible all the same.
         """
-        blocks = self._complete(owner, lease_id, numbers)
+        blocks = self.complete(owner, lease_id, numbers)
         until_s = self._clock_s() + VISIBLE_WITHIN_S
         with suppress(AnswerNow):
             while self.pending.publishing and self._clock_s() < until_s and _some_coming(blocks):
                 yield  # `work` publishes them
         return _states(blocks)
 
-    def _complete(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[PendingBlock | None]:
+    def complete(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[PendingBlock | None]:
         """Note that these blocks are complete, and publish a slice of them; None for those of no lease."""
         lease = self._find(owner, lease_id)
         if lease is None:
             return [None] * len(numbers)
-        blocks = [lease.blocks.get(number) for number in numbers]
-        complete, pending = list[PendingBlock](), self.pending
-        emptying = pending.emptying
+        blocks, pending, complete = list(map(lease.blocks.get, numbers)), self.pending, list[PendingBlock]()
+        emptying, mapped = pending.emptying, lease.owner.mapped
         for block in blocks:
             if block is None:
                 continue
-            if block.phase is _WRITING and (not self._is_whole(block) or (emptying and pending.is_taken_back(block))):
-                pending.drop(block)
             if block.phase is _WRITING:
-                block.phase = _HELD
-                complete.append(block)
-            elif block.phase is _DROPPED:
+                if (mapped or self._is_whole(block)) and not (emptying and pending.is_taken_back(block)):
+                    block.phase = _HELD
+                    complete.append(block)
+                    continue
+                pending.drop(block)
+            if block.phase is _DROPPED:
                 self._give_back(lease, block)
         # All of them become complete before the first is published, so that runs become visible at once.
         if complete:
@@ -247,9 +277,8 @@ class Writes(StoreLeases[WriteLease]):
         return block if block is not None and block.phase is BlockPhase.WRITING else None
 
     def _is_whole(self, block: PendingBlock) -> bool:
-        """True if its writer can have written all of it. Bytes that did not come as payload are a former owner's."""
-        needed = self._space.namespaces[block.table.number].spec.block_bytes
-        return block.lease.owner.mapped or block.written >= needed
+        """True if a writer without the mapping has sent all of it. Its other bytes are a former owner's."""
+        return block.written >= self._space.namespaces[block.table.number].spec.block_bytes
 
     def _settle(self, lease: WriteLease, blocks: int) -> None:
         """Count complete blocks of a lease that were published, or dropped."""

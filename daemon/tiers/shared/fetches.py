@@ -2,6 +2,8 @@
 
     promotion ─► SharedSource.fetch ─► jobs of a few blocks ─► a line: get ─► prove ─► frame ─► done, block by block
 
+Each fetch has one block, since each ends by itself.
+
 Sealed values arrive in scratch space of their thread and are decrypted into the frame. A plain value arrives in the
 frame, and is proved there.
 """
@@ -60,8 +62,8 @@ class _Reading:
 
     def goes_on_with(self, fetch: Fetch) -> bool:
         """True if a block follows the last one in the same value."""
-        last: HeldBlock = self.fetches[-1].held
-        return bool((last.name_key, last.place + 1) == (fetch.held.name_key, fetch.held.place))
+        last, held = _held(self.fetches[-1]), _held(fetch)
+        return (last.name_key, last.place + 1) == (held.name_key, held.place)
 
     def records(self) -> Iterator[tuple[Fetch, bytes, memoryview]]:
         """Each block with its header and the body that the header announces."""
@@ -76,6 +78,12 @@ class _Reading:
             yield fetch, header, record[HEADER_BYTES : HEADER_BYTES + announced_bytes(header)]
 
 
+def _held(fetch: Fetch) -> HeldBlock:
+    [held] = fetch.held
+    assert isinstance(held, HeldBlock)
+    return held
+
+
 def _nothing() -> memoryview:
     return memoryview(bytearray())
 
@@ -86,6 +94,7 @@ class FetchJob(SharedJob):
     def __init__(self, access: StoreAccess, fetches: Sequence[Fetch]) -> None:
         super().__init__(access)
         self.fetches = fetches
+        self._unsettled = set(fetches)
         self.stale = False
         """Another host has flushed: nothing that was claimed is true."""
         self._form = access.settings.form
@@ -94,7 +103,7 @@ class FetchJob(SharedJob):
 
     def run(self, connection: Connection) -> None:
         """See `SharedJob`."""
-        reader = EpochReader(self._epochs, [fetch.held.scope for fetch in self.fetches])
+        reader = EpochReader(self._epochs, [_held(fetch).scope for fetch in self.fetches])
         try:
             if self.given_up():
                 self.idle = True
@@ -110,7 +119,7 @@ class FetchJob(SharedJob):
             def arrived(get: Get) -> None:
                 self._arrived(readings[id(get)], epochs)
 
-            epochs = {fetch.held.scope: reader.of(fetch.held.scope) for fetch in self.fetches}
+            epochs = {scope: reader.of(scope) for scope in [_held(fetch).scope for fetch in self.fetches]}
             gets = [one.get for one in readings.values()]
             until_s = deadline(FETCH_S, sum(len(get.body) for get in gets))
             connection.get(gets, reader.names, until_s, arrived, noted)
@@ -122,10 +131,10 @@ class FetchJob(SharedJob):
         """One value for each block; of a pack, one range for all neighbours."""
         lengths = [self._form.body_bytes(fetch.namespace.spec.block_bytes) for fetch in self.fetches]
         scratch_bytes = sum(HEADER_BYTES + length for length in lengths)
-        in_scratch = self._form.sealed or self.fetches[0].held.pack > 1
+        in_scratch = self._form.sealed or _held(self.fetches[0]).pack > 1
         scratch, at, found = thread_scratch().get(scratch_bytes if in_scratch else 0), 0, list[_Reading]()
         for fetch, length in zip(self.fetches, lengths, strict=True):
-            held: HeldBlock = fetch.held
+            held = _held(fetch)
             last_number = held.number - held.place + held.pack - 1
             name, ttl_s = self._name(held, reader), lifetime_s(self._ttl_s, last_number)
             if held.pack > 1:
@@ -138,7 +147,7 @@ class FetchJob(SharedJob):
                     continue
                 get = Get(name, _nothing(), scratch[begins:at], held.place * record_bytes, ranged=True, ttl_s=ttl_s)
             else:
-                body = scratch[at : at + length] if in_scratch else frame_view(fetch.address, length)
+                body = scratch[at : at + length] if in_scratch else frame_view(fetch.addresses[0], length)
                 at += length
                 get = Get(name, memoryview(bytearray(HEADER_BYTES)), body, ttl_s=ttl_s)
             found.append(_Reading(get, fetch))
@@ -155,22 +164,22 @@ class FetchJob(SharedJob):
                 self._settle(fetch, outcome, 0)
             return
         for fetch, header, body in reading.records():
-            scope, length = fetch.held.scope, fetch.namespace.spec.block_bytes
-            whose = self._epochs.naming.identity(scope, epochs[scope], fetch.key, length)
+            scope, length = _held(fetch).scope, fetch.namespace.spec.block_bytes
+            whose = self._epochs.naming.identity(scope, epochs[scope], fetch.keys[0], length)
             outcome = FetchOutcome.CORRUPT
             if len(header) == HEADER_BYTES:
-                outcome = self._form.unpack(whose, header, body, frame_view(fetch.address, length))
+                outcome = self._form.unpack(whose, header, body, frame_view(fetch.addresses[0], length))
             self._settle(fetch, outcome, len(header) + len(body))
 
     def _settle(self, fetch: Fetch, outcome: FetchOutcome, stored_bytes: int) -> None:
-        fetch.outcome, fetch.stored_bytes = outcome, stored_bytes
-        self.post(partial(fetch.done, [fetch]))
+        self._unsettled.discard(fetch)
+        self.post(partial(fetch.end, [outcome], [stored_bytes]))
 
     def _settle_rest(self) -> None:
         outcome = FetchOutcome.CANCELLED if self.idle else FetchOutcome.FAILED
         outcome = FetchOutcome.FLUSHED if self.stale else outcome
         for fetch in self.fetches:
-            if fetch.outcome is FetchOutcome.PENDING:
+            if fetch in self._unsettled:
                 self._settle(fetch, outcome, 0)
 
 
@@ -199,6 +208,10 @@ class SharedSource:
         self.trusted = kept
         self._access.kept_word(kept)
 
+    def most_together(self, namespace: Namespace) -> int:
+        """See `Source`."""
+        return 1
+
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[HeldBlock]:
         """See `Source`. The store keeps what it likes: nothing is held there."""
         if self._access.away:
@@ -218,7 +231,7 @@ class SharedSource:
         some, size_bytes = list[Fetch](), 0
         for fetch in fetches:
             block_bytes = fetch.namespace.spec.block_bytes
-            pack: int = fetch.held.pack
+            pack = _held(fetch).pack
             full = len(some) >= max(BLOCKS_EACH, pack) or size_bytes + block_bytes > (
                 BYTES_EACH if pack == 1 else PACK_BYTES
             )
@@ -238,21 +251,21 @@ class SharedSource:
         """See `Source`."""
         self._access.soon()  # leases grow before the next tick
         for fetch in fetches:
-            if fetch.outcome is FetchOutcome.OK:
-                self._presence.note(fetch.namespace, fetch.key, fetch.held.generation)
+            if fetch.outcomes == [FetchOutcome.OK]:
+                self._presence.note(fetch.namespace, fetch.keys[0], _held(fetch).generation)
 
-    def failed(self, fetch: Fetch) -> bool:
+    def failed(self, fetch: Fetch, place: int) -> bool:
         """See `Source`. A value that is another one is no lie that counts: the next store replaces it."""
-        outcome, held = fetch.outcome, fetch.held
+        [outcome], [key], held = fetch.outcomes, fetch.keys, _held(fetch)
         if outcome is FetchOutcome.CANCELLED:
             return False
         broken = outcome in (FetchOutcome.MISSING, FetchOutcome.CORRUPT) and self._presence.breaks_word(
-            fetch.namespace, fetch.key, held.name_key, held.generation
+            fetch.namespace, key, held.name_key, held.generation
         )
         if broken:
             self.trusted = False
         bad = outcome in (FetchOutcome.CORRUPT, FetchOutcome.OTHER_VERSION)
-        self._presence.could_not_fetch(fetch.namespace, fetch.key, held.generation, bad)
+        self._presence.could_not_fetch(fetch.namespace, key, held.generation, bad)
         return broken and outcome is FetchOutcome.MISSING
 
     def cancel(self) -> None:

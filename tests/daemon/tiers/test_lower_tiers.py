@@ -44,6 +44,9 @@ class NearTier(TierBelow):
         its = [number for number in wanted if number < NEAR]
         return TierParts([SourcePart(self, its)], [number for number in wanted if number >= NEAR])
 
+    def most_together(self, namespace: Namespace) -> int:
+        return 4
+
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[int]:
         return numbers
 
@@ -55,7 +58,7 @@ class NearTier(TierBelow):
         for fetch in fetches:
             self.fetches.remove(fetch)
 
-    def failed(self, fetch: Fetch) -> bool:
+    def failed(self, fetch: Fetch, place: int) -> bool:
         raise AssertionError("it delivers all of them")
 
     def cancel(self) -> None:
@@ -67,9 +70,9 @@ class NearTier(TierBelow):
     def deliver(self) -> None:
         """All that it was asked for."""
         for fetch in list(self.fetches):
-            frame_view(fetch.address, BLOCK_BYTES)[:] = content(fetch.namespace, fetch.key)
-            fetch.outcome, fetch.stored_bytes = FetchOutcome.OK, BLOCK_BYTES
-            fetch.done([fetch])
+            for address, key in zip(fetch.addresses, fetch.keys, strict=True):
+                frame_view(address, BLOCK_BYTES)[:] = content(fetch.namespace, key)
+            fetch.end([FetchOutcome.OK] * len(fetch.keys), [BLOCK_BYTES] * len(fetch.keys))
 
 
 def above_the_store(one: HostRig) -> NearTier:
@@ -92,7 +95,7 @@ async def test_the_store_does_not_wait_for_the_disk_and_blocks_appear_in_order(t
     lease = b.cache.match(b.owner, [space], CHAIN, 60.0, promote=True).lease
     assert lease is not None
     await b.until(lambda: b.shared.source.tally.blocks == ALL - NEAR)
-    assert len(near.fetches) == NEAR, "the disk has not delivered yet"
+    assert sum(len(fetch.keys) for fetch in near.fetches) == NEAR, "the disk has not delivered yet"
     assert space.table.blocks == 0, "nothing is visible before the blocks in front of it"
     near.deliver()
     await b.until(lambda: lease.lease_id not in b.cache.reads.growing.leases)

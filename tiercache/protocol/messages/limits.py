@@ -7,13 +7,13 @@ from typing import Annotated
 
 import msgspec
 
+from tiercache.protocol.frames import KEY_BYTES as KEY_BYTES
 from tiercache.protocol.frames import OFFSET_MASK as OFFSET_MASK
 from tiercache.protocol.frames import REGION_SHIFT as REGION_SHIFT
 
 PROTOCOL = 1
 OLDEST_PROTOCOL = 1
 
-KEY_BYTES = 16
 TOKEN_BYTES = 16
 INSTANCE_BYTES = 16
 CHAIN_HASHING = "chain"

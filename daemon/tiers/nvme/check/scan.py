@@ -15,7 +15,7 @@ from tiercache.daemon.index.entries import LIVE
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 ALL = -1
 """As a sample: every block."""
@@ -102,54 +102,43 @@ class Scan:
         if entry >= len(index.key) or index.state[entry] != LIVE or not index.key[entry] or shelf.offline:
             return False
         namespace, key = self._namespaces[index.table[entry]], index.key[entry]
-        stored = shelf.find(namespace, key)
-        if stored is None or stored.entry != entry:
+        stored = shelf.find_many(namespace, [key])
+        if stored.entries != [entry]:
             return False
-        spec = namespace.spec
-        op = ReadOp(
-            done=lambda op: self._done(shelf, namespace, stored, op),
-            slot=stored.slot,
-            address=NOWHERE,
-            length=spec.block_bytes,
-            key=key,
-            fingerprint=namespace.fingerprint,
-            stored_length=stored.stored_length,
-            checksum=stored.checksum,
-            codec=stored.codec,
-            kind=stored.kind,
-        )
+        op = stored.read_op(namespace, [key], [NOWHERE], lambda op: self._done(shelf, namespace, entry, op))
         # As for a promotion: the entry keeps its slot, and the slot belongs to the kernel until the read ends.
         index.pin(entry)
-        shelf.allocator.hold(stored.slot)
+        shelf.allocator.hold(*op.slots)
         self._reading += 1
-        self._reading_bytes += spec.frame_bytes
+        self._reading_bytes += namespace.spec.frame_bytes
         self._bytes += op.moved_bytes
         if not shelf.queue.submit(op, DiskPriority.PREFETCH):
-            op.outcome = DiskOutcome.CANCELLED
+            op.end(0, 1, DiskOutcome.CANCELLED)
             op.done(op)
         return True
 
-    def _done(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, op: ReadOp) -> None:
+    def _done(self, shelf: Shelf, namespace: Namespace, entry: int, op: ReadOp) -> None:
         self._reading -= 1
         self._reading_bytes -= namespace.spec.frame_bytes
-        if op.outcome is DiskOutcome.ABANDONED:
+        [outcome] = op.outcomes
+        if outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still read the slot
-        shelf.allocator.unhold(stored.slot)
-        shelf.index.unpin(stored.entry)
-        self._blocks += op.outcome is not DiskOutcome.CANCELLED
-        if op.outcome in (DiskOutcome.CORRUPT, DiskOutcome.IO_ERROR):
+        shelf.allocator.unhold(*op.slots)
+        shelf.index.unpin(entry)
+        self._blocks += outcome is not DiskOutcome.CANCELLED
+        if outcome in (DiskOutcome.CORRUPT, DiskOutcome.IO_ERROR):
             self._bad += 1
             if len(self._findings) < MAX_NAMED:
                 self._findings.append(_finding(shelf, op))
-        if op.outcome in (DiskOutcome.CORRUPT, DiskOutcome.OTHER_KEY):  # of another key: no fault of the disk
-            shelf.drop(namespace, op.key)
+        if outcome in (DiskOutcome.CORRUPT, DiskOutcome.OTHER_KEY):  # of another key: no fault of the disk
+            shelf.drop(namespace, *op.keys)
 
 
 def _finding(shelf: Shelf, op: ReadOp) -> str:
     what = "fails its checksum and is dropped"
-    if op.outcome is DiskOutcome.IO_ERROR:
-        what = f"cannot be read ({os.strerror(op.errno)})"
-    return f"nvme directory {shelf.directory.path}: block {op.key.hex()} {what}"
+    if op.errnos:
+        what = f"cannot be read ({os.strerror(op.errnos[0])})"
+    return f"nvme directory {shelf.directory.path}: block {op.keys[0].hex()} {what}"
 
 
 def _in_random_order(shelves: Sequence[Shelf]) -> Iterator[tuple[Shelf, int]]:

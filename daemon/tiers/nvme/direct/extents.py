@@ -75,32 +75,23 @@ class HeldExtents:
         self._doubts.add((shelf, stored.slot))
         shelf.index.pin(stored.entry)
         shelf.allocator.hold(stored.slot)
-        op = ReadOp(
-            done=lambda op: self._judged(shelf, namespace, stored, op),
-            slot=stored.slot,
-            address=NOWHERE,
-            length=namespace.spec.block_bytes,
-            key=key,
-            fingerprint=namespace.fingerprint,
-            stored_length=stored.stored_length,
-            checksum=stored.checksum,
-            codec=stored.codec,
-            kind=stored.kind,
-        )
+        read = shelf.find_many(namespace, [key])
+        op = read.read_op(namespace, [key], [NOWHERE], lambda op: self._judged(shelf, namespace, stored, op))
         if not shelf.queue.submit(op, DiskPriority.PREFETCH):
-            op.outcome = DiskOutcome.CANCELLED
+            op.end(0, 1, DiskOutcome.CANCELLED)
             op.done(op)
 
     def _judged(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, op: ReadOp) -> None:
-        if op.outcome is DiskOutcome.ABANDONED:
+        [outcome] = op.outcomes
+        if outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still read the slot
         self._doubts.discard((shelf, stored.slot))
         shelf.allocator.unhold(stored.slot)
         shelf.index.unpin(stored.entry)
-        if op.outcome is DiskOutcome.CORRUPT:
+        if outcome is DiskOutcome.CORRUPT:
             self.bad_blocks += 1
-            shelf.drop_damaged(namespace, op.key)
-        elif op.outcome is DiskOutcome.OK:
+            shelf.drop_damaged(namespace, *op.keys)
+        elif outcome is DiskOutcome.OK:
             log.warning("%s: a client finds a block bad that is good here", shelf.directory.path)
 
 

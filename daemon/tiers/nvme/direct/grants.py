@@ -37,7 +37,7 @@ from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.fairness import Fairness, Room
 from tiercache.daemon.tiers.nvme.moves.placement import ShelfPlacement
-from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.shelf.shelf import Forms, Shelf
 from tiercache.protocol.checksums import CHECKSUM_LANES
 from tiercache.protocol.messages import KEY_BYTES, OFFSET_MASK, REGION_SHIFT, CommitState, Extent
 
@@ -221,9 +221,9 @@ class Grants(StoreLeases[Grant]):
             if grant.flushed or before == NO_ENTRY or not shelf.index.attached(before):
                 break
             if table.get(key) == NO_ENTRY:
-                written = StoredBlock(NO_ENTRY, slot, length, RAW, checksum, CHECKSUM_LANES)
+                written = Forms([slot], [length], [RAW], [CHECKSUM_LANES], [checksum])
                 turnover.comes(namespace.size_class.frame_bytes, stored=True)
-                shelf.add(namespace, key, parent, slot, written, grant.named and grant.named(place), stored=True)
+                shelf.add_run(namespace, [key], parent, written, [grant.named and grant.named(place)], stored=True)
                 self.stored_blocks += 1
                 self.stored_bytes += length
                 self._placement.copies.written_bytes += grant.frame_bytes

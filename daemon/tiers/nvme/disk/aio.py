@@ -23,17 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .backlog import MAX_RUN_OPS, Backlog, DiskRun
-from .block_io import (
-    AnyOp,
-    BlockForms,
-    BlockOp,
-    DiskTransfer,
-    TaskOp,
-    bounce_bytes,
-    fail,
-    needs_bounce,
-    settle,
-)
+from .block_io import AnyOp, BlockForms, DiskTransfer, TaskOp, bounce_bytes, fail, needs_bounce, settle
 from .directory import Directory
 
 log = logging.getLogger("tiercache.daemon")
@@ -105,10 +95,8 @@ class _Flight:
 
     def __init__(self, run: DiskRun) -> None:
         self.run = run
-        self.attempts: deque[list[BlockOp]] = deque(
-            [op for op in ops if not isinstance(op, TaskOp)] for ops in run.wanted
-        )
-        """What is to be tried, one after another; the first one is under way."""
+        self.attempts: deque[tuple[int, int]] = deque([(run.first, run.end)])
+        """Blocks to be tried, one after another; the first ones are under way."""
         self.transfer: DiskTransfer | None = None
         self.buffer: Buffer | None = None
 
@@ -119,7 +107,7 @@ class AioCarrier:
     Args:
         backlog: where the runs come from: blocks only.
         directory: an open one, with direct I/O.
-        finished: takes runs whose operations have outcomes; called on the thread.
+        finished: takes runs whose blocks have outcomes; called on the thread.
     """
 
     name = "aio"
@@ -145,7 +133,7 @@ class AioCarrier:
         self._thread.start()
 
     def wake(self, count: int) -> None:
-        """So many operations have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        """So many runs have come, or the backlog is stopping. Needs `backlog.changed` held."""
         if self._asleep and (self._backlog.busy < self._backlog.width or self._backlog.stopping):
             self._asleep = False
             os.eventfd_write(self._eventfd, 1)
@@ -216,19 +204,21 @@ class AioCarrier:
             return runs
         while run := self._backlog.take(self._may_begin):
             runs.append(run)
-            if needs_bounce(_blocks(run)[0]):
+            if isinstance(run.op, TaskOp) or needs_bounce(run.op, run.first):
                 break  # the pool is asked again when this one has its buffer
         return runs
 
-    def _may_begin(self, op: AnyOp) -> bool:
-        return isinstance(op, TaskOp) or not needs_bounce(op) or self._pool.has_room(bounce_bytes(op))
+    def _may_begin(self, op: AnyOp, place: int) -> bool:
+        return isinstance(op, TaskOp) or not needs_bounce(op, place) or self._pool.has_room(bounce_bytes(op, place))
 
     def _go_on(self, flight: _Flight) -> None:
         """Make the next attempt of a run ready; without another one the run has ended."""
+        run = flight.run
         while flight.attempts:
-            ops = flight.attempts[0]
+            first, end = flight.attempts[0]
+            assert not isinstance(run.op, TaskOp)
             try:
-                flight.transfer = self._forms.begin(ops, lambda size_bytes: self._bounce(flight, size_bytes))
+                flight.transfer = self._forms.begin(run.op, first, end, lambda size: self._bounce(flight, size))
                 if flight.transfer is not None:
                     self._ready(flight, flight.transfer)
                     return
@@ -237,12 +227,12 @@ class AioCarrier:
                 self._failed(flight, error)
             except Exception:
                 log.exception(UNFORESEEN)
-                settle(flight.attempts.popleft())
-        settle(flight.run.ops)
-        del self._flights[flight.run.place]
+                settle(run.op, *flight.attempts.popleft())
+        settle(run.op, run.first, run.end)
+        del self._flights[run.place]
         if flight.buffer is not None:
             self._pool.give_back(flight.buffer)
-        self._ended.append(flight.run)
+        self._ended.append(run)
 
     def _bounce(self, flight: _Flight, size_bytes: int) -> int:
         """The run's buffer; a run with a block that needs one has no other block."""
@@ -252,11 +242,11 @@ class AioCarrier:
 
     def _failed(self, flight: _Flight, error: OSError) -> None:
         """One bad place must not cost its neighbours: each is tried alone."""
-        ops = flight.attempts.popleft()
-        if len(ops) > 1:
-            flight.attempts.extendleft([op] for op in reversed(ops))
+        first, end = flight.attempts.popleft()
+        if end - first > 1:
+            flight.attempts.extendleft((place, place + 1) for place in reversed(range(first, end)))
         else:
-            fail(ops[0], error)
+            fail(flight.run.op, first, error)
 
     def _ready(self, flight: _Flight, transfer: DiskTransfer) -> None:
         place = flight.run.place
@@ -300,7 +290,7 @@ class AioCarrier:
     def _land(self, place: int, result: int) -> None:
         """Go on with a run of which a transfer has ended: with the rest of it, its verification, the next attempt."""
         flight = self._flights[place]
-        if self._backlog.gave_up:  # its operations were handed back, and their frames may be gone
+        if self._backlog.gave_up:  # its operation was handed back, and its frames may be gone
             del self._flights[place]
             return
         transfer = flight.transfer
@@ -313,16 +303,12 @@ class AioCarrier:
             if not over:
                 self._ready(flight, transfer)
                 return
-            buffer = flight.buffer if needs_bounce(transfer.ops[0]) else None
-            self._forms.end(transfer.ops, 0 if buffer is None else buffer.address)
+            buffer = flight.buffer if needs_bounce(transfer.op, transfer.first) else None
+            self._forms.end(transfer, 0 if buffer is None else buffer.address)
             flight.attempts.popleft()
         except OSError as error:
             self._failed(flight, error)
         except Exception:
             log.exception(UNFORESEEN)
-            settle(flight.attempts.popleft())
+            settle(flight.run.op, *flight.attempts.popleft())
         self._go_on(flight)
-
-
-def _blocks(run: DiskRun) -> list[BlockOp]:
-    return [op for op in run.ops if not isinstance(op, TaskOp)]

@@ -1,9 +1,9 @@
-"""Operations that wait, by priority, and the runs that a carrier has taken of them.
+"""Operations that wait, by priority, and the parts of them that a carrier has taken.
 
-    submit ─► [LOAD] [PREFETCH] [WRITE] ─► take: a run, which has one of `width` places ─► finish
+    submit ─► [LOAD] [PREFETCH] [WRITE] ─► take: a part, which has one of `width` places ─► finish
 
 Loads come before prefetches, these before writes, and writes leave a share of the places free: a load that arrives
-between them begins at once. Blocks in adjoining slots come as one run, which is one system call.
+between them begins at once. Blocks of an operation in adjoining slots come as one part, which is one system call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from .block_io import AnyOp, DiskOutcome, adjoins
+from .block_io import AnyOp, Call, DiskOutcome, TaskOp, is_one_part, part_end
 
 MAX_RUN_OPS = 16
 MAX_RUN_BYTES = 2 << 20
-"""A run is one system call: larger ones gain nothing and delay others."""
+"""A part is one system call: larger ones gain nothing and delay others."""
 BEHIND_BYTES = 16 << 20
 """Prefetches and writes under way at a time, together: a load that comes waits in the disk behind no more than that."""
 FREE_SHARE = 4
@@ -36,10 +36,11 @@ class DiskPriority(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class DiskRun:
-    """Operations that a carrier carries out together."""
+    """Blocks `first ..< end` of an operation, which a carrier carries out together."""
 
-    ops: Sequence[AnyOp]
-    priority: int
+    op: AnyOp
+    first: int
+    end: int
     size_bytes: int = 0
     """Of its blocks, padded."""
     place: int = -1
@@ -50,16 +51,9 @@ class DiskRun:
     io_bytes: int = 0
     """Bytes moved by them."""
 
-    @property
-    def wanted(self) -> list[Sequence[AnyOp]]:
-        """What to begin together: all, or, since what is left need not adjoin, each that is still wanted alone."""
-        if not any(op.unwanted for op in self.ops):
-            return [self.ops]
-        return [[op] for op in self.ops if not op.unwanted]
-
 
 class Backlog:
-    """Waiting operations and runs under way. `changed` guards everything; methods without a note need it held.
+    """Waiting operations, and runs of blocks under way. `changed` guards all; methods without a note need it held.
 
     Args:
         width: runs that may be under way at a time.
@@ -70,6 +64,9 @@ class Backlog:
         self.changed = threading.Condition()
         self.width = width
         self.waiting: tuple[deque[AnyOp], ...] = tuple(deque() for _ in DiskPriority)
+        """The first one of each may have begun."""
+        self.blocks = [0] * len(DiskPriority)
+        """Blocks of these that wait."""
         self.stopping = False
         """Nothing more is accepted."""
         self.gave_up = False
@@ -82,7 +79,16 @@ class Backlog:
         self._runs: list[DiskRun | None] = [None] * width
         self._started_s = [0.0] * width
 
-    def take(self, may_begin: Callable[[AnyOp], bool] = lambda op: True) -> DiskRun | None:
+    def add(self, ops: Sequence[AnyOp], priority: int) -> int:
+        """These wait from now on; returns in how many runs they may be carried."""
+        before = self.blocks[priority]
+        self.waiting[priority].extend(ops)
+        self.blocks[priority] += sum([op.count for op in ops])
+        if priority == DiskPriority.LOAD and self._shares:
+            return self.blocks[priority] - before
+        return sum([1 if isinstance(op, TaskOp) or is_one_part(op) else op.count for op in ops])
+
+    def take(self, may_begin: Callable[[AnyOp, int], bool] = lambda op, place: True) -> DiskRun | None:
         """The next run; None when nothing waits that may begin now."""
         if self.busy == self.width:
             return None
@@ -91,9 +97,9 @@ class Backlog:
                 continue
             if priority != DiskPriority.LOAD and self._behind_bytes >= BEHIND_BYTES:
                 break
-            if not may_begin(waiting[0]):
+            if not may_begin(waiting[0], waiting[0].begun):
                 continue
-            run = self._pop(priority, waiting)
+            run = self._next_run(priority, waiting)
             run.place = self._runs.index(None)
             self._runs[run.place], self._started_s[run.place] = run, time.monotonic()
             self.busy += 1
@@ -102,54 +108,70 @@ class Backlog:
             return run
         return None
 
-    def _pop(self, priority: int, waiting: deque[AnyOp]) -> DiskRun:
-        """As many operations from the head as fit one system call."""
-        most = MAX_RUN_OPS
-        if priority == DiskPriority.LOAD and self._shares:
-            # Clients wait for these: no run takes more than its share while places are free.
-            most = min(most, -(-len(waiting) // (self.width - self.busy)))
-        run = [waiting.popleft()]
-        size = run[0].moved_bytes
-        while waiting and len(run) < most and adjoins(run[-1], waiting[0]):
-            more = waiting[0].moved_bytes
-            if size + more > MAX_RUN_BYTES:
-                break
-            size += more
-            run.append(waiting.popleft())
-        return DiskRun(run, priority, size)
+    def _next_run(self, priority: int, waiting: deque[AnyOp]) -> DiskRun:
+        """As many blocks of the first operation as fit one system call."""
+        op, most = waiting[0], MAX_RUN_OPS
+        first = op.begun
+        if isinstance(op, TaskOp):
+            run = DiskRun(op, 0, 1)
+        else:
+            if priority == DiskPriority.LOAD and self._shares:
+                # Clients wait for these: no run takes more than its share while places are free.
+                most = min(most, -(-self.blocks[priority] // (self.width - self.busy)))
+            end = part_end(op, first, most, MAX_RUN_BYTES)
+            run = DiskRun(op, first, end, sum(op.sizes[first:end]))
+        op.begun = run.end
+        self.blocks[priority] -= run.end - first
+        if op.begun == op.count:
+            waiting.popleft()
+        return run
 
-    def finish(self, runs: Sequence[DiskRun]) -> bool:
-        """Free the places of runs whose operations have outcomes; False when they were abandoned meanwhile."""
-        if self.gave_up:
-            return False
-        for run in runs:
+    def finish(self, runs: Sequence[DiskRun]) -> list[AnyOp]:
+        """Free the places of runs whose blocks have outcomes; returns operations all of whose blocks have one now.
+
+        None where all were abandoned meanwhile.
+        """
+        over: list[AnyOp] = []
+        for run in () if self.gave_up else runs:
+            op = run.op
             self._runs[run.place], self._started_s[run.place] = None, 0.0
-            self._writing -= run.priority == DiskPriority.WRITE
-            self._behind_bytes -= 0 if run.priority == DiskPriority.LOAD else run.size_bytes
-        self.busy -= len(runs)
-        return True
+            self._writing -= op.priority == DiskPriority.WRITE
+            self._behind_bytes -= 0 if op.priority == DiskPriority.LOAD else run.size_bytes
+            self.busy -= 1
+            if not isinstance(op, TaskOp) and run.calls:
+                op.calls.append(Call(run.io_ns, run.calls, run.io_bytes))
+            over += self._ended(op, run.end - run.first)
+        return over
 
-    def cancel(self, priority: DiskPriority | None = None) -> list[DiskRun]:
-        """Take back what has not started, of one priority or of all."""
-        cancelled = []
+    @staticmethod
+    def _ended(op: AnyOp, count: int) -> list[AnyOp]:
+        """So many more blocks of an operation have outcomes; it, if that was the rest."""
+        op.ended += count
+        return [op] if op.ended == op.count else []
+
+    def cancel(self, priority: DiskPriority | None = None) -> tuple[int, list[AnyOp]]:
+        """Take back what has not started, of one priority or of all: how many blocks, and which operations are over."""
+        over, blocks = list[AnyOp](), 0
         for number, waiting in enumerate(self.waiting):
-            if waiting and (priority is None or number == priority):
-                cancelled.append(DiskRun(list(waiting), number))
+            if priority is None or number == priority:
+                for op in waiting:
+                    op.end(op.begun, op.count, DiskOutcome.CANCELLED)
+                    over += self._ended(op, op.count - op.begun)
+                blocks += self.blocks[number]
+                self.blocks[number] = 0
                 waiting.clear()
-        for run in cancelled:
-            for op in run.ops:
-                op.outcome = DiskOutcome.CANCELLED
-        return cancelled
+        return blocks, over
 
-    def abandon(self) -> list[DiskRun]:
-        """Leave what is under way to the kernel, for good."""
+    def abandon(self) -> list[AnyOp]:
+        """Leave what is under way to the kernel, for good; returns these operations."""
         self.gave_up = True
-        left = [run for run in self._runs if run is not None]
+        over: list[AnyOp] = []
+        for run in self._runs:
+            if run is not None:
+                run.op.end(run.first, run.end, DiskOutcome.ABANDONED)
+                over += self._ended(run.op, run.end - run.first)
         self._runs = [None] * self.width
-        for run in left:
-            for op in run.ops:
-                op.outcome = DiskOutcome.ABANDONED
-        return left
+        return over
 
     def oldest_s(self) -> float:
         """Since when (time.monotonic()) the longest of the runs has been under way; 0 for none. Without `changed`."""

@@ -29,7 +29,7 @@ class Carrier(Protocol):
     name: str
 
     def wake(self, count: int) -> None:
-        """So many operations have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        """So many runs have come, or the backlog is stopping. Needs `backlog.changed` held."""
 
     def join(self, deadline_s: float) -> bool:
         """Wait until its threads have ended, or until a time (time.monotonic()); whether they have. Blocks."""

@@ -27,9 +27,9 @@ class WriteHealth:
         """True if a write should be tried now."""
         return not self.reason or self._clock_s() >= self.off_until_s
 
-    def failed(self, reason: str) -> None:
-        """A write, or the creation of a segment, has failed."""
-        self.failures += 1
+    def failed(self, reason: str, writes: int = 1) -> None:
+        """So many writes have failed, or the creation of a segment."""
+        self.failures += writes
         if self._clock_s() < self.off_until_s:
             return  # it was in progress when the first one failed
         if not self.reason:

@@ -13,25 +13,31 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from functools import reduce
+from operator import or_
 
-from .backlog import MAX_RUN_OPS, Backlog, DiskPriority, DiskRun
-from .block_io import AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
+from .backlog import MAX_RUN_BYTES, MAX_RUN_OPS, Backlog, DiskPriority, DiskRun
+from .block_io import AnyOp, BlocksOp, DiskOutcome, ReadOp, TaskOp, WriteOp
 from .carriers import AIO_DEPTH, THREADS, Carrier, start_carrier
 from .directory import Directory
 from .disk import PAGE_BYTES
 from .tally import Tally
 from .threads import ThreadCarrier
 
-__all__ = ["MAX_RUN_OPS", "DiskOutcome", "DiskPriority", "DiskQueue", "ReadOp", "TaskOp", "WriteOp"]
+__all__ = ["DiskOutcome", "DiskPriority", "DiskQueue", "ReadOp", "TaskOp", "WriteOp"]
 
 DELIVER_BATCH = 64
 DELIVER_NS = 1_000_000
 """Completions handled in one turn of the loop, about, and the time after which it ends with the few in progress."""
-TIMED_OPS = 8
+TIMED_OPS = 4
 """Completions between two looks at the clock."""
 QUEUE_LIMITS = {DiskPriority.LOAD: 8192, DiskPriority.PREFETCH: 2048, DiskPriority.WRITE: 2048}
-"""Operations that may wait, by priority."""
+"""Blocks that may wait, by priority; of tasks one at a time is asked for."""
+
+
+def most_together(frame_bytes: int) -> int:
+    """How many blocks of that size one operation should have: those of one system call. They end together."""
+    return max(1, min(MAX_RUN_OPS, MAX_RUN_BYTES // frame_bytes))
 
 
 class DiskQueue(Tally):
@@ -46,7 +52,7 @@ class DiskQueue(Tally):
         again: the same from the loop itself (`loop.call_soon`), which costs no wake-up.
         threads: runs under way at a time where threads carry them.
         depth: runs under way at a time where AIO does.
-        limits: operations that may wait, by priority.
+        limits: blocks that may wait, by priority.
         why_not_aio: in words, if threads must carry blocks; else AIO does where the directory has it.
     """
 
@@ -66,8 +72,7 @@ class DiskQueue(Tally):
         self._again = again or announce
         self._limits = {**QUEUE_LIMITS, **(limits or {})}
         # Not guarded: appends and pops of a deque are atomic.
-        self._completed: deque[DiskRun] = deque()
-        self._due: deque[AnyOp] = deque()  # of a completed run, counted already; the loop's own
+        self._completed: deque[AnyOp] = deque()
         self._announced = False
         self._blocks, self._carrier, self.io_reason = start_carrier(
             directory, self._finished, why_not_aio, threads, depth
@@ -86,48 +91,48 @@ class DiskQueue(Tally):
     def submit_many(self, ops: Sequence[AnyOp], priority: DiskPriority) -> int:
         """Accept as many of `ops`, in order, as there is room for; returns how many.
 
-        An operation is submitted once. All are blocks or all are tasks. Blocks in adjoining slots should come together
-        and in order: they share system calls.
+        An operation is submitted once. All are blocks or all are tasks. Blocks in adjoining slots should be neighbours
+        in an operation: they share system calls.
         """
         tasks = bool(ops) and isinstance(ops[0], TaskOp)
         backlog, carrier = (self._tasks, self._task_carrier) if tasks else (self._blocks, self._carrier)
+        _check(ops, tasks)
         with backlog.changed:
-            waiting = backlog.waiting[priority]
-            room = 0 if backlog.stopping else max(0, self._limits[priority] - len(waiting))
-            accepted = list(islice(ops, room))
-            now_ns, pending, held_bytes = time.monotonic_ns(), DiskOutcome.PENDING, 0
-            _check(accepted, tasks)
-            for op in accepted:
-                op.submitted_ns, op.priority, op.outcome = now_ns, priority, pending
+            room = 0 if backlog.stopping else self._limits[priority] - backlog.blocks[priority]
+            accepted, now_ns, held_bytes = list[AnyOp](), time.monotonic_ns(), 0
+            for op in ops:
+                room -= op.count
+                if room < 0:
+                    break
+                op.submitted_ns, op.priority, op.begun, op.ended = now_ns, priority, 0, 0
                 op.held_bytes = op.moved_bytes
                 held_bytes += op.held_bytes
-            self.in_flight += len(accepted)
+                accepted.append(op)
             self.in_flight_bytes += held_bytes
-            waiting.extend(accepted)
             if accepted:
-                carrier.wake(len(accepted))
-        self.refused += len(ops) - len(accepted)
+                self.in_flight += sum([op.count for op in accepted])
+                carrier.wake(backlog.add(accepted, priority))
+        self.refused += sum([op.count for op in ops[len(accepted) :]])
         return len(accepted)
 
     def cancel_queued(self, priority: DiskPriority | None = None) -> int:
-        """End everything that has not started (of one priority, or of all) as CANCELLED; returns how many.
+        """End all blocks that have not started (of one priority, or of all) as CANCELLED; returns how many.
 
         Their `done` is called soon, not in here. For a disk that went offline.
         """
-        cancelled: list[DiskRun] = []
+        cancelled = 0
         for backlog in (self._blocks, self._tasks):
             with backlog.changed:
-                cancelled += backlog.cancel(priority)
-        self._completed.extend(cancelled)
+                blocks, over = backlog.cancel(priority)
+                self._completed.extend(over)
+            cancelled += blocks
         self._announce_completed()
-        return sum(len(run.ops) for run in cancelled)
+        return cancelled
 
     def queued(self, priority: DiskPriority | None = None) -> int:
-        """Operations that wait for the carrier."""
-        waiting = (*self._blocks.waiting, *self._tasks.waiting)
-        if priority is not None:
-            waiting = (self._blocks.waiting[priority], self._tasks.waiting[priority])
-        return sum(map(len, waiting))
+        """Blocks and tasks that wait for the carrier."""
+        blocks, tasks = self._blocks.blocks, self._tasks.blocks
+        return sum(blocks) + sum(tasks) if priority is None else blocks[priority] + tasks[priority]
 
     def oldest_age_s(self) -> float:
         """How long the longest-running operation has been under way; 0 when there is none.
@@ -145,7 +150,7 @@ class DiskQueue(Tally):
             handed += some
             if time.perf_counter_ns() >= until_ns:
                 break
-        if self._completed or self._due:
+        if self._completed:
             self._again(self.deliver)  # still announced: completions meanwhile need no wake-up
             return
         self._announced = False
@@ -153,15 +158,9 @@ class DiskQueue(Tally):
 
     def _hand_over(self, most: int) -> int:
         """Pass at most that many completed operations to their `done`; returns how many there were."""
-        due, runs = self._due, []
-        while self._completed and len(due) < most:
-            runs.append(run := self._completed.popleft())
-            due.extend(run.ops)
-        if len(runs) > 1 or len(due) > 1:
-            self._count(runs)
-        elif runs:
-            self._count_one(runs[0], due[0])
-        ops = [due.popleft() for _ in range(min(most, len(due)))]
+        completed = self._completed
+        ops = [completed.popleft() for _ in range(min(most, len(completed)))]
+        self._count(ops)
         self._pass_on(ops)
         return len(ops)
 
@@ -208,13 +207,13 @@ class DiskQueue(Tally):
     # --- the carriers' side ----------------------------------------------------------------------
 
     def _finished(self, runs: Sequence[DiskRun]) -> None:
-        """Take runs whose operations have outcomes, from the thread of a carrier."""
-        backlog = self._tasks if isinstance(runs[0].ops[0], TaskOp) else self._blocks
+        """Take runs whose blocks have outcomes, from the thread of a carrier."""
+        backlog = self._tasks if isinstance(runs[0].op, TaskOp) else self._blocks
         with backlog.changed:
-            if not backlog.finish(runs):
-                return
-            self._completed.extend(runs)
-        self._announce_completed()
+            over = backlog.finish(runs)
+            self._completed.extend(over)
+        if over:
+            self._announce_completed()
 
     def _announce_completed(self) -> None:
         if self._completed and not self._announced:
@@ -224,8 +223,9 @@ class DiskQueue(Tally):
 
 
 def _check(ops: Sequence[AnyOp], tasks: bool) -> None:
-    blocks = [op for op in ops if not isinstance(op, TaskOp)]
+    blocks = [op for op in ops if isinstance(op, BlocksOp)]
     assert len(blocks) == (0 if tasks else len(ops)), "tasks and blocks come apart"
-    places = [(op.slot | op.address) % PAGE_BYTES for op in blocks]
-    assert not any(places), "slots and frames are 4096-aligned"
-    assert min([op.length for op in blocks], default=1) > 0, "blocks of no bytes are refused long before"
+    for op in blocks:
+        places = reduce(or_, op.slots) | reduce(or_, op.addresses)
+        assert not places % PAGE_BYTES, "slots and frames are 4096-aligned"
+        assert op.length > 0, "blocks of no bytes are refused long before"

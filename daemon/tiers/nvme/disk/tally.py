@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import cast
+from itertools import compress
 
-from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.ground.histograms import POWERS_OF_TWO, Histogram, LatencyHistogram
 
-from .backlog import DiskPriority, DiskRun
-from .block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp, by_done
+from .backlog import DiskPriority
+from .block_io import AnyOp, BlockOp, DiskOutcome, ReadOp, TaskOp
 
 log = logging.getLogger("tiercache.daemon")
 
@@ -39,16 +38,17 @@ class Tally:
         self.in_flight_bytes = 0
         """Bytes (padded) of operations accepted and not yet passed to `done`."""
         self.in_flight = 0
-        """Operations accepted and not yet passed to `done`."""
+        """Blocks and tasks accepted and not yet passed to `done`."""
         self.reads = self.read_bytes = self.read_calls = 0
         self.writes = self.written_bytes = self.write_calls = 0
         self.checksum_failures = self.other_key_blocks = self.cancelled = self.abandoned = self.refused = 0
         self.errors: dict[int, int] = {}
         """I/O errors by errno."""
         self.latency = {name: LatencyHistogram() for name in LATENCIES}
-        """From submit to done by priority, and time inside the system calls (with AIO: in the kernel) of one run."""
+        """From submit to done by priority, of each block, and time inside the system calls (with AIO: in the kernel) of
+        one part of an operation."""
         self.call_bytes = {"read_call": Histogram(POWERS_OF_TWO), "write_call": Histogram(POWERS_OF_TWO)}
-        """Bytes moved by the system calls of one run."""
+        """Bytes moved by the system calls of one part of an operation."""
         self._latency_of = [self.latency[priority.name.lower()] for priority in DiskPriority]
 
     def _counts(self) -> dict[str, object]:
@@ -59,73 +59,50 @@ class Tally:
             "latency": {name: histogram.snapshot() for name, histogram in self.latency.items()},
         }
 
-    def _count_one(self, run: DiskRun, op: AnyOp) -> None:
-        """Count a run of one operation, as large blocks are: each step here finds the CPU's caches cold."""
-        if (op.outcome is not DiskOutcome.OK and not self._has_run(op)) or isinstance(op, TaskOp):
-            return
-        self._latency_of[run.priority].observe(time.monotonic_ns() - op.submitted_ns)
-        moved_bytes = op.held_bytes if op.codec == RAW else op.moved_bytes
+    def _count(self, ops: Sequence[AnyOp]) -> None:
+        """Count operations that have ended."""
+        for op in ops:
+            if isinstance(op, TaskOp):
+                self._count_odd(op.outcome, op.errno)
+            else:
+                self._count_blocks(op)
+
+    def _count_blocks(self, op: BlockOp) -> None:
+        blocks, sizes = op.count, op.sizes
+        if not op.is_well:
+            errnos = op.errnos
+            ran = [self._count_odd(outcome, errnos.get(place, 0)) for place, outcome in enumerate(op.outcomes)]
+            blocks, sizes = ran.count(True), list(compress(sizes, ran))
+        latency = time.monotonic_ns() - op.submitted_ns
+        self._latency_of[op.priority].observe_all([latency] * blocks)
+        calls, moved_bytes, name = 0, sum(sizes), "read_call" if isinstance(op, ReadOp) else "write_call"
+        for call in op.calls:
+            self.latency[name].observe(call.io_ns)
+            self.call_bytes[name].observe(call.io_bytes)
+            calls += call.calls
         if isinstance(op, ReadOp):
-            name = "read_call"
-            self.reads += 1
-            self.read_bytes += moved_bytes
-            self.read_calls += run.calls
-        else:
-            name = "write_call"
-            self.writes += 1
-            self.written_bytes += moved_bytes
-            self.write_calls += run.calls
-        if run.calls:
-            self.latency[name].observe(run.io_ns)
-            self.call_bytes[name].observe(run.io_bytes)
-
-    def _count(self, runs: Sequence[DiskRun]) -> None:
-        """Count completed runs, those of a kind together."""
-        well = DiskOutcome.OK
-        kinds: dict[tuple[int, type], list[DiskRun]] = {}
-        for run in runs:
-            kinds.setdefault((run.priority, type(run.ops[0])), []).append(run)
-        for (priority, kind), alike in kinds.items():
-            ops = [op for run in alike for op in run.ops]
-            if not all(op.outcome is well for op in ops):
-                ops = [op for op in ops if self._has_run(op)]
-            if kind is not TaskOp:
-                self._count_blocks(priority, issubclass(kind, ReadOp), alike, cast("list[BlockOp]", ops))
-
-    def _count_blocks(self, priority: int, reads: bool, runs: Sequence[DiskRun], ops: Sequence[BlockOp]) -> None:
-        now_ns = time.monotonic_ns()
-        self._latency_of[priority].observe_all([now_ns - op.submitted_ns for op in ops])
-        # Raw blocks move what they hold; only an encoded block turns out smaller.
-        saved_bytes = sum([op.held_bytes - op.moved_bytes for op in ops if op.codec != RAW])
-        moved_bytes = sum([op.held_bytes for op in ops]) - saved_bytes
-        calls = sum([run.calls for run in runs])
-        if reads:
-            self.reads += len(ops)
+            self.reads += blocks
             self.read_bytes += moved_bytes
             self.read_calls += calls
         else:
-            self.writes += len(ops)
+            self.writes += blocks
             self.written_bytes += moved_bytes
             self.write_calls += calls
-        name = "read_call" if reads else "write_call"
-        self.latency[name].observe_all([run.io_ns for run in runs if run.calls])
-        self.call_bytes[name].observe_all([run.io_bytes for run in runs if run.calls])
 
     def _pass_on(self, ops: Sequence[AnyOp]) -> None:
         """Pass operations that have ended to their `done`."""
-        self.in_flight -= len(ops)
+        self.in_flight -= sum([op.count for op in ops])
         self.in_flight_bytes -= sum([op.held_bytes for op in ops])
-        for done, ended in by_done(ops):
+        for op in ops:
             try:
-                done(ended)
+                op.done(op)
             except Exception:
                 log.exception("the owner of a disk operation failed to take it back")
 
-    def _has_run(self, op: AnyOp) -> bool:
-        """Count an outcome that may be no good one; whether the disk has dealt with the operation."""
-        outcome = op.outcome
+    def _count_odd(self, outcome: DiskOutcome, number: int) -> bool:
+        """Count an outcome that may be no good one; whether the disk has dealt with the block. number: an errno."""
         if outcome is DiskOutcome.IO_ERROR:
-            self.errors[op.errno] = self.errors.get(op.errno, 0) + 1
+            self.errors[number] = self.errors.get(number, 0) + 1
         self.cancelled += outcome is DiskOutcome.CANCELLED
         self.abandoned += outcome is DiskOutcome.ABANDONED
         self.checksum_failures += outcome is DiskOutcome.CORRUPT

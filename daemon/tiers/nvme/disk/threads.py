@@ -10,17 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from .backlog import Backlog, DiskRun
-from .block_io import (
-    AnyOp,
-    BlockForms,
-    DiskOutcome,
-    DiskTransfer,
-    TaskOp,
-    fail,
-    needs_bounce,
-    settle,
-    view_of,
-)
+from .block_io import BlockForms, DiskOutcome, DiskTransfer, TaskOp, fail, needs_bounce, settle, view_of
 from .directory import Directory
 from .disk import PAGE_BYTES
 
@@ -35,7 +25,7 @@ class ThreadCarrier:
     Args:
         backlog: where the runs come from.
         directory: an open one.
-        finished: takes runs whose operations have outcomes; called on the threads.
+        finished: takes runs whose blocks have outcomes; called on the threads.
     """
 
     name = "threads"
@@ -51,7 +41,7 @@ class ThreadCarrier:
             thread.start()
 
     def wake(self, count: int) -> None:
-        """So many operations have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        """So many runs have come, or the backlog is stopping. Needs `backlog.changed` held."""
         self._backlog.changed.notify(count)
 
     def join(self, deadline_s: float) -> bool:
@@ -89,36 +79,34 @@ class Mover:
         self._bounce_address = _address_of(self._bounce)
 
     def carry_out(self, run: DiskRun) -> None:
-        """Give every operation of a run its outcome. Blocks as the disk does; raises nothing: a thread survives any."""
+        """Give every block of a run its outcome. Blocks as the disk does; raises nothing: a thread survives any."""
         try:
-            for ops in run.wanted:
-                self._together(run, ops)
+            self._together(run, run.first, run.end)
         except Exception:
             log.exception("a disk worker met something unforeseen")
-        settle(run.ops)
+        settle(run.op, run.first, run.end)
 
-    def _together(self, run: DiskRun, ops: Sequence[AnyOp]) -> None:
+    def _together(self, run: DiskRun, first: int, end: int) -> None:
         try:
-            self._attempt(run, ops)
+            self._attempt(run, first, end)
         except OSError as error:
-            if len(ops) == 1:
-                fail(ops[0], error)
+            if end - first == 1:
+                fail(run.op, first, error)
                 return
-            # One bad place must not cost its neighbours: run each alone.
-            for op in ops:
-                self._together(run, [op])
+            # One bad place must not cost its neighbours: each is tried alone.
+            for place in range(first, end):
+                self._together(run, place, place + 1)
 
-    def _attempt(self, run: DiskRun, ops: Sequence[AnyOp]) -> None:
-        blocks = [op for op in ops if not isinstance(op, TaskOp)]
-        if blocks:
-            transfer = self._forms.begin(blocks, self._bounce_of)
-            if transfer is not None:
-                self._move(run, transfer)
-                self._forms.end(blocks, self._bounce_address if needs_bounce(blocks[0]) else 0)
-        for op in ops:
-            if isinstance(op, TaskOp):
-                op.call()
-                op.outcome = DiskOutcome.OK
+    def _attempt(self, run: DiskRun, first: int, end: int) -> None:
+        op = run.op
+        if isinstance(op, TaskOp):
+            op.call()
+            op.outcome = DiskOutcome.OK
+            return
+        transfer = self._forms.begin(op, first, end, self._bounce_of)
+        if transfer is not None:
+            self._move(run, transfer)
+            self._forms.end(transfer, self._bounce_address if needs_bounce(op, first) else 0)
 
     def _move(self, run: DiskRun, transfer: DiskTransfer) -> None:
         """Transfer all of its bytes. Raises OSError."""

@@ -87,8 +87,8 @@ class Offers:
             if shelf is not None:
                 shelf.index.touch(shelf.table(namespace).get(_key(keys, here - 1)), how)
             if here < dram_blocks and not namespace.spec.dram_only and self._has_room:
-                for place in range(here, min(here + most, dram_blocks)):
-                    self._writes.add(namespace, _key(keys, place), asked_again=True, before=_key(keys, place - 1))
+                places = range(here, min(here + most, dram_blocks))
+                self._writes.add_many(namespace, [_key(keys, place) for place in places], asked_again=True)
 
     @property
     def _takes_walks(self) -> bool:
@@ -132,7 +132,7 @@ class Offers:
             for number in range(first, end):
                 key = keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
                 if here is None or not here(key):
-                    self._writes.add(namespace, key, asked_again=True, before=_key(keys, number - 1))
+                    self._writes.add_many(namespace, [key], asked_again=True, before=_key(keys, number - 1))
             left -= end - first
             if end < last:
                 self._windows.appendleft((namespace, keys, end))

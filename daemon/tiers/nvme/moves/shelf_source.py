@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from tiercache.daemon.ground.slices import PINS, Steps
 from tiercache.daemon.tiers.dram.source import Fetch, FetchOutcome, FetchTally, SourcePart, TierParts
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome, ReadOp
-from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
-from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlock
+from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority, most_together
+from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf, StoredBlocks
 from tiercache.protocol.messages import KEY_BYTES
 
 from .placement import ShelfPlacement
@@ -25,13 +25,6 @@ _OUTCOMES = {
     DiskOutcome.CANCELLED: FetchOutcome.CANCELLED,
     DiskOutcome.ABANDONED: FetchOutcome.ABANDONED,
 }
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Read(ReadOp):
-    """What the disk does for a fetch."""
-
-    fetch: Fetch
 
 
 class Unreadable:
@@ -96,7 +89,7 @@ class ShelfSources:
 
 
 class ShelfSource:
-    """Implements `Source`. While a block is held, its entry is pinned and its slot belongs to the kernel."""
+    """Implements `Source`. While a block is held, its slot belongs to the kernel; while it is fetched, it stays."""
 
     def __init__(self, shelf: Shelf, tally: FetchTally, unreadable: Unreadable) -> None:
         self.tally = tally
@@ -125,46 +118,55 @@ class ShelfSource:
         """Which of them are not here; see `Shelf.has`."""
         return self._shelf.missing(namespace, keys)
 
-    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[StoredBlock]:
+    def most_together(self, namespace: Namespace) -> int:
+        """See `Source`. Neighbouring slots share a system call."""
+        return most_together(namespace.size_class.frame_bytes)
+
+    def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> StoredBlocks:
         """See `Source`."""
         shelf = self._shelf
         held = shelf.find_many(namespace, [keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] for number in numbers])
-        for stored in held:
-            shelf.index.touch(stored.entry)
-            shelf.index.pin(stored.entry)
-        shelf.allocator.hold_many([stored.slot for stored in held])
+        shelf.allocator.hold_many(held.slots)
         return held
 
     def fetch(self, fetches: Sequence[Fetch]) -> bool:
-        """See `Source`. Neighbouring slots share a system call."""
-        ops = [_read_of(fetch) for fetch in fetches]
+        """See `Source`."""
+        ops = [
+            fetch.held.read_op(fetch.namespace, fetch.keys, fetch.addresses, partial(_ended, fetch))
+            for fetch in fetches
+        ]
+        for fetch in fetches:
+            for entry in _pinned(fetch):
+                self._shelf.index.touch(entry)
+                self._shelf.index.pin(entry)
         priority = DiskPriority.LOAD if fetches[0].urgent else DiskPriority.PREFETCH
-        refused = ops[self._shelf.queue.submit_many(ops, priority) :]
-        for op in refused:
-            op.outcome = DiskOutcome.CANCELLED
-        if refused:
-            _ended(refused)
-        return not refused
+        accepted = self._shelf.queue.submit_many(ops, priority)
+        for op in ops[accepted:]:
+            op.end(0, op.count, DiskOutcome.CANCELLED)
+            op.done(op)
+        return accepted == len(ops)
 
     def let_go(self, fetches: Sequence[Fetch]) -> None:
         """See `Source`."""
-        self._shelf.allocator.unhold_many([fetch.held.slot for fetch in fetches])
         unpin = self._shelf.index.unpin
         for fetch in fetches:
-            unpin(fetch.held.entry)
-        for fetch in fetches if self._unreadable.blocks else ():
-            if fetch.outcome is FetchOutcome.OK:
-                self._unreadable.was_read(fetch.namespace, fetch.key)
+            self._shelf.allocator.unhold_many(fetch.held.slots)
+            for entry in _pinned(fetch):
+                unpin(entry)
+            if self._unreadable.blocks:
+                for key, outcome in zip(fetch.keys, fetch.outcomes, strict=True):
+                    if outcome is FetchOutcome.OK:
+                        self._unreadable.was_read(fetch.namespace, key)
 
-    def failed(self, fetch: Fetch) -> bool:
+    def failed(self, fetch: Fetch, place: int) -> bool:
         """See `Source`. A bad block is dropped, with all that follows it; an unreadable one gets a second chance."""
-        shelf, outcome = self._shelf, fetch.outcome
+        shelf, namespace, key, outcome = self._shelf, fetch.namespace, fetch.keys[place], fetch.outcomes[place]
         if outcome is FetchOutcome.CORRUPT:
-            shelf.drop_damaged(fetch.namespace, fetch.key)
+            shelf.drop_damaged(namespace, key)
         elif outcome is FetchOutcome.OTHER_KEY or (
-            outcome is FetchOutcome.FAILED and self._unreadable.again(fetch.namespace, fetch.key)
+            outcome is FetchOutcome.FAILED and self._unreadable.again(namespace, key)
         ):
-            shelf.drop(fetch.namespace, fetch.key)
+            shelf.drop(namespace, key)
         return False
 
     def cancel(self) -> None:
@@ -172,28 +174,13 @@ class ShelfSource:
         self._shelf.queue.cancel_queued()
 
 
-def _read_of(fetch: Fetch) -> _Read:
-    stored: StoredBlock = fetch.held
-    return _Read(
-        done=_ended,
-        together=True,
-        slot=stored.slot,
-        address=fetch.address,
-        length=fetch.namespace.spec.block_bytes,
-        key=fetch.key,
-        fingerprint=fetch.namespace.fingerprint,
-        stored_length=stored.stored_length,
-        checksum=stored.checksum,
-        codec=stored.codec,
-        kind=stored.kind,
-        fetch=fetch,
-    )
+def _pinned(fetch: Fetch) -> list[int]:
+    """Entries that keep those of a fetch: of a chain the last one, which keeps all before it."""
+    entries: list[int] = fetch.held.entries
+    return entries if fetch.namespace.table.windowed else entries[-1:]
 
 
-def _ended(ops: Sequence[_Read]) -> None:
-    """Reads of one queue have ended."""
-    well = DiskOutcome.OK
-    for op in ops:
-        outcome = FetchOutcome.OK if op.outcome is well else _OUTCOMES[op.outcome]
-        op.fetch.outcome, op.fetch.stored_bytes = outcome, op.stored_length
-    ops[0].fetch.done([op.fetch for op in ops])
+def _ended(fetch: Fetch, op: ReadOp) -> None:
+    """A read has ended."""
+    outcomes = [FetchOutcome.OK] * op.count if op.is_well else [_OUTCOMES[outcome] for outcome in op.outcomes]
+    fetch.end(outcomes, op.stored_lengths)

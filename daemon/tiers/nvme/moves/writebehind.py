@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import repeat
 from typing import NamedTuple
 
 from tiercache.copies.arena import Region
@@ -38,29 +38,42 @@ from .flights import Flight, Flights, Name
 from .placement import ShelfPlacement, near
 
 MAX_QUEUED = 65_536
+MAX_RUN = 1024
+"""Blocks of a queued run to which others are added that follow it."""
 MAX_LANE = 16_384
 """Blocks waiting in one lane; further ones are passed over."""
-AT_ONCE = 64
+AT_ONCE = 128
 """Blocks considered before the loop serves others."""
 
 
-class WantedWrite(NamedTuple):
-    """A block to be written. `before`: of a windowed one the key of the block before it, if known."""
+class WantedRun:
+    """Blocks of a chain to be written, in its order; those before `at` have been taken off.
 
-    namespace: Namespace
-    key: bytes
-    asked_again: bool
-    before: bytes = b""
+    `before`: of a windowed block, which is a run by itself, the key of the block before it, if known.
+    """
+
+    __slots__ = ("asked_again", "at", "before", "keys", "namespace")
+
+    def __init__(self, namespace: Namespace, keys: list[bytes], asked_again: bool, before: bytes = b"") -> None:
+        self.namespace = namespace
+        self.keys = keys
+        self.asked_again = asked_again
+        self.before = before
+        self.at = 0
+
+    def names(self, first: int, end: int | None = None) -> list[Name]:
+        """Those of some of its blocks."""
+        return list(zip(repeat(self.namespace.number), self.keys[first:end]))
 
 
 class _Begun(NamedTuple):
-    """What became of a wanted write: the shelf that it has to wait for, if any, and how many others began with it."""
+    """What became of a run: the shelf that it has to wait for, if any, and how many blocks were seen to."""
 
     waits_for: Shelf | None
-    more: int
+    blocks: int
 
 
-_PASSED = _Begun(None, 0)
+_PASSED = _Begun(None, 1)
 
 
 class WriteBehind(Flights):
@@ -88,9 +101,11 @@ class WriteBehind(Flights):
         self.skipped_queue_full = 0
         self.skipped_too_large = 0  # blocks that no segment can hold
         self._placement = placement
-        self._queue: deque[WantedWrite] = deque()
+        self._queue: deque[WantedRun] = deque()
         self._queued: set[Name] = set()
-        self._lanes: dict[tuple[Shelf, int], deque[WantedWrite]] = {}  # by shelf and slot size
+        self._ends: dict[Name, WantedRun] = {}  # queued runs by their last blocks, for what hangs below these
+        self._lanes: dict[tuple[Shelf, int], deque[WantedRun]] = {}  # by shelf and slot size
+        self._waiting_in: Counter[tuple[Shelf, int]] = Counter()  # blocks in each lane
         self._in_lane: dict[Name, Shelf] = {}
         self._writable: dict[Shelf, bool] = {}
         self._rest: Iterator[tuple[Namespace, bytes]] | None = None
@@ -98,31 +113,44 @@ class WriteBehind(Flights):
 
     # --- what is to be written -------------------------------------------------------------------
 
-    def add(self, namespace: Namespace, key: bytes, asked_again: bool, before: bytes = b"") -> None:
-        """A block in DRAM that may be worth writing; see `WantedWrite`."""
-        self.add_many(namespace, (key,), asked_again, before)
+    def add_many(self, namespace: Namespace, keys: Sequence[bytes], asked_again: bool, before: bytes = b"") -> None:
+        """Blocks in DRAM that may be worth writing: a run of a chain, or one block of a window; see `WantedRun`."""
+        number, queued = namespace.number, self._queued
+        names = list(dict.fromkeys(zip(repeat(number), keys)))
+        for known in (queued, self._flying.keys(), self._in_lane.keys()):
+            if known and not known.isdisjoint(names):
+                names = [name for name in names if name not in known]
+        room = self.room
+        if len(names) > room:
+            self.skipped_queue_full += len(names) - room
+            del names[room:]
+        if not names:
+            return
+        queued.update(names)
+        keys = [key for _, key in names]
+        above = self._ends.pop((number, self._parent_of(namespace, keys[0])), None)
+        if above is not None and above.asked_again is asked_again and len(above.keys) < MAX_RUN:
+            above.keys += keys
+        else:
+            above = WantedRun(namespace, keys, asked_again, before)
+            self._queue.append(above)
+        self._ends[names[-1]] = above
+        self._soon()
 
-    def add_many(self, namespace: Namespace, keys: Iterable[bytes], asked_again: bool, before: bytes = b"") -> None:
-        """`add` each of them."""
-        queue, queued, flying, in_lane = self._queue, self._queued, self._flying, self._in_lane
-        number, before_these = namespace.number, len(queue)
-        room = MAX_QUEUED - before_these
-        for key in keys:
-            name = number, key
-            if name in queued or name in flying or name in in_lane:
-                continue
-            if room <= 0:
-                self.skipped_queue_full += 1
-                continue
-            room -= 1
-            queued.add(name)
-            queue.append(WantedWrite(namespace, key, asked_again, before))
-        if len(queue) > before_these:
-            self._soon()
+    def _parent_of(self, namespace: Namespace, key: bytes) -> bytes:
+        """The key of the block before one in DRAM; empty if that is none, or it has gone."""
+        entry, index = namespace.table.get(key), self._space.index
+        return b"" if entry == NO_ENTRY else index.key[index.parent[entry]]
 
     def slots_of(self, shelf: Shelf) -> list[int]:
         """Slots of writes that are in progress or wait for their parent's."""
-        return [write.slot for write in self._flying.values() if write.shelf is shelf]
+        return [
+            slot
+            for flight in set(self._flying.values())
+            if flight.shelf is shelf
+            for key, slot in zip(flight.keys, flight.slots, strict=True)
+            if self._flying.get((flight.namespace.number, key)) is flight  # else it is over already
+        ]
 
     def pending(self) -> Counter[int]:
         """Number of writes in progress or waiting for their parent's, by namespace number."""
@@ -135,20 +163,20 @@ class WriteBehind(Flights):
         """
         self._rest, self._end_s = iter(blocks), end_s
 
-    def _lose(self, write: Flight, failed: bool = False) -> None:
-        super()._lose(write, failed)
-        if self._end_s < math.inf and not failed:  # perhaps a flush of other blocks was in between: it is still dirty
-            self.add(write.namespace, write.key, asked_again=True)
+    def _lose(self, flight: Flight, failed: bool = False) -> None:
+        super()._lose(flight, failed)
+        if self._end_s < math.inf and not failed:  # perhaps a flush of others was in between: they are still dirty
+            self.add_many(flight.namespace, flight.keys, asked_again=True)
 
     @property
     def queued(self) -> int:
         """Blocks that wait."""
-        return len(self._queue) + len(self._in_lane)
+        return len(self._queued) + len(self._in_lane)
 
     @property
     def room(self) -> int:
         """How many more may wait."""
-        return MAX_QUEUED - len(self._queue)
+        return MAX_QUEUED - len(self._queued)
 
     @property
     def waiting(self) -> bool:
@@ -168,22 +196,29 @@ class WriteBehind(Flights):
     def give_up(self, shelf: Shelf) -> None:
         """A directory has gone: blocks that wait for it stay in DRAM; writes in progress end by themselves."""
         for place in [place for place in self._lanes if place[0] is shelf]:
-            del self._lanes[place]
+            del self._lanes[place], self._waiting_in[place]
         self._in_lane = {name: other for name, other in self._in_lane.items() if other is not shelf}
         if self._loads.get(shelf) == (0, 0):
             del self._loads[shelf]
         self._writable.pop(shelf, None)
 
-    def _next(self) -> WantedWrite | None:
-        if self._queue:
-            wanted = self._queue.popleft()
-            self._queued.discard((wanted.namespace.number, wanted.key))
-            return wanted
-        if self._rest is not None and len(self._in_lane) < MAX_LANE:
-            for namespace, key in self._rest:
-                return WantedWrite(namespace, key, True)
-            self._rest = None
-        return None
+    def _first(self) -> WantedRun | None:
+        """The first run of the queue; at the end one of the rest, which then waits there."""
+        if not self._queue and self._rest is not None and len(self._in_lane) < MAX_LANE:
+            following = next(self._rest, None)
+            if following is None:
+                self._rest = None
+            else:
+                self._queue.append(WantedRun(following[0], [following[1]], asked_again=True))
+        return self._queue[0] if self._queue else None
+
+    def _take_off(self, run: WantedRun, end: int) -> None:
+        """Blocks of the first run of the queue up to `end` do not wait there any more."""
+        self._queued.difference_update(run.names(run.at, end))
+        run.at = end
+        if end >= len(run.keys) and self._queue and self._queue[0] is run:
+            self._queue.popleft()
+            self._ends.pop((run.namespace.number, run.keys[-1]), None)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -192,30 +227,39 @@ class WriteBehind(Flights):
         done, limit = 0, CpuLimit(self.pump_ns)
         self._writable.clear()
         self._fairness.look_again()
-        for (lanes_shelf, _), lane in list(self._lanes.items()):
+        for place, lane in list(self._lanes.items()):
+            lanes_shelf = place[0]
             while lane and done < AT_ONCE and not self._is_full(lanes_shelf):
-                shelf, more = self._begin(lane[0], islice(lane, 1, AT_ONCE - done), lanes_shelf)
-                done += 1 + more
+                run = lane[0]
+                shelf, blocks = self._begin(run, run.at, AT_ONCE - done, lanes_shelf)
+                done += blocks
                 if shelf is lanes_shelf:
                     break
-                for _ in range(1 + more):
-                    gone = lane.popleft()
-                    del self._in_lane[gone.namespace.number, gone.key]
+                first = run.at
+                run.at = first + blocks if shelf is None else len(run.keys)
+                for name in run.names(first, run.at):
+                    del self._in_lane[name]
+                self._waiting_in[place] -= run.at - first
+                if run.at == len(run.keys):
+                    lane.popleft()
                 if shelf is not None:
-                    self._wait(shelf, gone)  # it goes elsewhere now, and must not keep these waiting
+                    self._wait(shelf, run, first)  # it goes elsewhere now, and must not keep these waiting
                 if limit.over:
                     done = AT_ONCE
         # Blocks that cannot start on any shelf stay in the queue: moving them to a lane first would cost as much again.
         while done < AT_ONCE and not all(map(self._is_full, self._placement.shelves)):
-            following = self._next()
+            following = self._first()
             if following is None:
                 break
-            shelf, more = self._begin(following, islice(self._queue, AT_ONCE - done - 1), None)
-            done += 1 + more
+            first = following.at
+            self._take_off(following, first + 1)  # whatever comes up now
+            shelf, blocks = self._begin(following, first, AT_ONCE - done, None)
+            done += blocks
             if shelf is not None:
-                self._wait(shelf, following)
-            for _ in range(more):
-                self._next()
+                blocks = len(following.keys) - first
+                self._wait(shelf, following, first)
+            if blocks > 1:
+                self._take_off(following, first + blocks)
             if limit.over:
                 done = AT_ONCE
         self._submit()
@@ -228,26 +272,29 @@ class WriteBehind(Flights):
             may = self._writable[shelf] = shelf.may_write
         return may
 
-    def _wait(self, shelf: Shelf, wanted: WantedWrite) -> None:
-        """Put a block that cannot be written now into its lane."""
-        name = wanted.namespace.number, wanted.key
-        if name in self._in_lane:
-            return  # at shutdown a waiting block comes by again
+    def _wait(self, shelf: Shelf, run: WantedRun, first: int) -> None:
+        """Put what is left of a run, which cannot be written now, into its lane."""
+        # At shutdown a waiting block comes by again.
+        keys = [name[1] for name in run.names(first) if name not in self._in_lane]
         if shelf.offline or shelf.health.off_until_s > self._end_s:
             return  # the deadline comes first
-        lane = self._lanes.setdefault((shelf, wanted.namespace.size_class.frame_bytes), deque())
-        if len(lane) >= MAX_LANE:
-            self.skipped_queue_full += 1
-            return
-        lane.append(wanted)
-        self._in_lane[name] = shelf
+        place = shelf, run.namespace.size_class.frame_bytes
+        room = MAX_LANE - self._waiting_in[place]
+        if len(keys) > room:
+            self.skipped_queue_full += len(keys) - room
+            del keys[room:]
+        if keys:
+            waiting = WantedRun(run.namespace, keys, run.asked_again, run.before)
+            self._lanes.setdefault(place, deque()).append(waiting)
+            self._in_lane.update(zip(waiting.names(0), repeat(shelf)))
+            self._waiting_in[place] += len(keys)
 
-    def _begin(self, wanted: WantedWrite, others: Iterable[WantedWrite], lane: Shelf | None) -> _Begun:
-        """Start one write, or pass over it; with it the leading ones of `others` that go on in the same chain.
+    def _begin(self, run: WantedRun, at: int, most: int, lane: Shelf | None) -> _Begun:
+        """Start to write block `at` of a run, or pass over it; with it at most `most` that go on in the same chain.
 
-        `lane`: of which shelf all of them are in a lane.
+        `lane`: of which shelf it is in a lane.
         """
-        namespace, key = wanted.namespace, wanted.key
+        namespace, key = run.namespace, run.keys[at]
         index, size, name = self._space.index, namespace.size_class.frame_bytes, (namespace.number, key)
         entry = namespace.table.get(key)
         if entry == NO_ENTRY or not index.attached(entry):
@@ -255,81 +302,89 @@ class WriteBehind(Flights):
         parent = index.key[index.parent[entry]]
         waits_for = self._in_lane.get((namespace.number, parent))
         if waits_for is not None and self._in_lane.get(name) is not waits_for:
-            return _Begun(waits_for, 0)  # a lane keeps the order
-        shelf, head = self._shelf_of(wanted, entry, parent)
+            return _Begun(waits_for, 1)  # a lane keeps the order
+        shelf, head = self._shelf_of(run, key, entry, parent)
         if shelf is None:
             self.skipped_without_parent += 1
             return _PASSED
         if shelf.has(namespace, key):  # perhaps it was flushed, and is yet to be unlinked
-            return _Begun(shelf, 0) if shelf.find(namespace, key) is None else _PASSED
+            return _Begun(shelf, 1) if shelf.find(namespace, key) is None else _PASSED
         if name in self._flying:
             return _PASSED
         if shelf.slot_bytes(namespace) > shelf.directory.segment_bytes:
             self.skipped_too_large += 1
             return _PASSED
-        if not self.budget.admits(size, wanted.asked_again):
+        if not self.budget.admits(size, run.asked_again):
             self.skipped_by_budget += 1
             return _PASSED
         if self._is_full(shelf) or not self._may_write(shelf):
-            return _Begun(shelf, 0)
+            return _Begun(shelf, 1)
         if self.budget.bytes_per_day and not shelf.admits(namespace, namespace.table.policy.worth(entry)):
             self.skipped_by_worth += 1
             return _PASSED
         room = self._fairness.room(shelf, namespace, parent)
         if room is not Room.HERE:
             self.skipped_by_quota += room is Room.NONE
-            return _Begun(shelf if room is Room.SOON else None, 0)
+            return _Begun(shelf if room is Room.SOON else None, 1)
         if head and not self._copy(shelf, namespace, head):
-            return _Begun(shelf, 0)
-        entries = [entry, *self._going_on(wanted, entry, shelf, others, lane)]
+            return _Begun(shelf, 1)
+        entries = [entry, *self._going_on(run, at, most, entry, shelf, lane)]
         slots = shelf.take_slots(namespace, parent, len(entries))
         if not slots:
-            return _Begun(shelf, 0)
+            return _Begun(shelf, 1)
         self._take(shelf, namespace, parent, entries[: len(slots)], slots)
-        return _Begun(None, len(slots) - 1)
+        return _Begun(None, len(slots))
 
     def _going_on(
-        self, wanted: WantedWrite, entry: int, shelf: Shelf, others: Iterable[WantedWrite], lane: Shelf | None
-    ) -> Iterator[int]:
-        """The entries in DRAM of the leading `others` that hang below `wanted`, each below the one before it.
+        self, run: WantedRun, at: int, most: int, entry: int, shelf: Shelf, lane: Shelf | None
+    ) -> Sequence[int]:
+        """The entries in DRAM of the blocks after `at` that go on in its chain, each below the one before it.
 
-        They begin with it. The run ends before the first about which there is anything else to decide.
+        They begin with it. They end before the first about which there is anything else to decide.
         """
-        namespace, index, flying, in_lane = wanted.namespace, self._space.index, self._flying, self._in_lane
-        table, here = namespace.table, shelf.table(namespace)
-        if table.windowed:
-            return  # any may go elsewhere
-        size, number, parent = namespace.size_class.frame_bytes, namespace.number, index.parent
-        most = min(self._room(shelf, size), self._fairness.spare(shelf, namespace))
-        limited = self.budget.bytes_per_day > 0
-        spare = shelf.slots.spare(shelf.slot_bytes(namespace)) if limited else 0
-        for count, other in enumerate(others, 1):
-            key = other.key
-            below = table.get(key) if other.namespace is namespace else NO_ENTRY
-            if count >= most or below == NO_ENTRY or parent[below] != entry:
-                return
-            name = number, key
-            if name in flying or here.get(key) != NO_ENTRY or (lane is None and name in in_lane):
-                return
-            if limited:
-                if not self.budget.admits(size, other.asked_again, before_bytes=count * size) or count == spare:
-                    return
-                if not spare and not shelf.admits(namespace, table.policy.worth(below)):
-                    return
-            entry = below
-            yield below
+        namespace = run.namespace
+        if namespace.table.windowed or at + 1 == len(run.keys):
+            return ()  # of a window, any may go elsewhere
+        size, flying, in_lane = namespace.size_class.frame_bytes, self._flying, {} if lane else self._in_lane
+        most = int(min(most, self._room(shelf, size), self._fairness.spare(shelf, namespace)))
+        keys, table, here = run.keys[at + 1 : at + most], namespace.table, shelf.table(namespace)
+        entries, parent, above = table.leading(keys), self._space.index.parent, entry
+        for count, below in enumerate(entries):
+            if parent[below] != above:
+                del entries[count:]
+                break
+            above = below
+        names = list(zip(repeat(namespace.number), keys[: len(entries)]))
+        known = not (flying.keys().isdisjoint(names) and in_lane.keys().isdisjoint(names))
+        if known or len(here.missing(keys[: len(entries)])) < len(entries):
+            free = (name not in flying and name not in in_lane and here.get(name[1]) == NO_ENTRY for name in names)
+            del entries[list(free).index(False) :]
+        if self.budget.bytes_per_day:
+            del entries[self._affordable(run, entries, shelf) :]
+        return entries
 
-    def _shelf_of(self, wanted: WantedWrite, entry: int, parent: bytes) -> tuple[Shelf | None, list[int]]:
+    def _affordable(self, run: WantedRun, entries: Sequence[int], shelf: Shelf) -> int:
+        """How many blocks the budget admits after a first one, and are worth the slots that they would take."""
+        namespace, size = run.namespace, run.namespace.size_class.frame_bytes
+        spare, worth = shelf.slots.spare(shelf.slot_bytes(namespace)), namespace.table.policy.worth
+        for count, entry in enumerate(entries, 1):
+            if not self.budget.admits(size, run.asked_again, before_bytes=count * size) or count == spare:
+                return count - 1
+            if not spare and not shelf.admits(namespace, worth(entry)):
+                return count - 1
+        return len(entries)
+
+    def _shelf_of(self, run: WantedRun, key: bytes, entry: int, parent: bytes) -> tuple[Shelf | None, list[int]]:
         """Where a block goes, and what has to be copied there before it, first blocks first; None: nowhere.
 
         It goes where its parent is or is being written, except for a branch; a root's child where it is, or by its key.
         """
-        namespace, key, placement = wanted.namespace, wanted.key, self._placement
+        namespace, placement = run.namespace, self._placement
         found = placement.with_block(namespace, key)
         if found is not None:
             return found, []
         if namespace.table.windowed:
-            return placement.window(namespace, key, wanted.before, partial(self._going, namespace)), []
+            return placement.window(namespace, key, run.before, partial(self._going, namespace)), []
         if not parent:
             return placement.home(namespace, key), []
         holders = placement.holders(namespace, parent)

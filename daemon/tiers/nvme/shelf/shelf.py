@@ -13,22 +13,23 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat, takewhile
 from typing import Any, NamedTuple
 
 from tiercache.daemon.events.events import Block, Events
 from tiercache.daemon.ground.slices import Steps, finish
 from tiercache.daemon.index.allocator import NO_FRAME, Allocator
 from tiercache.daemon.index.check import check_blocks, check_index
-from tiercache.daemon.index.entries import Table
+from tiercache.daemon.index.entries import Table, span
 from tiercache.daemon.index.index import Index
 from tiercache.daemon.index.policy import NO_ENTRY
 from tiercache.daemon.tiers.dram.space import Namespace, Space
 from tiercache.daemon.tiers.forms.cipher import sealed_bytes
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, Done
 from tiercache.daemon.tiers.nvme.catalog.rows import ROOT_KEY, RowFields
-from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
+from tiercache.daemon.tiers.nvme.disk.block_io import ReadOp
 from tiercache.daemon.tiers.nvme.disk.health import WriteHealth
 from tiercache.protocol.checksums import CHECKSUM_XXH3
 
@@ -53,8 +54,51 @@ class StoredBlock(NamedTuple):
     kind: int = CHECKSUM_XXH3
 
 
-Written = StoredBlock | WriteOp
-"""A block that was written to a slot: what says where it is, and in which form."""
+@dataclass(slots=True)
+class StoredBlocks:
+    """`StoredBlock`s of a run, as columns."""
+
+    entries: list[int]
+    slots: list[int]
+    stored_lengths: list[int]
+    codecs: list[int]
+    checksums: list[int]
+    kinds: list[int]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, part: slice) -> StoredBlocks:
+        """Some of them."""
+        columns = self.entries, self.slots, self.stored_lengths, self.codecs, self.checksums, self.kinds
+        return StoredBlocks(*(column[part] for column in columns))
+
+    def read_op(
+        self, namespace: Namespace, keys: list[bytes], addresses: list[int], done: Callable[[ReadOp], object]
+    ) -> ReadOp:
+        """The operation that reads these blocks; see `ReadOp`."""
+        return ReadOp(
+            done=done,
+            slots=self.slots,
+            addresses=addresses,
+            length=namespace.spec.block_bytes,
+            keys=keys,
+            fingerprint=namespace.fingerprint,
+            codecs=self.codecs,
+            kinds=self.kinds,
+            stored_lengths=self.stored_lengths,
+            checksums=self.checksums,
+        )
+
+
+class Forms(NamedTuple):
+    """Where the blocks of a run were written to, and in which form: a column each."""
+
+    slots: list[int]
+    stored_lengths: list[int]
+    codecs: list[int]
+    kinds: list[int]
+    checksums: list[int]
 
 
 class Shelf:
@@ -169,23 +213,21 @@ class Shelf:
     def find(self, namespace: Namespace, key: bytes) -> StoredBlock | None:
         """Where a block is, if it is here."""
         found = self.find_many(namespace, (key,))
-        return found[0] if found else None
+        if not found:
+            return None
+        [entry], [slot] = found.entries, found.slots
+        return StoredBlock(entry, slot, *found.stored_lengths, *found.codecs, *found.checksums, *found.kinds)
 
-    def find_many(self, namespace: Namespace, keys: Iterable[bytes]) -> list[StoredBlock]:
+    def find_many(self, namespace: Namespace, keys: Sequence[bytes]) -> StoredBlocks:
         """`find` each of them, up to the first that is not here."""
-        found, table = list[StoredBlock](), self.index.tables.get(namespace.number)
-        if table is None:
-            return found
-        get, attached, slots = table.get, self.index.attached, self.index.frame
-        lengths, codecs, checksums, kinds = self._stored, self._codec, self._checksum, self._kind
-        for key in keys:
-            entry = get(key)
-            if entry == NO_ENTRY or not attached(entry):
-                break
-            found.append(
-                StoredBlock(entry, slots[entry], lengths[entry], codecs[entry], checksums[entry], kinds[entry])
-            )
-        return found
+        table, index = self.index.tables.get(namespace.number), self.index
+        entries = [] if table is None else table.leading(keys)
+        if table is not None and table.unlinking:
+            entries = list(takewhile(index.attached, entries))
+        its, columns = span(entries), (index.frame, self._stored, self._codec, self._checksum, self._kind)
+        if its is not None:
+            return StoredBlocks(entries, *(column[its].tolist() for column in columns))
+        return StoredBlocks(entries, *([column[entry] for entry in entries] for column in columns))
 
     # --- changing --------------------------------------------------------------------------------
 
@@ -213,49 +255,46 @@ class Shelf:
         self._events = events
         self.index.on_left = partial(events.left, events.storage)
 
-    def add(
-        self,
-        namespace: Namespace,
-        key: bytes,
-        parent: bytes,
-        slot: int,
-        written: StoredBlock,
-        said: Block | None = None,
-        stored: bool = False,
-    ) -> None:
-        """A block has been written: visible now, durable with the next commit.
-
-        `said`: what events say of it. `stored`: a client has written it, not the daemon.
-        """
-        self.add_run(namespace, [key], parent, [written._replace(slot=slot)], [said], stored)
-
     def add_run(
         self,
         namespace: Namespace,
         keys: Sequence[bytes],
         parent: bytes,
-        written: Sequence[Written],
+        written: Forms,
         said: Sequence[Block | None] | None,
         stored: bool = False,
     ) -> list[int]:
-        """As `add` for each block of a run, each below the one before it, the first below `parent`; returns entries.
+        """A run has been written, each block below the one before it, the first below `parent`; returns entries.
 
-        `written` has their slots. `said` may be None where no events are published.
+        It is visible now, and durable with the next commit. `said`: what events say of each block; may be None where
+        none are published. `stored`: a client has written them, not the daemon.
         """
-        table, sequence = self.table(namespace), self._sequence
-        slots = [block.slot for block in written]
+        table, slots = self.table(namespace), written.slots
         entries = self.index.insert_run(table, keys, table.get(parent) if parent else table.root, slots, stored=stored)
         self._pad_columns()
         checksums, lengths, codecs, kinds = self._checksum, self._stored, self._codec, self._kind
-        number, epoch = self.registry.number(namespace), self.registry.epochs[namespace.number]
-        block_bytes, before, rows = namespace.spec.block_bytes, parent or ROOT_KEY, list[RowFields]()
-        for entry, key, row in zip(entries, keys, written, strict=True):
-            checksum, length, codec, kind = row.checksum, row.stored_length, row.codec, row.kind
-            checksums[entry], lengths[entry], codecs[entry], kinds[entry] = checksum, length, codec, kind
-            sequence += 1
-            rows.append((key, before, number, epoch, block_bytes, length, codec, kind, checksum, sequence))
-            before = key
-        self._sequence = sequence
+        _, *columns = written
+        its = span(entries)
+        if its is not None:
+            lengths[its], codecs[its] = array("I", written.stored_lengths), array("B", written.codecs)
+            kinds[its], checksums[its] = array("B", written.kinds), array("Q", written.checksums)
+        else:
+            for entry, length, codec, kind, checksum in zip(entries, *columns, strict=True):
+                checksums[entry], lengths[entry], codecs[entry], kinds[entry] = checksum, length, codec, kind
+        count, number, epoch = len(entries), self.registry.number(namespace), self.registry.epochs[namespace.number]
+        rows: list[RowFields] = list(
+            zip(
+                keys,
+                [parent or ROOT_KEY, *keys[:-1]],
+                repeat(number, count),
+                repeat(epoch, count),
+                repeat(namespace.spec.block_bytes, count),
+                *columns,
+                range(self._sequence + 1, self._sequence + 1 + count),
+                strict=True,
+            )
+        )
+        self._sequence += count
         self._insert_rows(namespace, slots, rows)
         if self._events is not None:
             for key, block in zip(keys, said or [None] * len(keys), strict=True):

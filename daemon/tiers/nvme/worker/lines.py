@@ -9,48 +9,31 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from tiercache.daemon.tiers.nvme.catalog.catalog import Catalog
 from tiercache.daemon.tiers.nvme.catalog.rows import WAITING_BATCHES, Loading, RowBatch, pack_placed
-from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
-from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, ReadOp, WriteOp
+from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority
+from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, BlockOp, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.queue import DiskQueue
 
 from . import messages, records
 from .packets import receive_message, receive_now, send_message
-from .records import BlockRecord, Tag
+from .records import OpRecord, Tag
 from .regions import MappedRegions
 
 # --- blocks ------------------------------------------------------------------------------------------
 
 PACKETS_AT_ONCE = 8
 """Taken before those that are done are told."""
-_MAX_U32 = 0xFFFFFFFF
-_NO_RUN = DiskRun((), 0)
-
-
-class _Read(ReadOp):
-    __slots__ = ("number", "run")
-    number: int
-    run: DiskRun | None
-
-
-class _Write(WriteOp):
-    __slots__ = ("number", "run")
-    number: int
-    run: DiskRun | None
 
 
 class _Queue(DiskQueue):
-    """The daemon counts, so that nothing is lost with the process: here a run is only noted on its first block."""
+    """The daemon counts, so that nothing is lost with the process."""
 
-    def _count(self, runs: Sequence[DiskRun]) -> None:
-        for run in runs:
-            run.ops[0].run = run  # type: ignore[union-attr]
-
-    def _count_one(self, run: DiskRun, op: AnyOp) -> None:
-        op.run = run  # type: ignore[union-attr]
+    def _count(self, ops: Sequence[AnyOp]) -> None:
+        """Nothing is counted here."""
 
 
 class BlocksLine:
@@ -105,7 +88,7 @@ class BlocksLine:
     def _take(self, data: bytes, fds: list[int]) -> None:
         match records.tag_of(data):
             case Tag.BLOCKS:
-                self._submit(records.block_records(data))
+                self._submit(records.op_records(data))
             case Tag.NAME:
                 number, fingerprint = records.name_of(data)
                 self._names[number] = fingerprint
@@ -120,46 +103,32 @@ class BlocksLine:
             case other:
                 raise AssertionError(f"the daemon does not send {other.name}")
 
-    def _submit(self, blocks: Iterator[BlockRecord]) -> None:
-        for priority, some in groupby(blocks, key=lambda block: block.priority):
-            ops = [self._op(block) for block in some]
+    def _submit(self, asked: Iterator[OpRecord]) -> None:
+        for priority, some in groupby(asked, key=lambda record: record.priority):
+            ops = [self._op(record) for record in some]
             taken = self._queue.submit_many(ops, DiskPriority(priority))
             assert taken == len(ops), "the daemon's credit is below the queue's limits"
 
-    def _op(self, block: BlockRecord) -> AnyOp:
-        address = NOWHERE if block.frame < 0 else self._regions.address_of(block.frame)
-        op = (_Write if block.write else _Read)(
-            done=self._end,
-            slot=block.slot,
-            address=address,
-            length=block.length,
-            key=block.key,
-            fingerprint=self._names[block.name],
-            stored_length=block.stored_length,
-            checksum=block.checksum,
-            codec=block.codec,
-            kind=block.kind,
-        )
-        op.number, op.run = block.number, None
-        return op
+    def _op(self, asked: OpRecord) -> AnyOp:
+        address_of = self._regions.address_of
+        fields: dict[str, Any] = {
+            "done": partial(self._end, asked.number),
+            "slots": asked.slots,
+            "addresses": [NOWHERE if frame < 0 else address_of(frame) for frame in asked.frames],
+            "length": asked.length,
+            "keys": asked.keys,
+            "fingerprint": self._names[asked.name],
+            "codecs": asked.codecs,
+            "kinds": asked.kinds,
+        }
+        if asked.write:
+            return WriteOp(**fields)
+        return ReadOp(**fields, stored_lengths=asked.stored_lengths, checksums=asked.checksums)
 
     # --- what goes back --------------------------------------------------------------------------
 
-    def _end(self, op: _Read | _Write) -> None:
-        run = op.run or _NO_RUN
-        self._ended.append(
-            records.END.pack(
-                op.number,
-                records.NUMBER_OF[op.outcome],
-                op.codec,
-                op.errno,
-                op.stored_length,
-                op.checksum,
-                min(run.io_ns // 1000, _MAX_U32),
-                run.calls,
-                min(run.io_bytes, _MAX_U32),
-            )
-        )
+    def _end(self, number: int, op: BlockOp) -> None:
+        self._ended.append(records.pack_end(number, op))
 
     def _tell_ended(self) -> None:
         for first in range(0, len(self._ended), records.MAX_RECORDS):

@@ -1,6 +1,6 @@
 """The queue of a directory whose I/O a worker process does: what may be sent waits here, by priority, for credit.
 
-    submit ─► [LOAD] [PREFETCH] [WRITE] ─► packets of 64 ─► the process ─► packets ─► done
+    submit ─► [LOAD] [PREFETCH] [WRITE] ─► packets ─► the process ─► packets ─► done
                     bounded                  credit: so many blocks and bytes under way
 
 When the process has ended, what it had taken comes to nothing: reads are CANCELLED, which makes them misses; writes are
@@ -16,9 +16,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 
-from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority, DiskRun
+from tiercache.daemon.tiers.nvme.disk.backlog import DiskPriority
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, BlockOp, DiskOutcome, TaskOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.queue import QUEUE_LIMITS
 from tiercache.daemon.tiers.nvme.disk.tally import Tally
@@ -29,7 +28,7 @@ from .records import Tag
 from .regions import ArenaFiles
 
 MAX_SENT, MAX_SENT_BYTES = 1024, 64 << 20
-"""Blocks with the process, and their bytes; one block at least."""
+"""Blocks with the process, and their bytes; one operation at least, and as much more as the last one has."""
 MAX_SENT_WRITES, MAX_SENT_WRITE_BYTES = 768, 48 << 20
 """Of these, writes: a load that arrives between writes does not wait for them."""
 REFILL_SHARE = 8
@@ -37,7 +36,7 @@ REFILL_SHARE = 8
 DELIVER_NS = 1_000_000
 """Time for taking packets in one turn of the loop; the one in progress is finished."""
 CANCELLED_AT_ONCE = 256
-"""Blocks that are passed to their `done` in one turn of the loop where many are cancelled together."""
+"""Operations that are passed to their `done` in one turn of the loop where many are cancelled together."""
 MAX_TRIES = 5
 """Processes that may end with a write: one that makes them end would do so forever."""
 NO_FRAME = -1
@@ -70,9 +69,10 @@ class RemoteQueue(Tally):
         self._line: socket.socket | None = None
         self._down_s = time.monotonic()  # since when there is no process
         self._waiting: tuple[deque[BlockOp], ...] = (deque(), deque(), deque())
+        self._waiting_blocks = [0] * len(self._waiting)
         self._sent: dict[int, BlockOp] = {}  # by number, the oldest first
         self._sent_at: deque[tuple[int, float]] = deque()  # last number of each packet, and when it was sent
-        self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
+        self._sent_blocks = self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
         self._next = 0
         self._names: dict[str, int] = {}
         self._packets: deque[tuple[bytes, int]] = deque()  # on their way, each with a descriptor or -1
@@ -94,23 +94,26 @@ class RemoteQueue(Tally):
 
     def submit_many(self, ops: Sequence[AnyOp], priority: DiskPriority) -> int:
         """See `DiskQueue`."""
-        waiting = self._waiting[priority]
-        room = 0 if self._stopping else max(0, self._limits[priority] - len(waiting))
-        accepted = list(islice(ops, room))
-        now_ns, pending = time.monotonic_ns(), DiskOutcome.PENDING
-        for op in accepted:
-            op.submitted_ns, op.priority, op.outcome = now_ns, priority, pending
+        room = 0 if self._stopping else self._limits[priority] - self._waiting_blocks[priority]
+        accepted, now_ns = 0, time.monotonic_ns()
+        for op in ops:
+            room -= op.count
+            if room < 0:
+                break
+            accepted += 1
+            op.submitted_ns, op.priority = now_ns, priority
             op.held_bytes = op.moved_bytes
+            self.in_flight += op.count
             self.in_flight_bytes += op.held_bytes
             if isinstance(op, TaskOp):
                 self._open_tasks[op] = None
                 self._tasks.put(op)
             else:
-                waiting.append(op)
-        self.in_flight += len(accepted)
-        self.refused += len(ops) - len(accepted)
+                self._waiting[priority].append(op)
+                self._waiting_blocks[priority] += op.count
+        self.refused += sum([op.count for op in ops[accepted:]])
         self._send()
-        return len(accepted)
+        return accepted
 
     def cancel_queued(self, priority: DiskPriority | None = None) -> int:
         """See `DiskQueue`. What the process has not started ends as CANCELLED too, when it says so."""
@@ -119,16 +122,17 @@ class RemoteQueue(Tally):
             if priority is None or number == priority:
                 cancelled += waiting
                 waiting.clear()
+                self._waiting_blocks[number] = 0
         for op in cancelled:
             self._cancel(op)
         if self._line is not None and self._sent:
             self._packets.append((records.cancel_packet(priority), -1))
             self._send_packets()
-        return len(cancelled)
+        return sum([op.count for op in cancelled])
 
     def _cancel(self, op: AnyOp) -> None:
         """Pass it to its `done` soon: the caller does not expect that in here."""
-        op.outcome = DiskOutcome.CANCELLED
+        op.end(0, op.count, DiskOutcome.CANCELLED)
         self._cancelled.append(op)
         self._go_on_cancelling()
 
@@ -144,14 +148,11 @@ class RemoteQueue(Tally):
 
     def _deliver_cancelled(self) -> None:
         """Pass some of them to their `done`."""
-        some = [self._cancelled.popleft() for _ in range(min(CANCELLED_AT_ONCE, len(self._cancelled)))]
-        self._deliver([DiskRun([op], op.priority) for op in some])
+        self._deliver([self._cancelled.popleft() for _ in range(min(CANCELLED_AT_ONCE, len(self._cancelled)))])
 
     def queued(self, priority: DiskPriority | None = None) -> int:
-        """Operations that wait for credit, or with a process for its disk."""
-        if priority is not None:
-            return len(self._waiting[priority])
-        return sum(map(len, self._waiting))
+        """Blocks that wait for credit, or with a process for its disk."""
+        return sum(self._waiting_blocks) if priority is None else self._waiting_blocks[priority]
 
     def oldest_age_s(self) -> float:
         """How long the longest-running operation has been under way, as far as known, or there has been no process.
@@ -181,12 +182,15 @@ class RemoteQueue(Tally):
 
     def check_integrity(self) -> list[str]:
         """What is wrong with the books, in words."""
-        writes = [op for op in self._sent.values() if isinstance(op, WriteOp)]
-        under_way = self.queued() + len(self._sent) + len(self._cancelled) + len(self._open_tasks)
+        sent = list(self._sent.values())
+        writes, waiting = [op for op in sent if isinstance(op, WriteOp)], [op for each in self._waiting for op in each]
+        under_way = [*waiting, *sent, *self._cancelled, *self._open_tasks]
         books = {
-            "in flight": (self.in_flight, under_way),
-            "bytes sent": (self._sent_bytes, sum(op.held_bytes for op in self._sent.values())),
-            "writes sent": (self._sent_writes, len(writes)),
+            "in flight": (self.in_flight, sum(op.count for op in under_way)),
+            "waiting": (self.queued(), sum(op.count for op in waiting)),
+            "sent": (self._sent_blocks, sum(op.count for op in sent)),
+            "bytes sent": (self._sent_bytes, sum(op.held_bytes for op in sent)),
+            "writes sent": (self._sent_writes, sum(op.count for op in writes)),
             "bytes of writes sent": (self._sent_write_bytes, sum(op.held_bytes for op in writes)),
         }
         return [f"{name}: {kept} counted, {found} found" for name, (kept, found) in books.items() if kept != found]
@@ -219,11 +223,12 @@ class RemoteQueue(Tally):
         left = list(self._sent.values())
         self._sent.clear()
         self._sent_at.clear()
-        self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
-        writes = [op for op in left if isinstance(op, WriteOp) and not self._stopping and not op.unwanted]
+        self._sent_blocks = self._sent_bytes = self._sent_writes = self._sent_write_bytes = 0
+        writes = [op for op in left if isinstance(op, WriteOp) and not self._stopping]
         self._lost_with = Counter({op: self._lost_with[op] + 1 for op in writes})
         writes = [op for op in writes if self._lost_with[op] < MAX_TRIES]
         self._waiting[DiskPriority.WRITE].extendleft(reversed(writes))
+        self._waiting_blocks[DiskPriority.WRITE] += sum([op.count for op in writes])
         again = set(map(id, writes))
         for op in left:
             if id(op) not in again:
@@ -250,12 +255,11 @@ class RemoteQueue(Tally):
             write = priority == DiskPriority.WRITE
             while waiting and len(ops) < records.MAX_RECORDS and self._has_credit(waiting[0], write):
                 op = waiting.popleft()
-                if op.unwanted:
-                    self._cancel(op)
-                    continue
+                self._waiting_blocks[priority] -= op.count
+                self._sent_blocks += op.count
                 self._sent_bytes += op.held_bytes
                 if write:
-                    self._sent_writes += 1
+                    self._sent_writes += op.count
                     self._sent_write_bytes += op.held_bytes
                 self._sent[self._next + len(ops)] = op
                 ops.append(op)
@@ -264,8 +268,7 @@ class RemoteQueue(Tally):
         return []
 
     def _has_credit(self, op: BlockOp, write: bool) -> bool:
-        count = len(self._sent)
-        if not count:
+        if not self._sent:
             return True
         if (
             write
@@ -273,7 +276,7 @@ class RemoteQueue(Tally):
             and (self._sent_writes >= MAX_SENT_WRITES or self._sent_write_bytes + op.held_bytes > MAX_SENT_WRITE_BYTES)
         ):
             return False
-        return count < MAX_SENT and self._sent_bytes + op.held_bytes <= MAX_SENT_BYTES
+        return self._sent_blocks < MAX_SENT and self._sent_bytes + op.held_bytes <= MAX_SENT_BYTES
 
     def _pack(self, ops: Sequence[BlockOp]) -> None:
         packed, frame_at = [], self._arena.frame_at
@@ -282,23 +285,8 @@ class RemoteQueue(Tally):
             if name is None:
                 name = self._names[op.fingerprint] = len(self._names)
                 self._packets.append((records.name_packet(name, op.fingerprint), -1))
-            frame = NO_FRAME if op.address == NOWHERE else frame_at(op.address)
-            packed.append(
-                records.BLOCK.pack(
-                    number,
-                    isinstance(op, WriteOp),
-                    op.codec,
-                    op.kind,
-                    op.priority,
-                    frame,
-                    op.slot,
-                    op.key,
-                    name,
-                    op.length,
-                    op.stored_length,
-                    op.checksum,
-                )
-            )
+            frames = [NO_FRAME if address == NOWHERE else frame_at(address) for address in op.addresses]
+            packed.append(records.pack_op(number, op, name, frames))
         self._next += len(ops)
         self._sent_at.append((self._next - 1, time.monotonic()))
         self._packets.append((records.packet(Tag.BLOCKS, packed), -1))
@@ -356,36 +344,31 @@ class RemoteQueue(Tally):
         return MAX_SENT_WRITE_BYTES - self._sent_write_bytes >= MAX_SENT_WRITE_BYTES // REFILL_SHARE
 
     def _take_ends(self, data: bytes) -> None:
-        runs, sent, outcomes = list[DiskRun](), self._sent, records.OUTCOMES
-        before: tuple[type, int] | None = None
-        for number, outcome, codec, errno, stored, checksum, io_us, calls, io_bytes in records.end_records(data):
-            op = sent.pop(number, None)
+        over = list[AnyOp]()
+        for end in records.end_records(data):
+            op = self._sent.pop(end.number, None)
             if op is None:  # given up as ABANDONED at the end of the daemon
                 continue
-            op.outcome, op.errno = outcomes[outcome], errno
+            op.outcomes, op.errnos, op.calls = end.outcomes, end.errnos, end.calls
+            self._sent_blocks -= op.count
             self._sent_bytes -= op.held_bytes
             if isinstance(op, WriteOp):
-                self._sent_writes -= 1
+                self._sent_writes -= op.count
                 self._sent_write_bytes -= op.held_bytes
-                op.codec, op.stored_length, op.checksum = codec, stored, checksum
-            alike = type(op), op.priority
-            if calls or alike != before:
-                ops: list[AnyOp] = []
-                runs.append(DiskRun(ops, op.priority, io_ns=io_us * 1000, calls=calls, io_bytes=io_bytes))
-                before = alike
-            ops.append(op)
-        self._deliver(runs)
+                op.take_forms(end.codecs, end.stored_lengths, end.checksums)
+            over.append(op)
+        self._deliver(over)
 
-    def _deliver(self, runs: Sequence[DiskRun]) -> None:
-        self._count(runs)
-        self._pass_on([op for run in runs for op in run.ops])
+    def _deliver(self, ops: Sequence[AnyOp]) -> None:
+        self._count(ops)
+        self._pass_on(ops)
 
     # --- tasks -----------------------------------------------------------------------------------
 
     def _do_tasks(self) -> None:
         """Call tasks, which ask the process and wait for it, one after another."""
         while (op := self._tasks.get()) is not None:
-            if op.unwanted or self._stopping:
+            if self._stopping:
                 op.outcome = DiskOutcome.CANCELLED
             else:
                 self._task_since_s = time.monotonic()
@@ -401,7 +384,7 @@ class RemoteQueue(Tally):
     def _task_done(self, op: TaskOp) -> None:
         if op in self._open_tasks:
             del self._open_tasks[op]
-            self._deliver([DiskRun([op], op.priority)])
+            self._deliver([op])
 
     # --- stopping --------------------------------------------------------------------------------
 
@@ -428,9 +411,9 @@ class RemoteQueue(Tally):
         self._sent.clear()
         self._open_tasks.clear()
         for op in left:
-            if op.outcome is DiskOutcome.PENDING:
-                op.outcome = DiskOutcome.ABANDONED
+            if not isinstance(op, TaskOp) or op.outcome is DiskOutcome.PENDING:
+                op.end(0, op.count, DiskOutcome.ABANDONED)
         while self._cancelled:
             self._deliver_cancelled()
-        self._deliver([DiskRun([op], op.priority) for op in left])
+        self._deliver(left)
         return everything_over

@@ -28,7 +28,7 @@ class Source:
 
     def __init__(self, first: int, end: int) -> None:
         self.numbers = range(first, end)
-        self.room = 1 << 20
+        self.room, self.together = 1 << 20, 1
         self.offline = self.retired = False
         self.trusted = True
         self.tally = FetchTally()
@@ -37,6 +37,9 @@ class Source:
         self.words: list[bool] = []
         self.let_go_of = self.cancels = 0
 
+    def most_together(self, namespace: Namespace) -> int:
+        return self.together
+
     def hold(self, namespace: Namespace, keys: bytes, numbers: Sequence[int]) -> Sequence[int]:
         return [number for number in numbers if number in self.numbers]
 
@@ -44,25 +47,22 @@ class Source:
         taken, refused = fetches[: self.room], fetches[self.room :]
         self.room -= len(taken)
         self.fetching += taken
-        self.asked += [fetch.held for fetch in taken]
+        self.asked += [number for fetch in taken for number in fetch.held]
         for fetch in refused:
-            fetch.outcome = FetchOutcome.CANCELLED
-        if refused:
-            refused[0].done(refused)
+            fetch.end([FetchOutcome.CANCELLED] * len(fetch.keys), [0] * len(fetch.keys))
         return not refused
 
     def deliver(self, count: int, outcome: FetchOutcome = FetchOutcome.OK) -> None:
         """The oldest of its fetches end together."""
         ended, self.fetching = self.fetching[:count], self.fetching[count:]
         for fetch in ended:
-            fetch.outcome, fetch.stored_bytes = outcome, 10
-        ended[0].done(ended)
+            fetch.end([outcome] * len(fetch.keys), [10] * len(fetch.keys))
 
     def let_go(self, fetches: Sequence[Fetch]) -> None:
-        self.let_go_of += len(fetches)
+        self.let_go_of += sum(len(fetch.keys) for fetch in fetches)
 
-    def failed(self, fetch: Fetch) -> bool:
-        return fetch.outcome is FetchOutcome.MISSING
+    def failed(self, fetch: Fetch, place: int) -> bool:
+        return fetch.outcomes[place] is FetchOutcome.MISSING
 
     def kept_word(self, kept: bool) -> None:
         self.words.append(kept)
@@ -152,7 +152,7 @@ def test_a_lease_grows_with_each_batch_until_all_has_arrived() -> None:
     assert source.asked == [0, 1, 2, 3, 4]
     assert h.promotion.in_flight_bytes(source.tally) == 5 * FRAME_BYTES
     source.deliver(2)
-    assert h.soon == 1, "the loop is asked to take them in"
+    assert h.soon, "the loop is asked to take them in"
     assert h.waits(lease)
     assert lease.blocks == 2
     assert h.landed > 0
@@ -456,5 +456,5 @@ def test_a_prefetch_comes_after_what_clients_wait_for(monkeypatch: pytest.Monkey
     h.ask(2, tag=3)
     source.deliver(2)
     finish(h)
-    assert source.fetching[0].key == chain_of(3, 2)[:KEY_BYTES]
+    assert source.fetching[0].keys[0] == chain_of(3, 2)[:KEY_BYTES]
     assert [fetch.urgent for fetch in source.fetching] == [True, True]

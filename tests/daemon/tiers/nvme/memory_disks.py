@@ -31,7 +31,6 @@ from tiercache.daemon.tiers.nvme.disk.block_io import (
     DiskTransfer,
     TaskOp,
     WriteOp,
-    by_done,
     fail,
     view_of,
 )
@@ -183,7 +182,7 @@ class MemoryDisk:
             else:
                 view_of(address, size)[:] = segment[at : at + size]
             at += size
-        (self.written if transfer.writes else self.read).extend(op.key for op in transfer.ops)
+        (self.written if transfer.writes else self.read).extend(transfer.op.keys[transfer.first : transfer.end])
 
     def check(self) -> list[str]:
         """What a daemon that starts now would find wrong."""
@@ -500,7 +499,7 @@ class MemoryQueue:
 
     @property
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._ended)
+        return sum(op.count for op in [*self._waiting, *(op for op, _ in self._running), *self._ended])
 
     @property
     def in_flight_bytes(self) -> int:
@@ -513,7 +512,7 @@ class MemoryQueue:
         if self._stopping:
             return 0
         for op in ops:
-            op.priority, op.outcome = priority, DiskOutcome.PENDING
+            op.priority = priority
         self._waiting += ops
         self._start()
         return len(ops)
@@ -532,45 +531,46 @@ class MemoryQueue:
             self._ended.append(op)
             self._start()
         ended, self._ended = self._ended, []
-        for done, its in by_done(ended):
-            done(its)
+        for op in ended:
+            op.done(op)
         return bool(ended)
 
     def _move(self, op: AnyOp) -> None:
-        try:
-            if op.unwanted:
-                op.outcome = DiskOutcome.CANCELLED
-            elif isinstance(op, TaskOp):
-                op.call()
-                op.outcome = DiskOutcome.OK
-            else:
-                self._move_block(op)
-        except OSError as error:
-            fail(op, error)
-            self.errors[op.errno] = self.errors.get(op.errno, 0) + 1
+        if isinstance(op, TaskOp):
+            self._try(op, 0, lambda: (op.call(), op.end(0, 1, DiskOutcome.OK)))
+            return
+        for place in range(op.count):
+            self._try(op, place, partial(self._move_block, op, place))
 
-    def _move_block(self, op: BlockOp) -> None:
+    def _try(self, op: AnyOp, place: int, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            fail(op, place, error)
+            self.errors[error.errno or 0] = self.errors.get(error.errno or 0, 0) + 1
+
+    def _move_block(self, op: BlockOp, place: int) -> None:
         kept = list[Any]()
 
         def bounce(size: int) -> int:
             kept.append((ctypes.c_char * size)())
             return ctypes.addressof(kept[-1])
 
-        transfer = self._forms.begin([op], bounce)
+        transfer = self._forms.begin(op, place, place + 1, bounce)
         if transfer is not None:
             self._disk.move(transfer)
-            self._forms.end([op], transfer.pieces[0][0])
+            self._forms.end(transfer, transfer.pieces[0][0])
 
     def cancel_queued(self, priority: DiskPriority | None = None) -> int:
         cancelled = [op for op in self._waiting if priority in (None, op.priority)]
         self._waiting = [op for op in self._waiting if op not in cancelled]
         for op in cancelled:
-            op.outcome = DiskOutcome.CANCELLED
+            op.end(0, op.count, DiskOutcome.CANCELLED)
         self._ended += cancelled
-        return len(cancelled)
+        return sum(op.count for op in cancelled)
 
     def queued(self, priority: DiskPriority | None = None) -> int:
-        return len(self._waiting)
+        return sum(op.count for op in self._waiting)
 
     def oldest_age_s(self) -> float:
         return self._disk.clock_s() - min((since_s for _, since_s in self._running), default=self._disk.clock_s())
@@ -598,14 +598,15 @@ class MemoryQueue:
         self.run(len(self._running), 0)
         left, self._running = [op for op, _ in self._running], []
         for op in left:
-            op.outcome = DiskOutcome.ABANDONED
+            op.end(0, op.count, DiskOutcome.ABANDONED)
         self._ended += left
         self.run(0, 0)
         self._disk.queue = None
         return not left
 
     def crash(self, landed: int) -> None:
-        """Writes in the kernel reach the disk, or not."""
-        for number, (op, _) in enumerate(self._running):
-            if isinstance(op, WriteOp) and landed >> number & 1 and "write" not in self._disk.failing:
-                self._move(op)
+        """Blocks of writes in the kernel reach the disk, or not."""
+        writes = [op for op, _ in self._running if isinstance(op, WriteOp)]
+        for number, (write, place) in enumerate((op, place) for op in writes for place in range(op.count)):
+            if landed >> number & 1 and "write" not in self._disk.failing:
+                self._move_block(write, place)

@@ -208,6 +208,8 @@ class NvmeMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for module, name in SLICES if small_slices else ():
             self.patch.setattr(module, name, 1)
+        for module in (flights, shelf_source) if small_slices else ():  # else no chain is longer than one operation
+            self.patch.setattr(module, "most_together", lambda frame_bytes: 2)
         for module, name in ((promotion, "GROW_NS"), (flights, "SETTLE_NS")):
             self.patch.setattr(module, name, 0 if small_slices else FOR_EVER_NS)
         self.patch.setattr(placement, "COPIED_SHARE", 1)  # nearly any head may be copied

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from waiting import wait_until
 
@@ -21,6 +22,7 @@ from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, DiskQueue, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.segment_files import segment_name
+from tiercache.protocol.checksums import CHECKSUM_XXH3
 
 DEADLINE_S = 60.0
 SEGMENT_BYTES = 1 << 20
@@ -247,32 +249,37 @@ class Rig:
 
     def write_op(self, number: int, data: bytes, codec: int = 0) -> WriteOp:
         """Write frame `number`, filled with `data`, to slot `number` under key `number`."""
-        self.fill(number, data)
+        return self.write_run([number], [data], codec)
+
+    def write_run(self, numbers: Sequence[int], data: Sequence[bytes], codec: int = 0) -> WriteOp:
+        """One operation that writes these frames, filled with data of one length, to slots of the same numbers."""
+        for number, its in zip(numbers, data, strict=True):
+            self.fill(number, its)
         return WriteOp(
-            slot=self.slot(number),
-            address=self.address + number * self.frame_bytes,
-            length=len(data),
-            key=key(number),
+            slots=[self.slot(number) for number in numbers],
+            addresses=[self.address + number * self.frame_bytes for number in numbers],
+            length=len(data[0]),
+            keys=[key(number) for number in numbers],
             fingerprint=FINGERPRINT,
-            codec=codec,
+            codecs=[codec] * len(numbers),
+            kinds=[CHECKSUM_XXH3] * len(numbers),
             done=self.finished.append,
         )
 
-    def read_op(self, written: WriteOp, frame: int, **changes: object) -> ReadOp:
-        """What the row of a finished write asks for, into another frame."""
-        fields: dict[str, object] = {
-            "slot": written.slot,
-            "address": self.address + frame * self.frame_bytes,
-            "length": written.length,
-            "key": written.key,
-            "fingerprint": written.fingerprint,
-            "codec": written.codec,
-            "stored_length": written.stored_length,
-            "checksum": written.checksum,
-            "kind": written.kind,
-            "done": self.finished.append,
-        }
-        return ReadOp(**{**fields, **changes})  # type: ignore[arg-type]
+    def read_op(self, written: WriteOp, frame: int, **changes: Any) -> ReadOp:
+        """What the row of a finished write of one block asks for, into another frame; `changes` to fields of it."""
+        columns = ("slots", "addresses", "keys", "codecs", "stored_lengths", "checksums", "kinds")
+        fields: dict[str, Any] = {name: list(getattr(written, name)) for name in columns if name != "addresses"}
+        fields["addresses"] = [self.address + frame * self.frame_bytes]
+        fields |= {name: [value] for name, value in changes.items() if name in columns}
+        whole = {"length": written.length, "fingerprint": written.fingerprint, "done": self.finished.append}
+        return ReadOp(**fields, **{**whole, **{name: its for name, its in changes.items() if name not in columns}})
+
+    def read_run(self, written: WriteOp, frames: Sequence[int]) -> ReadOp:
+        """One operation that reads all of a write into other frames."""
+        op = self.read_op(written, 0)
+        op.addresses = [self.address + frame * self.frame_bytes for frame in frames]
+        return op
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Serve announcements until the condition holds."""
@@ -289,11 +296,11 @@ class Rig:
         return self.queue.stop(time.monotonic() + DEADLINE_S)
 
     def run(self, ops: Sequence[WriteOp | ReadOp], priority: DiskPriority = DiskPriority.LOAD) -> list[DiskOutcome]:
-        """Submit, wait, and return the outcomes."""
+        """Submit, wait, and return the outcomes of all blocks."""
         before = len(self.finished)
         assert self.queue.submit_many(ops, priority) == len(ops)
         self.until(lambda: len(self.finished) == before + len(ops))
-        return [op.outcome for op in ops]
+        return [outcome for op in ops for outcome in op.outcomes]
 
     def store(self, numbers: Sequence[int], length: int, codec: int = 0) -> list[WriteOp]:
         """Write blocks `numbers` with their `content`; all must succeed."""

@@ -60,7 +60,7 @@ def test_what_the_kernel_does_not_take_comes_later(stingy: Rig, monkeypatch: pyt
     stingy.until(lambda: bool(Stingy.refused) == full)  # while those that it took are held
     stingy.disk.gate.set()
     stingy.until(lambda: stingy.queue.in_flight == 0)
-    assert [op.outcome for op in writes] == [OK] * 20
+    assert [op.outcomes for op in writes] == [[OK]] * 20
     assert bool(Stingy.refused) == full
     reads = [stingy.read_op(op, 2 * number + 1) for number, op in enumerate(writes)]
     assert stingy.run(reads) == [OK] * 20
@@ -78,7 +78,7 @@ def test_results_that_come_together_are_ended_by_and_by(tmp_path: Path, monkeypa
     rig.until(lambda: rig.disk.running > 0)
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
-    assert [op.outcome for op in reads] == [OK] * 4
+    assert [op.outcomes for op in reads] == [[OK]] * 4
     rig.close()
 
 
@@ -91,17 +91,17 @@ def test_what_the_kernel_holds_is_kept_until_it_lets_go(tmp_path: Path) -> None:
     [context] = set(kernel_aio._open) - before
     written = rig.store([0], 8192)
     rig.disk.gate.clear()
-    reads = [rig.read_op(written[0], 8), rig.read_op(written[0], 9, address=NOWHERE)]
+    reads = [rig.read_op(written[0], 8), rig.read_op(written[0], 9, addresses=NOWHERE)]
     assert rig.queue.submit_many(reads, DiskPriority.LOAD) == 2
     rig.until(lambda: rig.disk.running == 2)
     assert not rig.queue.stop(0.0)
-    assert [op.outcome for op in reads] == [ABANDONED] * 2
+    assert [op.outcomes for op in reads] == [[ABANDONED]] * 2
     assert context in kernel_aio._open
     frame = rig.frame(8, 8192)
     rig.disk.gate.set()
     assert rig.stop()
     assert context not in kernel_aio._open
-    assert [op.outcome for op in reads] == [ABANDONED] * 2, "nobody looks at the frames any more"
+    assert [op.outcomes for op in reads] == [[ABANDONED]] * 2, "nobody looks at the frames any more"
     assert frame != rig.frame(8, 8192), "which is why nobody may have them"
     rig.close()
 

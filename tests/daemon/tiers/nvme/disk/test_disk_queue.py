@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> N
     rig = Rig(tmp_path / "nvme", ObedientDisk(direct))
     assert (rig.directory.direct, rig.directory.direct_reason == "") == (direct, direct)
     (written,) = rig.store([3], length)
-    assert (written.stored_length, written.codec) == (length, codecs.RAW)
+    assert (written.stored_lengths, written.codecs) == ([length], [codecs.RAW])
     assert rig.run([rig.read_op(written, 9)]) == [OK]
     assert rig.frame(9, length) == content(3, length)
     padded = -(-length // PAGE_BYTES) * PAGE_BYTES
@@ -62,12 +62,12 @@ def test_what_is_written_is_read(tmp_path: Path, length: int, direct: bool) -> N
 def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
     (written,) = rig.store([0], 5000)
     wrong: list[dict[str, object]] = [
-        {"key": key(1)},
+        {"keys": key(1)},
         {"fingerprint": "cd" * 16},
-        {"length": 4999, "stored_length": 4999},
-        {"checksum": written.checksum ^ 1},
-        {"slot": rig.slot(1)},
-        {"kind": 2},
+        {"length": 4999, "stored_lengths": 4999},
+        {"checksums": written.checksums[0] ^ 1},
+        {"slots": rig.slot(1)},
+        {"kinds": 2},
     ]
     for changes in wrong:
         assert rig.run([rig.read_op(written, 5, **changes)]) == [CORRUPT], changes
@@ -78,13 +78,13 @@ def test_every_claim_of_a_row_is_proved(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stored_length": 8192},
-        {"stored_length": 0},
-        {"codec": 0x21, "stored_length": 40 << 10},
-        {"codec": 0x21, "stored_length": 0},
-        {"codec": 9, "stored_length": 100},
-        {"codec": 0x21, "stored_length": 1 << 40},
-        {"codec": -1},
+        {"stored_lengths": 8192},
+        {"stored_lengths": 0},
+        {"codecs": 0x21, "stored_lengths": 40 << 10},
+        {"codecs": 0x21, "stored_lengths": 0},
+        {"codecs": 9, "stored_lengths": 100},
+        {"codecs": 0x21, "stored_lengths": 1 << 40},
+        {"codecs": -1},
     ],
 )
 def test_a_row_that_cannot_be_true_writes_nowhere(rig: Rig, changes: dict[str, object]) -> None:
@@ -98,8 +98,8 @@ def test_a_place_outside_of_the_segment_is_an_error(rig: Rig) -> None:
     (written,) = rig.store([0], 8192)
     for slot in (1 << 48 | SEGMENT_BYTES - PAGE_BYTES, 1 << 48 | SEGMENT_BYTES, 2 << 48, -PAGE_BYTES):
         op = rig.write_op(0, content(0, 8192))
-        op.slot = slot
-        assert rig.run([op, rig.read_op(written, 4, slot=slot)]) == [IO_ERROR, IO_ERROR]
+        op.slots = [slot]
+        assert rig.run([op, rig.read_op(written, 4, slots=slot)]) == [IO_ERROR, IO_ERROR]
     assert rig.queue.errors == {errno.EINVAL: 6, errno.ENOENT: 2}
     assert segment_path(rig.directory, 1).stat().st_size == SEGMENT_BYTES
     assert rig.run([rig.read_op(written, 4)]) == [OK]
@@ -127,10 +127,10 @@ def broken_round(path: Path, fail_at: int, codec: int) -> tuple[int, Rig]:
     outcomes = rig.run([op for op, was in zip(reads, written, strict=True) if was is OK])
     assert set(written + outcomes) <= {OK, IO_ERROR}
     for place, op in enumerate(reads):
-        if op.outcome is OK:
+        if op.outcomes == [OK]:
             assert rig.frame(20 + place, 6000) == content(place, 6000)
-    failed = [op for op in [*writes, *reads] if op.outcome is IO_ERROR]
-    assert all(op.errno == errno.EIO for op in failed)
+    failed = [op for op in [*writes, *reads] if op.outcomes == [IO_ERROR]]
+    assert all(op.errnos == {0: errno.EIO} for op in failed)
     assert rig.queue.errors == ({errno.EIO: len(failed)} if failed else {})
     rig.stop()
     return calls, rig
@@ -170,7 +170,8 @@ def test_short_and_interrupted_transfers_go_on(one_worker: Rig, most: int) -> No
 def test_a_bad_place_and_a_lost_end_cost_only_their_own_blocks(one_worker: Rig) -> None:
     """Reads that share a call; behind the end of its segment a read is an error, and no hang."""
     rig, bad = one_worker, one_worker.frame_bytes * 4
-    written = rig.store(range(10), 8192)
+    written = rig.write_run(range(10), [content(number, 8192) for number in range(10)])
+    assert rig.run([written], DiskPriority.WRITE) == [OK] * 10
 
     def hook(name: str, size: int) -> None:
         _, _, offset = rig.disk.calls[-1]
@@ -179,9 +180,11 @@ def test_a_bad_place_and_a_lost_end_cost_only_their_own_blocks(one_worker: Rig) 
 
     rig.disk.hook = hook
     os.truncate(segment_path(rig.directory, 1), 9 * rig.frame_bytes + PAGE_BYTES)
-    reads = [rig.read_op(op, 20 + place) for place, op in enumerate(written)]
-    assert rig.run(reads) == [OK] * 4 + [IO_ERROR] + [OK] * 4 + [IO_ERROR]
+    read = rig.read_run(written, range(20, 30))
+    assert rig.run([read]) == [OK] * 4 + [IO_ERROR] + [OK] * 4 + [IO_ERROR]
     assert rig.queue.errors == {errno.EIO: 2}
+    assert read.errnos == {4: errno.EIO, 9: errno.EIO}
+    assert (rig.queue.reads, rig.queue.in_flight) == (10, 0)
     for place in (0, 1, 2, 3, 5, 6, 7, 8):
         assert rig.frame(20 + place, 8192) == content(place, 8192)
 
@@ -223,11 +226,12 @@ def test_adjoining_slots_share_a_call(one_worker: Rig, monkeypatch: pytest.Monke
     held = hold(rig)
     # Up to `most` fill one call, the rest to 19 adjoin but would be too many, 22 has a gap before it, 21 is behind it.
     numbers = [*range(20), 22, 21]
-    writes = [rig.write_op(number, content(number, 8192)) for number in numbers]
-    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == len(writes)
+    write = rig.write_run(numbers, [content(number, 8192) for number in numbers])
+    assert rig.queue.submit(write, DiskPriority.WRITE)
+    assert rig.queue.queued(DiskPriority.WRITE) == 22
     rig.disk.gate.set()
-    rig.until(lambda: len(rig.finished) == len(writes) + 1)
-    assert held.outcome is OK
+    rig.until(lambda: len(rig.finished) == 2)
+    assert (held.outcomes, write.outcomes) == ([OK], [OK] * 22)
     assert [(views, offset // rig.frame_bytes) for _, views, offset in rig.disk.calls] == [
         (most, 0),
         (20 - most, most),
@@ -237,12 +241,12 @@ def test_adjoining_slots_share_a_call(one_worker: Rig, monkeypatch: pytest.Monke
     assert (rig.queue.writes, rig.queue.write_calls) == (23, 5)
     assert rig.queue.call_bytes["write_call"].sum == rig.queue.written_bytes == PAGE_BYTES + 22 * 8192
     held = hold(rig)
-    reads = [rig.read_op(op, 30 + place) for place, op in enumerate(writes)]
-    assert rig.queue.submit_many(reads, DiskPriority.PREFETCH) == len(reads)
+    read = rig.read_run(write, range(30, 52))
+    assert rig.queue.submit(read, DiskPriority.PREFETCH)
     rig.disk.gate.set()
     rig.until(lambda: rig.queue.in_flight == 0)
     assert [views for _, views, _ in rig.disk.calls] == [most, 20 - most, 1, 1]
-    assert [op.outcome for op in reads] == [OK] * len(reads)
+    assert read.outcomes == [OK] * 22
     assert all(rig.frame(30 + place, 8192) == content(number, 8192) for place, number in enumerate(numbers))
 
 
@@ -274,6 +278,17 @@ def test_a_load_begins_while_enough_is_under_way_behind_it(tmp_path: Path, monke
     rig.close()
 
 
+def test_the_parts_of_one_operation_are_carried_side_by_side(tmp_path: Path) -> None:
+    """Each encoded block is a part by itself: threads encode them on several cores."""
+    rig = Rig(tmp_path / "nvme", threads=4)
+    written = rig.write_run(range(4), [content(number, 8192) for number in range(4)], codec=0x21)
+    assert rig.run([written], DiskPriority.WRITE) == [OK] * 4
+    rig.disk.gate.clear()
+    assert rig.queue.submit(rig.read_run(written, range(10, 14)), DiskPriority.LOAD)
+    rig.until(lambda: rig.disk.running == 4)
+    rig.close()
+
+
 def test_a_full_queue_says_so(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "nvme", threads=1, limits={DiskPriority.WRITE: 3})
     hold(rig)
@@ -299,8 +314,8 @@ def test_a_hung_disk_shows_its_age_and_is_left_behind(tmp_path: Path) -> None:
     rig.until(lambda: rig.disk.running == 2)
     rig.until(lambda: rig.queue.oldest_age_s() > 0.02)
     assert not rig.queue.stop(0.0)
-    assert [op.outcome for op in ops].count(DiskOutcome.ABANDONED) == 2
-    assert [op.outcome for op in ops].count(DiskOutcome.CANCELLED) == 2
+    assert [op.outcomes for op in ops].count([DiskOutcome.ABANDONED]) == 2
+    assert [op.outcomes for op in ops].count([DiskOutcome.CANCELLED]) == 2
     assert sorted(map(id, rig.finished)) == sorted(map(id, ops))
     assert not rig.queue.submit(rig.write_op(9, b"late"), DiskPriority.LOAD)
     rig.disk.gate.set()
@@ -317,13 +332,13 @@ def test_encoded_blocks_save_pages_and_come_back(rig: Rig) -> None:
     small = rig.write_op(0, b"\x00\x3f" * 4000, lz4)
     noise = rig.write_op(1, random.Random(1).randbytes(8000), lz4)
     assert rig.run([small, noise], DiskPriority.WRITE) == [OK, OK]
-    assert (small.codec, small.moved_bytes) == (lz4, PAGE_BYTES)
-    assert (noise.codec, noise.stored_length) == (codecs.RAW, 8000)
+    assert (small.codecs, small.moved_bytes) == ([lz4], PAGE_BYTES)
+    assert (noise.codecs, noise.stored_lengths) == ([codecs.RAW], [8000])
     assert rig.queue.written_bytes == PAGE_BYTES + 8192
     assert rig.run([rig.read_op(small, 4), rig.read_op(noise, 5)]) == [OK, OK]
     assert rig.frame(4, 8000) == b"\x00\x3f" * 4000
     assert rig.frame(5, 8000) == random.Random(1).randbytes(8000)
-    assert rig.run([rig.read_op(small, 4, codec=0x11), rig.read_op(small, 4, length=8001)]) == [CORRUPT, CORRUPT]
+    assert rig.run([rig.read_op(small, 4, codecs=0x11), rig.read_op(small, 4, length=8001)]) == [CORRUPT, CORRUPT]
 
 
 def test_what_never_ran_is_counted_apart(one_worker: Rig) -> None:
@@ -333,7 +348,50 @@ def test_what_never_ran_is_counted_apart(one_worker: Rig) -> None:
     one_worker.queue.cancel_queued(DiskPriority.WRITE)
     one_worker.disk.gate.set()
     one_worker.until(lambda: one_worker.queue.in_flight == 0)
-    assert held.outcome is DiskOutcome.OK
-    assert [op.outcome for op in waiting] == [DiskOutcome.CANCELLED] * 3
+    assert held.outcomes == [DiskOutcome.OK]
+    assert [op.outcomes for op in waiting] == [[DiskOutcome.CANCELLED]] * 3
     stats = one_worker.queue.stats()
     assert (stats["cancelled"], stats["abandoned"], stats["checksum_failures"]) == (3, 0, 0)
+
+
+# --- a run of which some has begun ----------------------------------------------------------------
+
+
+def begun(rig: Rig) -> WriteOp:
+    """A write of four blocks apart from each other, of which the first is under way."""
+    rig.disk.gate.clear()
+    write = rig.write_run([0, 2, 4, 6], [content(number, 4096) for number in (0, 2, 4, 6)])
+    assert rig.queue.submit(write, DiskPriority.WRITE)
+    rig.until(lambda: rig.disk.running == 1)
+    return write
+
+
+def test_what_has_not_begun_of_a_run_is_cancelled_and_the_run_ends_once(one_worker: Rig) -> None:
+    write = begun(one_worker)
+    assert (one_worker.queue.queued(), one_worker.queue.cancel_queued()) == (3, 3)
+    one_worker.until(lambda: one_worker.announced.empty())
+    assert one_worker.finished == [], "the disk still has a part of it"
+    one_worker.disk.gate.set()
+    one_worker.until(lambda: one_worker.finished == [write])
+    assert write.outcomes == [OK] + [DiskOutcome.CANCELLED] * 3
+    assert (one_worker.queue.writes, one_worker.queue.cancelled, one_worker.queue.queued()) == (1, 3, 0)
+
+
+def test_of_a_run_that_hangs_only_what_has_begun_is_left_to_the_kernel(one_worker: Rig) -> None:
+    write = begun(one_worker)
+    assert not one_worker.queue.stop(0.0)
+    assert one_worker.finished == [write]
+    assert write.outcomes == [DiskOutcome.ABANDONED] + [DiskOutcome.CANCELLED] * 3
+
+
+def test_a_load_is_shared_out_among_the_free_places(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "nvme", threads=4)
+    write = rig.write_run(range(8), [content(number, 8192) for number in range(8)])
+    assert rig.run([write], DiskPriority.WRITE) == [OK] * 8
+    rig.disk.gate.clear()
+    assert rig.queue.submit(rig.read_run(write, range(20, 28)), DiskPriority.LOAD)
+    rig.until(lambda: rig.disk.running == 4)
+    rig.disk.gate.set()
+    rig.until(lambda: rig.queue.in_flight == 0)
+    assert all(rig.frame(20 + number, 8192) == content(number, 8192) for number in range(8))
+    rig.close()

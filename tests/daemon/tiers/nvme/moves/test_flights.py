@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chains import chain_of, key_of
 from memory_disks import MemoryDisk
-from played import Clock, on_clock
-from tier_rig import TierRig
+from played import Clock, on_clock, played
+from tier_rig import BLOCK_BYTES, TierRig
 
 from tiercache.daemon.tiers.dram.space import Namespace
+from tiercache.daemon.tiers.nvme.disk.block_io import DiskTransfer
+from tiercache.daemon.tiers.nvme.moves import flights
 from tiercache.daemon.tiers.nvme.moves.flights import Flight
 
 PAGE = 4096
@@ -40,20 +44,60 @@ async def test_what_a_codec_saves_is_given_back_to_the_budget(clock: Clock) -> N
     await rig.close()
 
 
+@on_clock
+async def test_each_block_of_a_run_that_cannot_be_written_counts(clock: Clock) -> None:
+    rig, disk, space = await rig_on(clock)
+    disk.failing = {"write"}
+    rig.store(space, chain_of("a", 3))
+    await rig.settled()
+    assert rig.shelves[0].stats()["write_failures"] == rig.tier._writes.failed_blocks == 3
+    rig.check()
+    await rig.close()
+
+
+# --- single blocks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@played
+async def test_blocks_that_are_runs_by_themselves_share_a_call_and_fail_alone(tmp_path: Path, window: int) -> None:
+    rig = await TierRig(tmp_path).open()
+    [shelf], [disk], space = rig.shelves, rig.disks.values(), rig.namespace(window_blocks=window)
+    rig.store(space, chain_of("makes the segment", 1))
+    await rig.settled()
+    disk.calls.clear()
+
+    def hook(name: str, size: int) -> None:
+        bad = disk.calls[0][2] + 2 * BLOCK_BYTES
+        if disk.call.offset <= bad < disk.call.offset + size:
+            raise OSError(errno.EIO, "bad place")
+
+    disk.hook = hook
+    keys = [chain_of(name, 1) for name in "abcd"]
+    for key in keys:
+        rig.store(space, key)
+    await rig.settled()
+    assert [views for name, views, _ in disk.calls if name == "pwritev"] == [4, 1, 1, 1, 1]
+    assert [shelf.has(space, key) for key in keys] == [True, True, False, True]
+    rig.check()
+    await rig.close()
+
+
 # --- parents ----------------------------------------------------------------------------------------
 
 
 def hold_back(rig: TierRig, which: Callable[[Flight], bool]) -> tuple[dict[bytes, Flight], Callable[..., None]]:
     """Writes that the disk has done and the tier is not told of, by their keys; and what tells it."""
     writes, late = rig.tier._writes, dict[bytes, Flight]()
-    done = writes._on_done
+    done = writes._done
 
-    def some(ops: Sequence[Flight]) -> None:
-        late.update((op.key, op) for op in ops if which(op))
-        if others := [op for op in ops if not which(op)]:
-            done(others)
+    def some(flight: Flight) -> None:
+        if which(flight):
+            late.update((key, flight) for key in flight.keys)
+        else:
+            done(flight)
 
-    writes._on_done = some
+    writes._done = some  # type: ignore[method-assign]
     return late, done
 
 
@@ -63,7 +107,7 @@ async def test_a_write_keeps_what_it_hangs_below(clock: Clock, parent_first: boo
     """Else the parent is the coldest leaf, and the child is dropped when it arrives."""
     rig, _disk, space = await rig_on(clock)
     [shelf], chain = rig.shelves, chain_of("a", 2)
-    late, done = hold_back(rig, lambda op: op.key == key_of(chain, 1))
+    late, done = hold_back(rig, lambda op: op.keys[0] == key_of(chain, 1))
     rig.store(space, chain[:16])
     if parent_first:
         await rig.settled()
@@ -73,7 +117,8 @@ async def test_a_write_keeps_what_it_hangs_below(clock: Clock, parent_first: boo
     rig.store(space, chain)
     await rig.until(lambda: bool(late) and shelf.has(space, key_of(chain, 0)))
     assert shelf.slots.evict_of(space.account_below, 1 << 30) == PAGE, "only the block that makes the segment"
-    done(list(late.values()))
+    for flight in late.values():
+        done(flight)
     await rig.settled()
     rig.forget_dram()
     assert await rig.load(space, chain) == 2
@@ -111,7 +156,7 @@ async def test_two_blocks_that_each_hang_below_the_other_and_end_together_both_e
     a, b = key_of(chain, 0), key_of(chain, 1)
     rig.store(space, a)
     await rig.settled()
-    late, done = hold_back(rig, lambda op: op.key in (a, b))
+    late, done = hold_back(rig, lambda op: op.keys[0] in (a, b))
     rig.store(space, chain)  # b below a: its write is slow
     await rig.until(lambda: b in late)
     shelf.drop(space, a)  # a read of it has failed its checksum
@@ -120,7 +165,9 @@ async def test_two_blocks_that_each_hang_below_the_other_and_end_together_both_e
     for _ in range(5):
         await rig.work(5)
         rig.step_disks()
-    done([late[key] for key in ((b, a) if child_first else (a, b)) if key in late])
+    for key in (b, a) if child_first else (a, b):
+        if key in late:
+            done(late[key])
     await rig.settled()
     assert not rig.tier._writes._parked
     rig.check()
@@ -128,7 +175,10 @@ async def test_two_blocks_that_each_hang_below_the_other_and_end_together_both_e
 
 
 @on_clock
-async def test_a_flushed_block_that_arrives_late_does_not_come_back_below_its_parents_successor(clock: Clock) -> None:
+async def test_a_flushed_block_that_arrives_late_does_not_come_back_below_its_parents_successor(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "most_together", lambda frame_bytes: 1)
     rig, disk, space = await rig_on(clock)
     [shelf], chain = rig.shelves, chain_of("a", 2)
     parent, child = key_of(chain, 0), key_of(chain, 1)
@@ -138,15 +188,68 @@ async def test_a_flushed_block_that_arrives_late_does_not_come_back_below_its_pa
     await rig.until(lambda: len(late) == 2)
     late_ones += late.values()
     assert await rig.flush(parent)
-    done([late[parent]])
+    done(late[parent])
     await rig.until(lambda: rig.tier._writes.settle() is False)
     rig.store(space, parent)
     while rig.tier._writes.queued:
         await rig.work()
-    done([late[child]])  # it waits for the block that is being written now
+    done(late[child])  # it waits for the block that is being written now
     disk.step(commits=False)
     await rig.settled()
     assert shelf.has(space, parent)
     assert not shelf.has(space, child), "it was flushed"
+    rig.check()
+    await rig.close()
+
+
+# --- runs of which some blocks fail -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [0, 2, 4])
+@on_clock
+async def test_a_block_that_cannot_be_written_costs_those_after_it(clock: Clock, bad: int) -> None:
+    rig, disk, space = await rig_on(clock)
+    [shelf], chain = rig.shelves, chain_of("a", 5)
+    move, slots = disk.move, list[int]()
+
+    def fails(transfer: DiskTransfer) -> None:
+        if key_of(chain, bad) in transfer.op.keys[transfer.first : transfer.end]:
+            slots.append(transfer.op.slots[transfer.first])
+            raise OSError(errno.EIO, "bad place")
+        move(transfer)
+
+    disk.move = fails  # type: ignore[method-assign]
+    rig.store(space, chain)
+    await rig.settled()
+    assert [shelf.has(space, key_of(chain, number)) for number in range(5)] == [number < bad for number in range(5)]
+    assert (rig.tier._writes.failed_blocks, len(slots)) == (1, 1)
+    rig.check()
+    disk.move = move  # type: ignore[method-assign]
+    clock.now_s += 1000.0  # the disk may be written to again
+    assert await rig.load(space, chain) == 5, "all of it is in DRAM, and it was asked for"
+    await rig.settled()
+    assert shelf.length(space, chain, 5) == 5
+    rig.forget_dram()
+    assert await rig.load(space, chain) == 5
+    rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_chains_that_are_stored_by_turns_are_written_by_the_run(clock: Clock) -> None:
+    rig, _disk, space = await rig_on(clock)
+    [shelf], chains, runs = rig.shelves, [chain_of(name, 12) for name in ("a", "b")], list[int]()
+    submit = shelf.queue.submit_many
+
+    def noted(ops: Any, priority: Any) -> int:
+        runs.extend(op.count for op in ops)
+        return submit(ops, priority)
+
+    shelf.queue.submit_many = noted  # type: ignore[method-assign]
+    for blocks in range(1, 13):
+        for chain in chains:
+            rig.store(space, chain[: 16 * blocks], first=blocks - 1)
+    await rig.settled()
+    assert runs == [12, 12]
     rig.check()
     await rig.close()

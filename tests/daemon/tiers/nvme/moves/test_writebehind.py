@@ -46,14 +46,14 @@ async def test_a_chain_begins_together_in_neighbouring_slots(tmp_path: Path) -> 
     sizes, submit = list[int](), shelf.queue.submit_many
 
     def noted(ops: Any, priority: Any) -> int:
-        sizes.extend(filter(None, [sum(isinstance(op, WriteOp) for op in ops)]))
+        sizes.extend(filter(None, [sum(op.count for op in ops if isinstance(op, WriteOp))]))
         return submit(ops, priority)
 
     shelf.queue.submit_many = noted  # type: ignore[method-assign]
     rig.store(space, chain)
     await rig.settled()
     assert sizes == [30]
-    slots = [stored.slot for stored in shelf.find_many(space, [key_of(chain, number) for number in range(30)])]
+    slots = shelf.find_many(space, [key_of(chain, number) for number in range(30)]).slots
     assert slots == [slots[0] + number * BLOCK_BYTES for number in range(30)]
     rig.forget_dram()
     assert await rig.load(space, chain) == 30
@@ -117,7 +117,7 @@ async def test_what_does_not_fit_into_the_queue_stays_in_dram(tmp_path: Path, mo
     rig = await TierRig(tmp_path).open()
     space, chain = rig.namespace(), chain_of("a", 4)
     rig.store(space, chain[:32])
-    rig.tier._writes.add(space, key_of(chain, 0), asked_again=True)  # it waits already
+    rig.tier._writes.add_many(space, [key_of(chain, 0)], asked_again=True)  # it waits already
     rig.store(space, chain)
     stats = rig.tier.stats()
     assert (stats["write_queue_blocks"], stats["skipped_queue_full"]) == (3, 1)

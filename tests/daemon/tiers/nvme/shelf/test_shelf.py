@@ -24,7 +24,7 @@ async def test_a_row_that_was_refused_does_not_replace_that_of_the_next_block_in
     disk.failing = {"commit"}
     rig.store(space, block)
     await rig.until(lambda: shelf.has(space, block))
-    before = shelf.find_many(space, [block])[0].slot
+    before = shelf.find_many(space, [block]).slots[0]
     await rig.until(lambda: bool(shelf.catalog.error))
     monkeypatch.setattr(shelf_module, "ROWS_AT_ONCE", 0)  # as if many others were to be inserted first
     rig.tier.flush([space], b"", lambda blocks, durable: None)
@@ -33,7 +33,7 @@ async def test_a_row_that_was_refused_does_not_replace_that_of_the_next_block_in
     clock.now_s += 60
     await rig.until(lambda: not shelf.slots.left and not shelf.catalog.pending)
     await rig.store_below([space], block)
-    assert shelf.find_many(space, [block])[0].slot == before
+    assert shelf.find_many(space, [block]).slots[0] == before
     monkeypatch.undo()
     await rig.work(5)
     await rig.committed()

@@ -5,39 +5,58 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from typing import Any
 
 import pytest
 
-from tiercache.daemon.tiers.nvme.disk.block_io import DiskOutcome
+from tiercache.daemon.tiers.nvme.disk.block_io import BlockOp, Call, DiskOutcome, ReadOp, WriteOp
 from tiercache.daemon.tiers.nvme.worker import records
 from tiercache.daemon.tiers.nvme.worker.packets import give_up_line, receive_now, send_now
-from tiercache.daemon.tiers.nvme.worker.records import BlockRecord, Tag
+from tiercache.daemon.tiers.nvme.worker.records import Tag
 
-LARGEST = BlockRecord(
-    number=(1 << 64) - 1,
-    write=1,
-    codec=255,
-    kind=255,
-    priority=2,
-    frame=(1 << 63) - 1,
-    slot=(1 << 63) - 1,
-    key=bytes(range(16)),
-    name=(1 << 32) - 1,
-    length=(1 << 32) - 1,
-    stored_length=(1 << 32) - 1,
-    checksum=(1 << 64) - 1,
-)
+MOST = 16
 
 
-def test_the_largest_records_in_a_full_packet() -> None:
-    least = LARGEST._replace(number=0, write=0, frame=-1, slot=0, checksum=0)  # rule: a NamedTuple's own
-    blocks = [LARGEST, least] * (records.MAX_RECORDS // 2)
-    data = records.packet(Tag.BLOCKS, [records.BLOCK.pack(*block) for block in blocks])
+def op(largest: bool, count: int, write: bool) -> BlockOp:
+    """An operation with the largest or the smallest numbers that fit."""
+    fields: dict[str, Any] = {
+        "done": print,
+        "slots": [(1 << 63) - 1 if largest else 0] * count,
+        "addresses": [0] * count,
+        "length": (1 << 32) - 1 if largest else 1,
+        "keys": [bytes(range(place, place + 16)) for place in range(count)],
+        "fingerprint": "",
+        "codecs": [255 if largest else 0] * count,
+        "kinds": [255 if largest else 0] * count,
+    }
+    numbers = {
+        "stored_lengths": [(1 << 32) - 1 if largest else 0] * count,
+        "checksums": [(1 << 64) - 1 if largest else 0] * count,
+    }
+    made = WriteOp(**fields) if write else ReadOp(**fields, **numbers)
+    made.stored_lengths, made.checksums = numbers["stored_lengths"], numbers["checksums"]
+    return made
+
+
+def test_operations_and_their_ends_come_back_as_they_were_from_a_full_packet() -> None:
+    ops = [op(bool(number % 2), MOST if number % 3 else 1, bool(number % 2)) for number in range(records.MAX_RECORDS)]
+    frames = [[-1 if number % 2 else (1 << 63) - 1] * its.count for number, its in enumerate(ops)]
+    packed = [records.pack_op(number, its, 7, frames[number]) for number, its in enumerate(ops)]
+    data = records.packet(Tag.BLOCKS, packed)
     assert len(data) <= records.MAX_PACKET_BYTES
-    assert list(records.block_records(data)) == blocks
-    ends = [(number, records.NUMBER_OF[outcome], *[255] * 7) for number, outcome in enumerate(DiskOutcome)]
-    data = records.packet(Tag.ENDS, [records.END.pack(*end) for end in ends])
-    assert [records.OUTCOMES[end[1]] for end in records.end_records(data)] == list(DiskOutcome)
+    for number, (its, record) in enumerate(zip(ops, records.op_records(data), strict=True)):
+        assert record == (
+            *(number, isinstance(its, WriteOp), its.priority, 7, its.length, frames[number], its.slots, its.keys),
+            *(its.stored_lengths, its.checksums, its.codecs, its.kinds),
+        )
+    for number, its in enumerate(ops):
+        its.outcomes = [records.OUTCOMES[(number + place) % len(records.OUTCOMES)] for place in range(its.count)]
+        its.errnos = {place: 5 for place, outcome in enumerate(its.outcomes) if outcome is DiskOutcome.IO_ERROR}
+        its.calls = [Call(2000 * place, place, 4096) for place in range(its.count)]
+    data = records.packet(Tag.ENDS, [records.pack_end(number, its) for number, its in enumerate(ops)])
+    assert len(data) <= records.MAX_PACKET_BYTES
+    for number, (its, end) in enumerate(zip(ops, records.end_records(data), strict=True)):
+        assert end == (*(number, its.outcomes, its.errnos, its.stored_lengths, its.checksums, its.codecs, its.calls),)
 
 
 def test_a_descriptor_comes_with_its_packet_and_a_full_line_blocks_nobody() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from stepped_worker import SteppedWorker
 
+from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
 from tiercache.daemon.tiers.nvme.worker import remote_queue
+from tiercache.protocol.checksums import CHECKSUM_XXH3
 
 LOAD, PREFETCH = DiskPriority.LOAD, DiskPriority.PREFETCH
 
@@ -27,13 +29,15 @@ class Blocks:
         length = pages * PAGE_BYTES
         op = ReadOp(
             done=self.ended.append,
-            slot=1 << 48,
-            address=address,
+            slots=[1 << 48],
+            addresses=[address],
             length=length,
-            key=bytes(16),
+            keys=[bytes(16)],
             fingerprint="name",
-            stored_length=length,
-            checksum=1,
+            codecs=[RAW],
+            kinds=[CHECKSUM_XXH3],
+            stored_lengths=[length],
+            checksums=[1],
         )
         assert self.queue.submit(op, priority)
         return op
@@ -114,7 +118,7 @@ def test_stopping_waits_for_what_is_under_way(blocks: Blocks) -> None:
         child.work()
     assert blocks.queue.stop(blocks.world.clock.now_s + 60)
     assert blocks.ended == [op]
-    assert op.outcome is DiskOutcome.IO_ERROR
+    assert op.outcomes == [DiskOutcome.IO_ERROR]
     assert not blocks.queue.submit(op, LOAD)
 
 
@@ -126,4 +130,4 @@ def test_what_does_not_end_in_time_is_abandoned(blocks: Blocks, ends: bool) -> N
         blocks.world.end_child(-9)
     assert not blocks.queue.stop(blocks.world.clock.now_s)
     assert blocks.ended == [op]
-    assert op.outcome is DiskOutcome.ABANDONED
+    assert op.outcomes == [DiskOutcome.ABANDONED]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from machines import in_first_ring, in_stress
-from memory_disks import Database
+from memory_disks import RETRY_S, Database
 from stepped_worker import SEGMENT_BYTES, SteppedWorker
 
+from tiercache.daemon.tiers.forms.codecs import RAW
 from tiercache.daemon.tiers.nvme.catalog.rows import Row
 from tiercache.daemon.tiers.nvme.disk.block_io import NOWHERE, AnyOp, DiskOutcome, ReadOp, TaskOp, WriteOp
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskPriority
+from tiercache.protocol.checksums import CHECKSUM_XXH3
 
 FRAMES = 12
 MOST_SEGMENTS = 3
@@ -45,10 +48,22 @@ numbers = st.integers(0, 1000)
 
 
 class Flight(NamedTuple):
-    """An operation under way: its frame (-1: none), and the bytes that belong to its block."""
+    """An operation under way: its frames (-1: none), and the bytes that belong to its blocks."""
 
-    frame: int
-    data: bytes
+    frames: list[int]
+    data: list[bytes]
+
+
+class Block(NamedTuple):
+    """A block on the disk, as its row would have it."""
+
+    slot: int
+    key: bytes
+    fingerprint: str
+    stored_length: int
+    codec: int
+    checksum: int
+    kind: int
 
 
 class Change:
@@ -108,7 +123,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.frames = {frame: self.fill(frame) for frame in range(FRAMES)}  # free ones, and what their owner put there
         self.slots: list[int] = []  # free ones
         self.segment = 0  # the last one that was asked for
-        self.blocks: list[WriteOp] = []  # on the disk
+        self.blocks: list[Block] = []  # on the disk
         self.data: dict[int, bytes] = {}  # of blocks, by slot
         self.flying: dict[AnyOp, Flight] = {}
         self.ended: list[AnyOp] = []
@@ -147,68 +162,70 @@ class WorkerMachine(RuleBasedStateMachine):
     def address(self, frame: int) -> int:
         return self.world.region.address + frame * PAGE_BYTES
 
-    def take_frame(self, number: int) -> int | None:
-        """A free frame."""
-        frame = sorted(self.frames)[number % len(self.frames)] if self.frames else None
-        self.frames.pop(frame, None)  # type: ignore[arg-type]
+    def take_frame(self, number: int) -> int:
+        """A free frame; there is one."""
+        frame = sorted(self.frames)[number % len(self.frames)]
+        del self.frames[frame]
         return frame
 
-    @rule(number=numbers, count=st.integers(1, 3))
-    def write(self, number: int = 0, count: int = 1) -> None:
-        for _ in range(min(count, len(self.slots))):
-            frame = self.take_frame(number)
-            if frame is None:
-                return
-            data = self.fill(frame)
+    @rule(number=numbers, count=st.integers(1, 3), together=st.booleans())
+    def write(self, number: int = 0, count: int = 1, together: bool = True) -> None:
+        """So many blocks, as one operation or as many."""
+        frames = [self.take_frame(number) for _ in range(min(count, len(self.slots), len(self.frames)))]
+        for run in [frames] if together and frames else [[frame] for frame in frames]:
+            data = [self.fill(frame) for frame in run]
             op = WriteOp(
                 done=self.ended.append,
-                slot=self.slots.pop(number % len(self.slots)),
-                address=self.address(frame),
+                slots=[self.slots.pop(number % len(self.slots)) for _ in run],
+                addresses=[self.address(frame) for frame in run],
                 length=PAGE_BYTES,
-                key=data[:16],
+                keys=[its[:16] for its in data],
                 fingerprint=f"space {number % 3}",
+                codecs=[RAW] * len(run),
+                kinds=[CHECKSUM_XXH3] * len(run),
             )
-            self.submit(op, DiskPriority.WRITE, Flight(frame, data))
+            self.submit(op, DiskPriority.WRITE, Flight(run, data))
 
     @rule(number=numbers, count=st.integers(1, 3), priority=st.sampled_from([DiskPriority.LOAD, DiskPriority.PREFETCH]))
     def read(self, number: int, count: int = 1, priority: DiskPriority = DiskPriority.LOAD) -> None:
-        for at in range(number, number + count):
-            frame = self.take_frame(number) if self.blocks else None
-            if frame is not None:
-                self.read_block(self.blocks[at % len(self.blocks)], frame, priority)
+        """So many blocks, those of one namespace as one operation."""
+        chosen = dict.fromkeys(
+            self.blocks[at % len(self.blocks)] for at in range(number, number + count) if self.blocks
+        )
+        for name in sorted({block.fingerprint for block in chosen}):
+            blocks = [block for block in chosen if block.fingerprint == name][: len(self.frames)]
+            if blocks:
+                self.read_blocks(blocks, [self.take_frame(number) for _ in blocks], priority)
 
     @rule(number=numbers)
     def verify(self, number: int) -> None:
         if self.blocks:
-            self.read_block(self.blocks[number % len(self.blocks)], -1, DiskPriority.PREFETCH)
+            self.read_blocks([self.blocks[number % len(self.blocks)]], [-1], DiskPriority.PREFETCH)
 
-    def read_block(self, block: WriteOp, frame: int, priority: DiskPriority) -> None:
+    def read_blocks(self, blocks: list[Block], frames: list[int], priority: DiskPriority) -> None:
         op = ReadOp(
             done=self.ended.append,
-            slot=block.slot,
-            address=NOWHERE if frame < 0 else self.address(frame),
+            slots=[block.slot for block in blocks],
+            addresses=[NOWHERE if frame < 0 else self.address(frame) for frame in frames],
             length=PAGE_BYTES,
-            key=block.key,
-            fingerprint=block.fingerprint,
-            stored_length=block.stored_length,
-            checksum=block.checksum,
+            keys=[block.key for block in blocks],
+            fingerprint=blocks[0].fingerprint,
+            stored_lengths=[block.stored_length for block in blocks],
+            checksums=[block.checksum for block in blocks],
+            codecs=[block.codec for block in blocks],
+            kinds=[block.kind for block in blocks],
         )
-        self.submit(op, priority, Flight(frame, self.data[block.slot]))
+        self.submit(op, priority, Flight(frames, [self.data[block.slot] for block in blocks]))
 
     @rule(number=numbers)
     def forget(self, number: int) -> None:
         """A block that nobody reads gives its slot back."""
-        read = {op.slot for op in self.flying if isinstance(op, ReadOp)}
+        read = {slot for op in self.flying if isinstance(op, ReadOp) for slot in op.slots}
         unread = [block for block in self.blocks if block.slot not in read]
         if unread:
             block = unread[number % len(unread)]
             self.blocks.remove(block)
             self.slots.append(block.slot)
-
-    @rule(number=numbers)
-    def unwant(self, number: int) -> None:
-        if self.flying:
-            list(self.flying)[number % len(self.flying)].unwanted = True
 
     @rule(priority=st.sampled_from([None, *DiskPriority]))
     def cancel(self, priority: DiskPriority | None) -> None:
@@ -220,7 +237,7 @@ class WorkerMachine(RuleBasedStateMachine):
             self.segment += 1
             segment, self.disk_was_full = self.segment, False
             self.task = TaskOp(done=self.ended.append, call=lambda: self.world.directory.create_segment(segment))
-            self.submit(self.task, DiskPriority.WRITE, Flight(-1, b""))
+            self.submit(self.task, DiskPriority.WRITE, Flight([], []))
 
     # --- the owner of rows ---------------------------------------------------------------------------
 
@@ -401,7 +418,7 @@ class WorkerMachine(RuleBasedStateMachine):
         while self.ended:
             op = self.ended.pop(0)
             assert op in self.flying, "an operation ended twice"
-            frame, data = self.flying.pop(op)
+            frames, data = self.flying.pop(op)
             outcomes = {OK, CANCELLED, *([ABANDONED] if stopped else [])}
             if isinstance(op, TaskOp):
                 self.task = None
@@ -413,17 +430,19 @@ class WorkerMachine(RuleBasedStateMachine):
                 else:
                     self.segment -= 1
                 continue
-            assert op.outcome in outcomes, "the disk is in order"
-            if isinstance(op, WriteOp):
-                if op.outcome is OK:
-                    self.blocks.append(op)
-                    self.data[op.slot] = data
-                else:
-                    self.slots.append(op.slot)
-            elif op.outcome is OK and frame >= 0:
-                assert self.bytes_of(frame) == data, "wrong bytes"
-            if frame >= 0:
-                self.frames[frame] = self.fill(frame)
+            assert outcomes.issuperset(op.outcomes), "the disk is in order"
+            forms = op.slots, op.keys, repeat(op.fingerprint), op.stored_lengths, op.codecs, op.checksums, op.kinds
+            for outcome, frame, its, form in zip(op.outcomes, frames, data, zip(*forms, strict=False), strict=True):
+                if isinstance(op, WriteOp):
+                    if outcome is OK:
+                        self.blocks.append(Block(*form))
+                        self.data[form[0]] = its
+                    else:
+                        self.slots.append(form[0])
+                elif outcome is OK and frame >= 0:
+                    assert self.bytes_of(frame) == its, "wrong bytes"
+                if frame >= 0:
+                    self.frames[frame] = self.fill(frame)
 
     def bytes_of(self, frame: int) -> bytes:
         return bytes(self.world.region.view(frame * PAGE_BYTES, PAGE_BYTES))
@@ -431,16 +450,16 @@ class WorkerMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_else_writes_to_frames(self) -> None:
         self.note()
-        writes = {frame: data for op, (frame, data) in self.flying.items() if isinstance(op, WriteOp)}
-        for frame, data in {**self.frames, **writes}.items():
+        writes = [zip(its.frames, its.data, strict=True) for op, its in self.flying.items() if isinstance(op, WriteOp)]
+        for frame, data in [*self.frames.items(), *chain.from_iterable(writes)]:
             assert self.bytes_of(frame) == data, "a process has written to the frame of another owner"
 
     @invariant()
     def books_are_right(self) -> None:
         world = self.world
         assert world.queue.check_integrity() == world.catalog.check_integrity() == []
-        assert world.queue.in_flight == len(self.flying) + len(self.ended)
-        assert world.queue.in_flight_bytes == PAGE_BYTES * sum(not isinstance(op, TaskOp) for op in self.flying)
+        assert world.queue.in_flight == sum(op.count for op in self.flying)
+        assert world.queue.in_flight_bytes == PAGE_BYTES * sum(len(its.data) for its in self.flying.values())
         refused = False
         for change in self.changes:
             assert len(change.answers) <= 1, "a change is answered once"
@@ -524,6 +543,9 @@ class WorkerMachine(RuleBasedStateMachine):
             if not self.world.given_up:
                 self.check_all_blocks()
                 assert self.world.catalog.pending == 0
+                self.world.clock.now_s += RETRY_S  # a catalog that could not write tries again
+                if self.world.serving is not None:
+                    self.work()
                 self.change_rows(0, many=False, there=True)
                 self.settle()
                 assert self.changes[-1].answers == [True] or self.world.given_up
@@ -536,12 +558,11 @@ class WorkerMachine(RuleBasedStateMachine):
         """Every block that was written is read and compared."""
         blocks, self.blocks = self.blocks, []
         for block in blocks:
-            frame = self.take_frame(0)
-            assert frame is not None
-            self.read_block(block, frame, DiskPriority.LOAD)
+            self.read_blocks([block], [self.take_frame(0)], DiskPriority.LOAD)
             (op,) = self.flying
             self.settle()
-            assert op.outcome is OK
+            assert not isinstance(op, TaskOp)
+            assert op.outcomes == [OK]
         self.blocks = blocks
 
 
