@@ -98,7 +98,7 @@ class Named(NamedTuple):
 
 
 NAMED = (
-    Named("daemon/tiers/nvme/moves/flights.py", "if flushed or here or", "if here or"),
+    Named("daemon/tiers/nvme/moves/flights.py", "void = flushed or", "void ="),
     Named(
         "daemon/tiers/nvme/worker/directory_worker.py",
         "self.queue.disconnect()\n        self.catalog.lost()",
@@ -121,12 +121,12 @@ NAMED = (
         "if not self._reads.is_whole(lease):\n            self._reads.end(lease)  # before",
         "if False:\n            self._reads.end(lease)  # before",
     ),
-    Named("daemon/tiers/nvme/moves/flights.py", " and self._flying[parent].number < first.number", ""),
+    Named("daemon/tiers/nvme/moves/flights.py", " and self._flying[parent].number < flight.number", ""),
     Named("daemon/tiers/nvme/worker/directory_worker.py", "if self._fruitless >= MAX_FRUITLESS:", "if False:"),
     Named(
         "daemon/tiers/dram/pending_blocks.py",
-        "if not index.attached(parent) or self.is_taken_back(block):",
-        "if self.is_taken_back(block):",
+        "if not index.attached(parent) or self.is_taken_back(first):",
+        "if self.is_taken_back(first):",
     ),
     Named(
         "daemon/index/walks.py",

@@ -99,7 +99,7 @@ class FrameCheck:
             seen, number = self._place(frame)
             entry = -1 if seen is None else seen[number] - 1
             in_index = entry >= 0 and index.state[entry] and index.frame[entry] == frame
-            if other is not owner or in_index:
+            if other != owner or in_index:
                 self.findings.append(f"region {frame >> REGION_SHIFT} frame {number} has two owners")
 
     @property

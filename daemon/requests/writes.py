@@ -152,7 +152,7 @@ class WriteRequests:
         if block is None:
             text = f"block {request.index} is not reserved under this lease (any more)"
             raise RequestRefused(ErrorCode.UNKNOWN_LEASE.value, text)
-        frame = block.frame
+        [frame] = block.frames
         check_range(request.offset, len(payload), self._space.allocator.frame_bytes(frame))
         if request.offset > block.written:
             text = f"offset {request.offset} leaves a gap after byte {block.written}: write a block from its start"

@@ -13,7 +13,7 @@ from tiercache.daemon.index.policy import NO_ENTRY
 from .leases import ReadLease
 from .reads import Reads
 from .space import Space
-from .write_lease import PendingBlock
+from .write_lease import PendingRun
 from .writes import Writes
 
 _TRIES = 3
@@ -42,13 +42,13 @@ def _holdings(space: Space, reads: Reads, writes: Writes) -> Sequence[Holding]:
     ]
     return [
         (list(reads.leases.values()), ReadLease.pinned),
-        (list(writes.pending.by_key.values()), _pinned_by),
+        (list(dict.fromkeys(writes.pending.by_key.values())), _pinned_by),
         (single, lambda entry: (entry,)),
     ]
 
 
-def _pinned_by(block: PendingBlock) -> Iterable[int]:
-    return () if block.parent_entry == NO_ENTRY else (block.parent_entry,)
+def _pinned_by(run: PendingRun) -> Iterable[int]:
+    return () if run.parent_entry == NO_ENTRY else (run.parent_entry,)
 
 
 def _check_accounts(space: Space, writes: Writes) -> Steps[list[str]]:
@@ -67,7 +67,7 @@ def _check_accounts(space: Space, writes: Writes) -> Steps[list[str]]:
                 wrong += is_wrong(index.frame[entry], index.table[entry])
         yield
     for part in writes.owners():
-        wrong += sum(is_wrong(frame, block.table.number) for frame, block in part)
+        wrong += sum(is_wrong(frame, owner.run.table.number) for frame, owner in part)
         yield
     return [f"{wrong} frames are in an account that is not their namespace's"] if wrong else []
 

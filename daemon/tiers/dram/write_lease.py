@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple
 
 from tiercache.daemon.index.entries import Table
@@ -28,21 +30,21 @@ class BlockPhase(Enum):
     DROPPED = "dropped"
 
 
-class PendingBlock:
-    """A block between reserve and publication.
+class PendingRun:
+    """Blocks of a chain between reserve and publication, each below the one before it. All are in the same phase.
 
-    It hangs below an entry of the index (`parent_entry`, pinned meanwhile), below another pending block
-    (`parent_block`), or below nothing. `frame` belongs to it until it is published or its writer is known to be done
-    with it.
+    The first hangs below an entry of the index (`parent_entry`, pinned meanwhile), below the last block of another run
+    (`parent`), or below nothing. Frames belong to them until they are published or their writer is known to be done
+    with them, and are NO_FRAME then. Blocks of windows, and those that come as payload, are runs of one.
     """
 
     __slots__ = (
         "among",
         "children",
-        "frame",
-        "key",
+        "frames",
+        "keys",
         "lease",
-        "parent_block",
+        "parent",
         "parent_entry",
         "phase",
         "place",
@@ -51,19 +53,40 @@ class PendingBlock:
     )
 
     def __init__(
-        self, table: Table, key: bytes, frame: int, lease: WriteLease, place: int, among: dict[PendingBlock, None]
+        self,
+        table: Table,
+        keys: list[bytes],
+        frames: list[int],
+        lease: WriteLease,
+        place: int,
+        among: dict[PendingRun, None],
     ) -> None:
-        self.among = among  # all pending blocks of its namespace, or those pending when it was flushed
+        self.among = among  # all pending runs of its namespace, or those pending when it was flushed
         self.table = table
-        self.key = key
-        self.frame = frame
+        self.keys = keys
+        self.frames = frames
         self.lease = lease
-        self.place = place  # position of its key in the request
+        self.place = place  # position of its first key in the request; the others follow
         self.parent_entry = NO_ENTRY
-        self.parent_block: PendingBlock | None = None
-        self.children: dict[PendingBlock, None] = {}  # in order
+        self.parent: PendingRun | None = None
+        self.children: dict[PendingRun, None] = {}  # in order; below its last block
         self.phase = BlockPhase.WRITING
         self.written = 0  # bytes received as payload, from the start without a gap
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self.keys)
+
+    @property
+    def places(self) -> range:
+        """The positions of its keys in the request."""
+        return range(self.place, self.place + len(self.keys))
+
+    @property
+    def names(self) -> Iterator[tuple[int, bytes]]:
+        """Namespace number and key of each block."""
+        return zip(repeat(self.table.number), self.keys)
 
 
 class WriteLease(StoreLease):
@@ -77,7 +100,7 @@ class WriteLease(StoreLease):
 
     def __init__(self, kept_by: KeepsStores, owner: Owner, started_s: float, ttl_s: float, frame_bytes: int) -> None:
         super().__init__(kept_by, owner, started_s, ttl_s, frame_bytes, writes_directly=owner.mapped)
-        self.blocks: dict[int, PendingBlock] = {}
+        self.blocks: dict[int, PendingRun] = {}
         self.chain = (b"", b"")
 
     def before(self, place: int) -> bytes:
@@ -95,14 +118,15 @@ class Reservation(NamedTuple):
     parent_missing: bool
 
 
-def complete_run(first: PendingBlock, most: int = MAX_RESERVE) -> list[PendingBlock]:
-    """A complete block and the complete ones below it: each an only child, and events tell of all or none."""
-    run, last, lease, told, held = [first], first, first.lease, first.lease.named is not None, BlockPhase.HELD
-    while len(children := last.children) == 1 and len(run) < most:
+def complete_runs(first: PendingRun, most: int = MAX_RESERVE) -> list[PendingRun]:
+    """A complete run and the complete ones below it, to about so many blocks: each an only child, and events tell of
+    all or none."""
+    runs, last, left, told, held = [first], first, most - first.count, first.lease.named is not None, BlockPhase.HELD
+    while len(children := last.children) == 1 and left > 0:
         (child,) = children
-        if child.phase is not held or (child.lease is not lease and (child.lease.named is not None) is not told):
+        if child.phase is not held or (child.lease.named is not None) is not told:
             break
-        child.parent_block, last.children = None, {}
-        run.append(child)
-        last = child
-    return run
+        child.parent, last.children = None, {}
+        runs.append(child)
+        last, left = child, left - child.count
+    return runs

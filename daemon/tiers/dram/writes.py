@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import repeat
+from typing import NamedTuple
 
 from tiercache.daemon.events.events import Events, Named
 from tiercache.daemon.ground.slices import AnswerNow, Steps
@@ -23,11 +24,11 @@ from tiercache.ground.histograms import LatencyHistogram
 from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, NO_LEASE, BlockState, CommitState
 
 from .leases import Owner
-from .pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
+from .pending_blocks import PendingBlocks
 from .space import Namespace, Space
 from .store_leases import StoreLeases
 from .unfinished import Unfinished
-from .write_lease import BlockPhase, PendingBlock, Reservation, WriteLease
+from .write_lease import BlockPhase, PendingRun, Reservation, WriteLease
 
 _COMMIT_STATE = {
     BlockPhase.VISIBLE: CommitState.VISIBLE,
@@ -36,7 +37,7 @@ _COMMIT_STATE = {
 }
 VISIBLE_WITHIN_S = 0.1
 """How long a commit waits at most until its blocks are visible: clients wait half a second for an answer."""
-LEASES_AT_ONCE = 4
+LEASES_AT_ONCE, RUNS_AT_ONCE = 4, 16
 """Checked in one slice."""
 MANY = 4
 """From so many keys on, it is worth asking first whether all of them are new."""
@@ -74,15 +75,15 @@ class Writes(StoreLeases[WriteLease]):
 
         May evict, so leases that lost a block are revoked on the way.
         """
-        entry, block = namespace.table.root, None
+        entry, above = namespace.table.root, None
         if parent and not namespace.table.windowed:
             entry = namespace.table.get(parent)
             if entry != NO_ENTRY and not self._space.index.attached(entry):
                 return Reservation(NO_LEASE, [], [], parent_missing=True)  # flushed, with all that follows it
-            block = self.pending.by_key.get((namespace.number, parent)) if entry == NO_ENTRY else None
-            if entry == NO_ENTRY and block is None:
+            above = self.pending.by_key.get((namespace.number, parent)) if entry == NO_ENTRY else None
+            if entry == NO_ENTRY and above is None:
                 return Reservation(NO_LEASE, [], [], parent_missing=True)
-        states, entry = self._present(namespace, keys, entry) if block is None else ([], NO_ENTRY)
+        states, entry = self._present(namespace, keys, entry) if above is None else ([], NO_ENTRY)
         lease = WriteLease(self, owner, self._clock_s(), ttl_s, namespace.size_class.frame_bytes)
         lease.named = named
         if namespace.table.windowed:
@@ -91,7 +92,8 @@ class Writes(StoreLeases[WriteLease]):
         if entry != NO_ENTRY:
             self._space.index.pin(entry)
         refused_by_quota = self._space.counters.refused_by_quota_blocks
-        frames = self._reserve_rest(lease, namespace, keys, states, entry, block)
+        last = _Last(entry, above, 0 if above is None else above.keys.index(parent))
+        frames = self._reserve_rest(lease, namespace, keys, states, last)
         if entry != NO_ENTRY:
             self._space.index.unpin(entry)
         self._count(states, namespace, self._space.counters.refused_by_quota_blocks - refused_by_quota)
@@ -124,10 +126,9 @@ class Writes(StoreLeases[WriteLease]):
         namespace: Namespace,
         keys: bytes,
         states: list[BlockState],
-        entry: int,
-        block: PendingBlock | None,
+        last: _Last,
     ) -> list[int]:
-        """Continue from the deepest present ancestor, `entry` or `block`, until there is no room or no chain.
+        """Continue from `last`, the deepest present ancestor, until there is no room or no chain.
 
         Returns the frames of the lease.
         """
@@ -137,10 +138,12 @@ class Writes(StoreLeases[WriteLease]):
             fresh = dict(zip(split, range(first, first + len(split)), strict=True))  # keys that need a frame, and where
             states.extend([_FRAME] * len(split))
         else:
-            fresh, entry, block = self._sort(lease, namespace, split, states, entry, block)
+            fresh, last = self._sort(lease, namespace, split, states, last)
         most = self.unfinished.most_places(lease.owner, lease.frame_bytes)
         frames = self._space.take_frames(namespace, min(len(fresh), most))
-        self.pending.add(lease, namespace, fresh, frames, entry, block)
+        if frames and last.run is not None and last.at + 1 < last.run.count:
+            self.pending.split(last.run, last.at + 1)  # new blocks hang below the last one of a run
+        self.pending.add(lease, namespace, fresh, frames, last.entry, last.run)
         if len(frames) < len(fresh):  # no frame for this one, so none for those after it
             del states[list(fresh.values())[len(frames)] :]
         states.extend([_NONE] * (first + len(split) - len(states)))
@@ -158,20 +161,14 @@ class Writes(StoreLeases[WriteLease]):
         namespace: Namespace,
         keys: Sequence[bytes],
         states: list[BlockState],
-        entry: int,
-        block: PendingBlock | None,
-    ) -> tuple[dict[bytes, int], int, PendingBlock | None]:
-        """See `_reserve_rest`. Returns the keys that need a frame, and the block that the first of them hangs below."""
-        table, windowed, pending, fresh = (
-            namespace.table,
-            namespace.table.windowed,
-            self.pending.by_key,
-            dict[bytes, int](),
-        )
+        last: _Last,
+    ) -> tuple[dict[bytes, int], _Last]:
+        """See `_reserve_rest`. Returns the keys that need a frame, and what the first of them hangs below."""
+        table, pending, fresh = namespace.table, self.pending.by_key, dict[bytes, int]()
         for key in keys:
             found = table.get(key)
             if found != NO_ENTRY:
-                if not windowed or self._space.index.parent[found] != table.root:
+                if not table.windowed or self._space.index.parent[found] != table.root:
                     # Here, but not after the block before it: it is being unlinked, or the list is not a chain.
                     if not table.unlinking:
                         self._count_broken(lease.owner)
@@ -183,15 +180,16 @@ class Writes(StoreLeases[WriteLease]):
                 fresh[key] = len(states)
                 states.append(_FRAME)
                 continue
-            if not windowed:
-                if other is None or fresh or other.parent_entry != entry or other.parent_block is not block:
+            if not table.windowed:
+                at = 0 if other is None else other.keys.index(key)
+                if other is None or fresh or not last.is_above(other, at):
                     # Its parent was dropped while it is being written, or the list is not a chain.
                     if other is None or not self.pending.is_orphan(other):
                         self._count_broken(lease.owner)
                     break
-                entry, block = NO_ENTRY, other
+                last = _Last(NO_ENTRY, other, at)
             states.append(_PENDING)
-        return fresh, entry, block
+        return fresh, last
 
     def _count_broken(self, owner: Owner) -> None:
         """The keys of a client form no chain: nothing contradicts itself, and no other client is affected."""
@@ -219,39 +217,43 @@ class Writes(StoreLeases[WriteLease]):
 
         After `VISIBLE_WITHIN_S` its next slice ends the wait: what is HELD then becomes visible all the same.
         """
-        blocks = self.complete(owner, lease_id, numbers)
+        runs = self.complete(owner, lease_id, numbers)
         until_s = self._clock_s() + VISIBLE_WITHIN_S
         with suppress(AnswerNow):
-            while self.pending.publishing and self._clock_s() < until_s and _some_coming(blocks):
+            while self.pending.publishing and self._clock_s() < until_s and _some_coming(runs):
                 yield  # `work` publishes them
-        return _states(blocks)
+        return _states(runs)
 
-    def complete(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[PendingBlock | None]:
-        """Note that these blocks are complete, and publish a slice of them; None for those of no lease."""
+    def complete(self, owner: Owner, lease_id: int, numbers: Sequence[int]) -> list[PendingRun | None]:
+        """Note that these blocks are complete, and publish a slice of them. Returns the run of each; None for those of
+        no lease."""
         lease = self._find(owner, lease_id)
         if lease is None:
             return [None] * len(numbers)
-        blocks, pending, complete = list(map(lease.blocks.get, numbers)), self.pending, list[PendingBlock]()
-        emptying, mapped = pending.emptying, lease.owner.mapped
-        for block in blocks:
-            if block is None:
-                continue
-            if block.phase is _WRITING:
-                if (mapped or self._is_whole(block)) and not (emptying and pending.is_taken_back(block)):
-                    block.phase = _HELD
-                    complete.append(block)
-                    continue
-                pending.drop(block)
-            if block.phase is _DROPPED:
-                self._give_back(lease, block)
+        pending, complete, at = self.pending, list[PendingRun](), 0
+        while at < len(numbers):
+            run = lease.blocks.get(numbers[at])
+            first = 0 if run is None else numbers[at] - run.place
+            end = first + (1 if run is None else _consecutive(numbers[at : at + run.count - first]))
+            at += end - first
+            if run is not None and run.phase is _WRITING:
+                run, first, end = pending.alone(run, first, end), 0, end - first
+                if self._is_whole(run) and not (pending.emptying and pending.is_taken_back(run)):
+                    run.phase = _HELD
+                    complete.append(run)
+                else:
+                    pending.drop(run)
+            if run is not None and run.phase is _DROPPED:
+                self._give_back(lease, run, first, end)
+        runs = list(map(lease.blocks.get, numbers))
         # All of them become complete before the first is published, so that runs become visible at once.
         if complete:
-            self.unfinished.complete(lease, len(complete))
+            self.unfinished.complete(lease, sum([run.count for run in complete]))
             self._space.namespaces[complete[0].table.number].use.used_s = self._clock_s()
             pending.publish(complete)
         pending.drop_some()
         self._end_if_done(lease)
-        return blocks
+        return runs
 
     def abort(self, owner: Owner, lease_id: int, finished: bool) -> None:
         """Drop what was not committed. Unless `finished`, its frames go into quarantine."""
@@ -261,24 +263,29 @@ class Writes(StoreLeases[WriteLease]):
     def fail(self, owner: Owner, lease_id: int, number: int) -> None:
         """The copy into one block failed and has ended: drop it, and what hangs below it."""
         lease = self._find(owner, lease_id)
-        block = lease.blocks.get(number) if lease is not None else None
-        if lease is None or block is None:
+        run = lease.blocks.get(number) if lease is not None else None
+        if lease is None or run is None:
             return
-        if block.phase is BlockPhase.WRITING:
-            self.pending.drop(block)
+        if run.phase is _WRITING:
+            run = self.pending.split(run, number - run.place)
+            self.pending.drop(run)
             self.pending.drop_some()
-        self._give_back(lease, block)
+        if run.phase is _DROPPED:
+            self._give_back(lease, run, number - run.place, number - run.place + 1)
         self._end_if_done(lease)
 
-    def writable_block(self, owner: Owner, lease_id: int, number: int) -> PendingBlock | None:
-        """A block that may still be written to."""
+    def writable_block(self, owner: Owner, lease_id: int, number: int) -> PendingRun | None:
+        """A block that may still be written to, as a run by itself."""
         lease = self._find(owner, lease_id)
-        block = lease.blocks.get(number) if lease is not None and not lease.over else None
-        return block if block is not None and block.phase is BlockPhase.WRITING else None
+        run = lease.blocks.get(number) if lease is not None and not lease.over else None
+        if run is None or run.phase is not _WRITING:
+            return None
+        return self.pending.alone(run, number - run.place, number - run.place + 1)
 
-    def _is_whole(self, block: PendingBlock) -> bool:
-        """True if a writer without the mapping has sent all of it. Its other bytes are a former owner's."""
-        return block.written >= self._space.namespaces[block.table.number].spec.block_bytes
+    def _is_whole(self, run: PendingRun) -> bool:
+        """True if its writer can have written all of it. Bytes that did not come as payload are a former owner's."""
+        mapped = run.lease.owner.mapped
+        return mapped or run.written >= self._space.namespaces[run.table.number].spec.block_bytes
 
     def _settle(self, lease: WriteLease, blocks: int) -> None:
         """Count complete blocks of a lease that were published, or dropped."""
@@ -323,23 +330,25 @@ class Writes(StoreLeases[WriteLease]):
         self.pending.drop_some()
 
     def _close(self, lease: WriteLease) -> None:
-        for block in lease.blocks.values():
-            if block.phase is BlockPhase.WRITING:
-                self.pending.drop(block)
+        for run in dict.fromkeys(lease.blocks.values()):
+            if run.phase is _WRITING:
+                self.pending.drop(run)
         self._say_no_more(lease)
 
     def _free(self, lease: WriteLease) -> None:
-        for block in lease.blocks.values():
-            if block.phase is BlockPhase.DROPPED:
-                self._give_back(lease, block)
+        for run in dict.fromkeys(lease.blocks.values()):
+            if run.phase is _DROPPED:
+                self._give_back(lease, run, 0, run.count)
 
-    def _give_back(self, lease: WriteLease, block: PendingBlock) -> None:
-        """Give back the frame of a dropped block whose writer is done with it."""
-        if block.frame == NO_FRAME:
+    def _give_back(self, lease: WriteLease, run: PendingRun, first: int, end: int) -> None:
+        """Give back frames of dropped blocks whose writer is done with them."""
+        frames = [frame for frame in run.frames[first:end] if frame != NO_FRAME]
+        if not frames:
             return
-        self.unfinished.count(lease, -1)
-        self._space.allocator.give_back(block.frame)
-        block.frame = NO_FRAME
+        self.unfinished.count(lease, -len(frames))
+        run.frames[first:end] = [NO_FRAME] * (end - first)
+        for frame in frames:
+            self._space.allocator.give_back(frame)
         self._say_no_more(lease)
 
     def _end_if_done(self, lease: WriteLease) -> bool:
@@ -359,43 +368,77 @@ class Writes(StoreLeases[WriteLease]):
         yield from super()._all()
         yield from self.waiting.values()
 
-    def owners(self) -> Iterator[list[tuple[int, PendingBlock]]]:
-        """Frames of pending blocks, and of dropped ones whose writer may still write to them, each with its block.
+    def owners(self) -> Iterator[list[tuple[int, FrameOwner]]]:
+        """Frames of pending blocks, and of dropped ones whose writer may still write to them, each with its owner.
 
         In parts, of the state at the first of them. A block dropped meanwhile may come twice.
         """
-        pending = list(self.pending.by_key.values())
+        pending = list(dict.fromkeys(self.pending.by_key.values()))
         leases = [*self.leases.values(), *self.quarantined.values()]
-        for first in range(0, len(pending), BLOCKS_AT_ONCE):
-            part = pending[first : first + BLOCKS_AT_ONCE]
-            yield [(block.frame, block) for block in part if block.frame != NO_FRAME]
+        for first in range(0, len(pending), RUNS_AT_ONCE):
+            yield _frames(pending[first : first + RUNS_AT_ONCE])
         for first in range(0, len(leases), LEASES_AT_ONCE):
-            blocks = (block for lease in leases[first : first + LEASES_AT_ONCE] for block in lease.blocks.values())
-            dropped = (block for block in blocks if block.phase is _DROPPED)
-            yield [(block.frame, block) for block in dropped if block.frame != NO_FRAME]
+            runs = (run for lease in leases[first : first + LEASES_AT_ONCE] for run in lease.blocks.values())
+            yield _frames(dict.fromkeys(run for run in runs if run.phase is _DROPPED))
 
 
-def _some_coming(blocks: Iterable[PendingBlock | None]) -> bool:
+class _Last(NamedTuple):
+    """The block before the next one of a chain: `entry` in the index, or block `at` of a pending `run`."""
+
+    entry: int
+    run: PendingRun | None
+    at: int
+
+    def is_above(self, other: PendingRun, at: int) -> bool:
+        """True if block `at` of a pending run hangs right below it."""
+        if at:
+            return other is self.run and at == self.at + 1
+        last = self.run is None or self.at == self.run.count - 1
+        return last and other.parent is self.run and other.parent_entry == self.entry
+
+
+class FrameOwner(NamedTuple):
+    """A block that a frame is written for."""
+
+    run: PendingRun
+    place: int
+
+
+def _frames(runs: Iterable[PendingRun]) -> list[tuple[int, FrameOwner]]:
+    places = [
+        (frame, FrameOwner(run, place)) for run in runs for place, frame in zip(run.places, run.frames, strict=True)
+    ]
+    return [(frame, owner) for frame, owner in places if frame != NO_FRAME]
+
+
+def _consecutive(numbers: Sequence[int]) -> int:
+    """How many leading numbers follow one another."""
+    if len(numbers) == 1 or list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+        return len(numbers)
+    return next(place for place, number in enumerate(numbers) if number != numbers[0] + place)
+
+
+def _some_coming(runs: Iterable[PendingRun | None]) -> bool:
     """True if any of these blocks is to be published: it is complete, and so is each block before it.
 
     False if that takes very long to see.
     """
-    waits: set[PendingBlock] = set()  # asked already, and below a block that is being written
-    for block in blocks:
-        while block is not None and block.phase is _HELD and block not in waits:
-            if block.parent_block is None:
+    waits: set[PendingRun] = set()  # asked already, and below a block that is being written
+    for run in runs:
+        while run is not None and run.phase is _HELD and run not in waits:
+            if run.parent is None:
                 return True
             if len(waits) >= MAX_RESERVE:
                 return False
-            waits.add(block)
-            block = block.parent_block
+            waits.add(run)
+            run = run.parent
     return False
 
 
-def _states(blocks: Iterable[PendingBlock | None]) -> list[CommitState]:
+def _states(runs: Iterable[PendingRun | None]) -> list[CommitState]:
     seen = CommitState.VISIBLE  # nearly always; a dict of enumeration members takes a call for each look
-    return [seen if block and block.phase is _VISIBLE else _state(block) for block in blocks]
+    return [seen if run and run.phase is _VISIBLE else _state(run) for run in runs]
 
 
-def _state(block: PendingBlock | None) -> CommitState:
-    return _COMMIT_STATE[BlockPhase.DROPPED if block is None else block.phase]
+def _state(run: PendingRun | None) -> CommitState:
+    return _COMMIT_STATE[BlockPhase.DROPPED if run is None else run.phase]

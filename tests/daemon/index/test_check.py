@@ -76,8 +76,8 @@ def _free_and_owned(h: Filled) -> None:
 
 def _written_and_owned(h: Filled) -> None:
     got = h.cache.reserve(h.owner, h.spaces[0], b"", chain_of(255, 1), 100)
-    [block] = h.cache.writes.leases[got.lease_id].blocks.values()
-    block.frame = h.cache.space.index.frame[_deep(h)]
+    [run] = h.cache.writes.leases[got.lease_id].blocks.values()
+    run.frames = [h.cache.space.index.frame[_deep(h)]]
 
 
 def _account(h: Filled) -> None:

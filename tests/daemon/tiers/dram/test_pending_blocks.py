@@ -11,7 +11,7 @@ from chains import chain_of
 from tiercache.daemon.tiers.dram.leases import Owner
 from tiercache.daemon.tiers.dram.pending_blocks import BLOCKS_AT_ONCE, PendingBlocks
 from tiercache.daemon.tiers.dram.space import Namespace
-from tiercache.protocol.messages import MAX_RESERVE, REGION_SHIFT, CommitState
+from tiercache.protocol.messages import MAX_RESERVE, REGION_SHIFT, BlockState, CommitState
 
 BLOCKS = 6000
 
@@ -132,3 +132,41 @@ def test_a_frame_has_one_owner_whatever_events_raise() -> None:
         h.store(space, chain_of(1, 4))
     h.check()
     assert h.length(space, chain_of(1, 4)) == 4
+
+
+@pytest.mark.parametrize("branch_first", [True, False])
+def test_a_branch_below_the_middle_of_what_is_being_stored_hangs_below_that_block(branch_first: bool) -> None:
+    h, chain = CacheRig(regions=4), chain_of(1, 6)
+    space, branch = h.space(), chain_of("branch", 2, after=chain[: 3 * 16])
+    main = h.cache.reserve(h.owner, space, b"", chain, 10)
+    below = h.cache.reserve(h.owner, space, chain[2 * 16 : 3 * 16], branch[3 * 16 :], 10)
+    assert (len(main.frames), len(below.frames)) == (6, 2)
+    if branch_first:
+        assert set(h.cache.writes.commit(h.owner, below.lease_id, range(2))) == {CommitState.HELD}
+    # In two parts, the middle one last.
+    assert set(h.cache.writes.commit(h.owner, main.lease_id, [5, 4, 0, 1])) == {CommitState.HELD, CommitState.VISIBLE}
+    h.check()
+    assert h.length(space, chain) == 2
+    assert set(h.cache.writes.commit(h.owner, main.lease_id, [2, 3])) == {CommitState.VISIBLE}
+    finish(h)
+    assert (h.length(space, chain), h.length(space, branch)) == (6, 5 if branch_first else 3)
+    if not branch_first:
+        h.cache.writes.fail(h.owner, below.lease_id, 1)
+        assert h.cache.writes.commit(h.owner, below.lease_id, [0]) == [CommitState.VISIBLE]
+        assert h.length(space, branch) == 4
+    h.check()
+    assert not h.cache.writes.pending.by_key
+
+
+def test_a_copy_that_fails_in_the_middle_costs_those_after_it_and_no_frame() -> None:
+    h, chain = CacheRig(regions=4), chain_of(1, 6)
+    space = h.space()
+    got = h.cache.reserve(h.owner, space, b"", chain, 10)
+    h.cache.writes.fail(h.owner, got.lease_id, 3)
+    assert h.cache.space.allocator.used_bytes == 5 * FRAME_BYTES, "others may still be written to"
+    h.check()
+    states = h.cache.writes.commit(h.owner, got.lease_id, range(6))
+    assert states == [CommitState.VISIBLE] * 3 + [CommitState.DROPPED] * 3
+    assert h.cache.space.allocator.used_bytes == 3 * FRAME_BYTES
+    assert h.store(space, chain) == [BlockState.HAVE] * 3 + [BlockState.FRAME] * 3
+    h.check()
