@@ -339,7 +339,10 @@ class MemoryCatalog:
         self, number: int, fingerprint: str, spec: bytes, epoch: int = 0, done: Done | None = None
     ) -> None:
         def apply(its: Database) -> None:
-            assert all(one.number == number for one in its.namespaces.values() if one.fingerprint == fingerprint)
+            for other in [one.number for one in its.namespaces.values() if one.fingerprint == fingerprint]:
+                if other != number:  # it was to be forgotten, which the disk refused
+                    assert all(row[2] != other for row in its.rows.values()), "rows of a namespace that is replaced"
+                    del its.namespaces[other]
             its.namespaces[number] = SavedNamespace(number, fingerprint, spec, epoch)
 
         self._post(_Change(apply, done, "kept", name=("namespace", number, epoch)))
