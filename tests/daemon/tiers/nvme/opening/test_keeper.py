@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import gc
 import os
 import weakref
@@ -108,11 +109,13 @@ async def test_a_directory_that_is_replaced_is_given_up_and_both_are_right(tmp_p
     assert log.exists()
     assert rig.tier.stats()["directories"][0]["writes"] == writes + rig.shelves[0].stats()["writes"] > writes
     # And back: the new one is put away while it is open, the old one has its place again.
-    first.rename(tmp_path / "new")
-    elsewhere.rename(first)
-    before = {path: path.read_bytes() for path in first.glob("index.db*")}
-    await rig.until(lambda: len(rig.shelves) == 1)
-    assert {path: path.read_bytes() for path in before} == before, "a directory that leaves touches no other"
+    with (elsewhere / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # it is not opened before it was looked at
+        first.rename(tmp_path / "new")
+        elsewhere.rename(first)
+        before = {path: path.read_bytes() for path in first.glob("index.db*")}
+        await rig.until(lambda: len(rig.shelves) == 1)
+        assert {path: path.read_bytes() for path in before} == before, "a directory that leaves touches no other"
     await rig.until(lambda: states(rig) == ["ok", "ok"])
     rig.forget_dram()
     assert await found(rig) == [8] * len(CHAINS)
