@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tiercache.daemon.index.entries import Table
 from tiercache.daemon.index.policy import NO_ENTRY
-from tiercache.protocol.messages import KEY_BYTES, MAX_RESERVE, BlockState
+from tiercache.protocol.messages import KEY_BYTES, BlockState
 
 from .leases import KeepsStores, Owner, StoreLease
 
@@ -118,7 +118,7 @@ class Reservation(NamedTuple):
     parent_missing: bool
 
 
-def complete_runs(first: PendingRun, most: int = MAX_RESERVE) -> list[PendingRun]:
+def complete_runs(first: PendingRun, most: int) -> list[PendingRun]:
     """A complete run and the complete ones below it, to about so many blocks: each an only child, and events tell of
     all or none."""
     runs, last, left, told, held = [first], first, most - first.count, first.lease.named is not None, BlockPhase.HELD

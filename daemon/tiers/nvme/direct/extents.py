@@ -69,25 +69,25 @@ class HeldExtents:
     def doubt(self, shelf: Shelf, namespace: Namespace, key: bytes) -> None:
         """Read a block that a client has reported as bad."""
         self.reported_blocks += 1
-        stored = shelf.find(namespace, key)
-        if stored is None or (shelf, stored.slot) in self._doubts or len(self._doubts) >= MAX_DOUBTS:
+        stored = shelf.find_many(namespace, [key])
+        if not stored or (shelf, stored.slots[0]) in self._doubts or len(self._doubts) >= MAX_DOUBTS:
             return
-        self._doubts.add((shelf, stored.slot))
-        shelf.index.pin(stored.entry)
-        shelf.allocator.hold(stored.slot)
-        read = shelf.find_many(namespace, [key])
-        op = read.read_op(namespace, [key], [NOWHERE], lambda op: self._judged(shelf, namespace, stored, op))
+        [entry], [slot] = stored.entries, stored.slots
+        self._doubts.add((shelf, slot))
+        shelf.index.pin(entry)
+        shelf.allocator.hold(slot)
+        op = stored.read_op(namespace, [key], [NOWHERE], lambda op: self._judged(shelf, namespace, entry, op))
         if not shelf.queue.submit(op, DiskPriority.PREFETCH):
             op.end(0, 1, DiskOutcome.CANCELLED)
             op.done(op)
 
-    def _judged(self, shelf: Shelf, namespace: Namespace, stored: StoredBlock, op: ReadOp) -> None:
-        [outcome] = op.outcomes
+    def _judged(self, shelf: Shelf, namespace: Namespace, entry: int, op: ReadOp) -> None:
+        [outcome], [slot] = op.outcomes, op.slots
         if outcome is DiskOutcome.ABANDONED:
             return  # only at shutdown: the kernel may still read the slot
-        self._doubts.discard((shelf, stored.slot))
-        shelf.allocator.unhold(stored.slot)
-        shelf.index.unpin(stored.entry)
+        self._doubts.discard((shelf, slot))
+        shelf.allocator.unhold(slot)
+        shelf.index.unpin(entry)
         if outcome is DiskOutcome.CORRUPT:
             self.bad_blocks += 1
             shelf.drop_damaged(namespace, *op.keys)
