@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -279,7 +279,7 @@ class Slots:
         self._short: set[int] = set()  # sizes whose slots have run short since `work` evicted for them
         self.left = LeftSlots(catalog, self._free)
         index.on_held = self.left.hold
-        self._aside: deque[tuple[float, int]] = deque()  # until when, and slots that could not be written to
+        self._aside = OrderedDict[int, float]()  # slots that could not be written to, and until when
         self._emptying: tuple[int, int] | None = None  # a segment being emptied, next entry to look at
         self.growth = NewSegments(directory, queue, self.health, state.segments, self._grown, self._clock_s)
 
@@ -504,14 +504,14 @@ class Slots:
 
     def put_aside(self, slot: int) -> None:
         """Set aside a slot that could not be written to: it is used again, but not soon."""
-        self._aside.append((self._clock_s() + ASIDE_S, slot))
+        self._aside[slot] = self._clock_s() + ASIDE_S
 
     def work(self) -> None:
         """Run a slice of deferred work."""
         self._empty_slice()
         self._make_room_ahead()
-        while self._aside and self._clock_s() >= self._aside[0][0]:
-            self.allocator.give_back(self._aside.popleft()[1])
+        while self._aside and self._clock_s() >= next(iter(self._aside.values())):
+            self.allocator.give_back(self._aside.popitem(last=False)[0])
         self.left.try_again()
 
     # --- segments of an earlier life -------------------------------------------------------------
@@ -550,4 +550,4 @@ class Slots:
 
     def __contains__(self, slot: object) -> bool:
         """True if a slot in use has no owner: its row is to be deleted, or it could not be written to."""
-        return slot in self.left or any(one == slot for _, one in self._aside)
+        return slot in self.left or slot in self._aside

@@ -40,6 +40,20 @@ async def full(clock: Clock, **settings: Any) -> tuple[TierRig, Namespace]:
     return rig, space
 
 
+class CountedSlot(int):
+    """A slot that counts how often any of them is looked at, to be found among others."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedSlot.looks += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        CountedSlot.looks += 1
+        return int.__hash__(self)
+
+
 def blocks(rig: TierRig) -> int:
     found = rig.tier.stats()["blocks"]
     assert isinstance(found, int)
@@ -139,6 +153,19 @@ async def test_a_slot_that_could_not_be_written_to_is_used_again_but_not_soon(cl
     assert (shelf.stats()["writing"], blocks(rig)) == ("on", 2)
     rig.check()
     await rig.close()
+
+
+@on_clock
+async def test_a_check_looks_at_each_slot_that_could_not_be_written_to_alone(clock: Clock) -> None:
+    """A disk that refuses writes for long leaves many thousands of them."""
+    [shelf] = (await rig_on(clock)).shelves
+    slots = [CountedSlot(number * PAGE) for number in range(100)]
+    for slot in slots:
+        shelf.slots.put_aside(slot)
+    CountedSlot.looks = 0
+    assert all(slot in shelf.slots for slot in slots)
+    assert PAGE * 100 not in shelf.slots
+    assert CountedSlot.looks <= 4 * len(slots)
 
 
 @on_clock
