@@ -90,8 +90,8 @@ class LeftSlots:
 
     @property
     def being_freed(self) -> int:
-        """Slots that will be free soon, unless the deletion of their row fails."""
-        return len(self._leaving) - len(self._leaving.intersection(self._undeleted) if self._undeleted else ())
+        """At least so many slots will be free soon, unless the deletion of their row fails."""
+        return max(0, len(self._leaving) - len(self._undeleted))
 
     def leave(self, slot: int) -> None:
         """The index no longer uses the slot: delete its row, then free the slot."""

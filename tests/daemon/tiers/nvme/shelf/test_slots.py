@@ -85,6 +85,21 @@ async def test_nothing_is_evicted_for_a_database_that_does_not_write(clock: Cloc
 
 
 @on_clock
+async def test_how_many_slots_come_free_is_known_without_a_look_at_each(clock: Clock) -> None:
+    """A database that does not write, and a flush meanwhile, may leave a million rows to delete."""
+    rig = await rig_on(clock)
+    [disk], [shelf] = rig.memory, rig.shelves
+    left = shelf.slots.left
+    disk.failing.add("commit")
+    for number in range(100):
+        left.leave(CountedSlot(number * PAGE))
+    assert left.being_freed == 100
+    await rig.until(lambda: left.lost == 100)
+    CountedSlot.looks = 0
+    assert (left.being_freed, CountedSlot.looks) == (0, 0)
+
+
+@on_clock
 async def test_without_room_for_a_segment_blocks_are_replaced_until_there_is(clock: Clock) -> None:
     rig = await rig_on(clock)
     [disk], [shelf], space = rig.memory, rig.shelves, rig.namespace(PAGE)
