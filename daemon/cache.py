@@ -92,7 +92,7 @@ class Cache:
         self.ahead = Ahead(self.reads, clock_s, self.slices, self._look_up)
         unfinished = Unfinished(limits.quarantine_bytes, limits.floor_share, lambda: self.space.allocator.arena_bytes)
         self.writes = Writes(self.space, self.below.published, clock_s, unfinished, events)
-        self.space.on_taken_back = self.writes.take_back
+        self.space.on_taken_back = self.writes.pending.take_back
         self.events = events
         self.ages = Ages()
         if events is not None:

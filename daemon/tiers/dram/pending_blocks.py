@@ -271,9 +271,10 @@ class PendingBlocks:
     # --- a region is emptied ---------------------------------------------------------------------
 
     def take_back(self, region_id: int) -> None:
-        """Check all that is pending for what is written in this region by clients without the mapping.
+        """Check all that is pending for what is written in this region by clients without the mapping, in slices.
 
-        Meanwhile none of these is published.
+        Those are dropped, with what hangs below them; until then none of them is published. Nothing is dropped in here:
+        a store that makes room may be about to hang its blocks below one of these.
         """
         self._taken_back[region_id] = list(dict.fromkeys(self.by_key.values()))
 

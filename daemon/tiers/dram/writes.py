@@ -306,21 +306,10 @@ class Writes(StoreLeases[WriteLease]):
         if not self.pending.busy:
             return False
         self.pending.work()
-        self._take_back_some()
-        return self.pending.busy
-
-    def take_back(self, region_id: int) -> None:
-        """A region is emptied: drop what clients without the mapping write there, and blocks below those.
-
-        Very many pending blocks are checked in slices.
-        """
-        self.pending.take_back(region_id)
-        self._take_back_some()
-
-    def _take_back_some(self) -> None:
         for lease in self.pending.take_back_some():
             self._free(lease)
             self._end_if_done(lease)
+        return self.pending.busy
 
     # --- the ends of leases ----------------------------------------------------------------------
 

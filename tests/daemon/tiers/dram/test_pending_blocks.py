@@ -106,7 +106,7 @@ def test_a_region_that_is_emptied_costs_only_what_is_written_there_without_the_m
             block = h.cache.writes.writable_block(remote, got.lease_id, number)
             assert block is not None
             block.written = FRAME_BYTES
-    h.cache.writes.take_back(0)
+    h.cache.writes.pending.take_back(0)
     finish(h)
     assert h.cache.space.allocator.used_bytes == (3 * 3 + 2) * FRAME_BYTES, "writers with the mapping may still write"
     states = [

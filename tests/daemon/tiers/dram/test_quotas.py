@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_at_once import CacheAtOnce
-from chains import chain_of
+from chains import chain_of, key_of
 from tenant_cache import FRAME, found, make_cache, open_for, store
 
 from tiercache.config.daemon_config import load_config
@@ -147,6 +147,27 @@ def test_small_blocks_in_every_region_do_not_take_the_arena() -> None:
     assert store(cache, its[1], chain_of("again", 1)) + store(cache, its[2], chain_of("again", 1)) < 2
     settle(cache)
     assert cache.space.used_bytes("a") == 48 * FRAME
+
+
+def test_a_region_taken_back_for_a_store_leaves_no_block_below_one_that_is_dropped() -> None:
+    """It was about to hang below a block whose own parent has been flushed."""
+    cache = regions(5, s=12, a=70)
+    squat(cache, "s", 3)
+    owner, a, keys = Owner(bytes(16)), open_for(cache, "a", 16 * FRAME), chain_of("a", 3)
+    first, second, third = (key_of(keys, number) for number in range(3))
+    cache.writes.commit(owner, cache.reserve(owner, a, b"", first, 60.0).lease_id, [0])
+    flushed = cache.reserve(owner, a, first, second, 60.0)
+    cache.flush_dram([a.number], first)
+    below = cache.reserve(owner, a, second, third, 60.0)
+    assert cache.counters.regions_drained == 1
+    for got in (flushed, below):
+        cache.writes.commit(owner, got.lease_id, range(len(got.frames)))
+    settle(cache)
+    assert not cache.writes.pending.by_key
+    for _ in range(2):  # a region is back when it is asked for the next time
+        stored = store(cache, a, keys)
+        settle(cache)
+    assert stored == 3
 
 
 def test_no_account_gives_back_what_its_quota_allows() -> None:
