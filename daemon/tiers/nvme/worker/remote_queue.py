@@ -401,8 +401,9 @@ class RemoteQueue(Tally):
         if line is not None:
             look = select.poll()
             look.register(line, select.POLLIN)
-            while self._sent and (left_s := deadline_s - time.monotonic()) > 0:
-                if look.poll(1000 * left_s) and not self.readable(line):
+            # What has come by then is taken, even if another directory has used up the time.
+            while self._sent and look.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+                if not self.readable(line):
                     break
         if line is not None:  # without a process a task only ends when the directory is closed
             self._task_thread.join(max(0.0, deadline_s - time.monotonic()))

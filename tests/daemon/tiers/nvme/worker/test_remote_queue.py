@@ -110,13 +110,15 @@ def test_without_a_process_the_queue_is_as_old_as_that(blocks: Blocks) -> None:
     assert blocks.queue.oldest_age_s() == 100
 
 
-def test_stopping_waits_for_what_is_under_way(blocks: Blocks) -> None:
+@pytest.mark.parametrize("left_s", [60, 0, -1])
+def test_stopping_takes_what_has_ended_by_then(blocks: Blocks, left_s: int) -> None:
+    """No time is left where a directory whose disk hangs was stopped before."""
     op = blocks.read()
     child = blocks.world.child
     assert child is not None
     for _ in range(4):  # as many packets
         child.work()
-    assert blocks.queue.stop(blocks.world.clock.now_s + 60)
+    assert blocks.queue.stop(blocks.world.clock.now_s + left_s)
     assert blocks.ended == [op]
     assert op.outcomes == [DiskOutcome.IO_ERROR]
     assert not blocks.queue.submit(op, LOAD)
