@@ -35,9 +35,10 @@ BATCH = 32
 BATCHES_AT_ONCE = 4
 """Batches of blocks requested from one source before the loop serves others: about 1 ms."""
 GROW_NS = 1_000_000
-"""Time for growing leases, or checking jobs again, in one turn of the loop; the step in progress is finished."""
+"""Time for taking in blocks, growing leases, or checking jobs again, in one turn of the loop; the step in progress is
+finished."""
 TAKEN_AT_ONCE = 256
-"""Blocks whose fetches have ended, taken in before the loop serves others: about a millisecond."""
+"""Blocks whose fetches have ended, taken in before the loop serves others."""
 LOOK_AGAIN_S = 0.1
 """How often jobs that wait for others' blocks are checked if nothing has arrived."""
 
@@ -336,13 +337,15 @@ class Promotion:
 
     def take_in(self) -> None:
         """Commit a slice of the blocks that have arrived, those of one batch together; drop what did not."""
-        ended, left = self._ended, TAKEN_AT_ONCE
+        ended, left, until_ns = self._ended, TAKEN_AT_ONCE, time.perf_counter_ns() + GROW_NS
         while ended and left > 0:
             fetch = ended.popleft()
             fetches = [fetch]
             while ended and ended[0].write_lease == fetch.write_lease and ended[0].job is fetch.job:
                 fetches.append(ended.popleft())
             left -= self._take_in_batch(fetch.job, fetches)
+            if time.perf_counter_ns() >= until_ns:
+                break  # each job that ends lets all of its lease grow, which may have very many namespaces
 
     def _take_in_batch(self, job: _Job, fetches: Sequence[_Fetch]) -> int:
         """Fetches of one batch have ended, in this order; returns of how many blocks."""

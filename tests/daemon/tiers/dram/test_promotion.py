@@ -166,6 +166,18 @@ def test_a_lease_grows_with_each_batch_until_all_has_arrived() -> None:
     assert h.promotion.idle
 
 
+def test_what_has_arrived_is_taken_in_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "GROW_NS", 0)
+    source = Source(0, 6)
+    h = Rig(source)
+    lease = h.ask(6)
+    source.deliver(6)
+    h.promotion.take_in()
+    assert source.let_go_of == 2, "one batch"
+    assert not h.waits(lease)
+    assert lease.blocks == 6
+
+
 def test_of_a_chain_in_two_tiers_the_near_one_is_asked_first_and_both_fetch_side_by_side() -> None:
     near, far = Source(0, 4), Source(4, 6)
     h = Rig(near, far)
