@@ -387,17 +387,22 @@ class Promotion:
         job.broken += source.failed(fetch, number)
 
     def _settle(self, job: _Job) -> None:
-        """End a job without fetches in progress, unless others are promoting what it waits for."""
-        if job.asking or job.fetching or job.over:
+        """Let the lease of a job without fetches in progress grow: nothing else keeps what has arrived.
+
+        End the job if it asks for nothing more, unless others are promoting what it waits for.
+        """
+        if job.fetching or job.over:
             return
         lease = job.lease
         if not lease.over:
             self._growing.grow(lease)
-            pending = self._writes.pending.by_key
-            if any((job.namespace.number, key) in pending for key in job.awaited()):
-                self._waiting[job] = None
-                return
-        self._end(job)
+        if job.asking:
+            return
+        pending = self._writes.pending.by_key
+        if not lease.over and any((job.namespace.number, key) in pending for key in job.awaited()):
+            self._waiting[job] = None
+        else:
+            self._end(job)
 
     def _end(self, job: _Job) -> None:
         if job.over:

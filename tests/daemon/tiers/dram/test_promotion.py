@@ -166,6 +166,22 @@ def test_a_lease_grows_with_each_batch_until_all_has_arrived() -> None:
     assert h.promotion.idle
 
 
+def test_what_has_arrived_for_a_lease_makes_no_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lease asks for its next batch in turn. Together they fill the cache, in place of what was stored before."""
+    monkeypatch.setattr(promotion, "MAX_IN_FLIGHT", 2)
+    monkeypatch.setattr(promotion, "GROW_NS", 0)
+    source = Source(0, 8)
+    h = Rig(source)
+    before = h.space(rank=1)
+    for tag in range(16):
+        h.store(before, chain_of(f"before {tag}", 4))
+    h.cache.space.tails.writer_gone(h.owner.instance)
+    leases = [h.cache.match(h.owner, [h.namespace], chain_of(tag, 8), 1000.0, promote=True).lease for tag in range(8)]
+    while h.cache.work() or source.fetching:
+        source.deliver(1)
+    assert [lease and lease.blocks for lease in leases] == [8] * 8
+
+
 def test_what_has_arrived_is_taken_in_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "GROW_NS", 0)
     source = Source(0, 6)
