@@ -116,7 +116,8 @@ class Ahead:
             go()
 
     def _bring(self, plan: _Plan) -> Steps[None]:
-        self.blocks += yield from self._reads.bring_ahead(plan.namespaces, plan.keys, lambda: self._room(plan))
+        blocks = yield from self._reads.bring_ahead(plan.namespaces, plan.keys, lambda: self._room(plan))
+        self.blocks += blocks  # read only now: others have counted theirs between two slices
 
     def _room(self, plan: _Plan) -> int:
         """How many blocks of each namespace would stay in DRAM until they are asked for, not be evicted for others."""

@@ -55,6 +55,14 @@ def test_a_chain_sets_out_a_tenth_of_the_time_before_and_once() -> None:
     assert (rig.ahead.plans, rig.ahead.blocks) == (0, 3)
 
 
+def test_blocks_of_chains_that_set_out_together_are_all_counted() -> None:
+    rig = Rig()
+    rig.say(chain_of(1, 3), return_in_s=100.0)
+    rig.say(chain_of(2, 4), return_in_s=100.0)
+    assert len(rig.at(1090.0)) == 2
+    assert rig.ahead.blocks == 7
+
+
 def test_a_few_are_on_their_way_at_a_time() -> None:
     rig = Rig()
     for number in range(AT_ONCE + 3):
