@@ -240,7 +240,7 @@ class NvmeTier(TierBelow):
     @property
     def unlinking(self) -> bool:
         """See `TierBelow`."""
-        return any(shelf.index.is_unlinking for shelf in self._shelves)
+        return self._placement.takes_walks
 
     def holders(self, namespace: Namespace, keys: bytes) -> list[tuple[Index, Table]]:
         """See `TierBelow`."""

@@ -80,7 +80,7 @@ class Offers:
         """Chains were used up to their first `found_blocks`; DRAM has `dram_blocks` of them."""
         most = min(MATCHED_AT_ONCE, MATCHED_OF_ALL // max(1, len(chains)))
         for number, namespace in enumerate(chains):
-            if number and (not number % CHAINS_AT_ONCE or self._takes_walks):
+            if number and (not number % CHAINS_AT_ONCE or self._placement.takes_walks):
                 yield
                 how = USED
             shelf, here = self._placement.find(namespace, keys, found_blocks)
@@ -89,10 +89,6 @@ class Offers:
             if here < dram_blocks and not namespace.spec.dram_only and self._has_room:
                 places = range(here, min(here + most, dram_blocks))
                 self._writes.add_many(namespace, [_key(keys, place) for place in places], asked_again=True)
-
-    @property
-    def _takes_walks(self) -> bool:
-        return any(shelf.index.is_unlinking for shelf in self._placement.shelves)
 
     def _add_window(self, namespace: Namespace, keys: bytes, cut: int) -> None:
         """The window before a cut was used: look it up soon."""

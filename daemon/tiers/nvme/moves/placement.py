@@ -80,6 +80,11 @@ class ShelfPlacement:
         self.shelves = shelves
         self.copies = HeadCopies()
 
+    @property
+    def takes_walks(self) -> bool:
+        """True if something dropped is being unlinked: a look-up of a chain may walk up to its root meanwhile."""
+        return any(shelf.index.is_unlinking for shelf in self.shelves)
+
     def home(self, namespace: Namespace, key: bytes, among: Sequence[Shelf] = ()) -> Shelf:
         """Where a chain or a branch that begins with this block goes: to a working directory, if there is one."""
         shelves = among or self.shelves

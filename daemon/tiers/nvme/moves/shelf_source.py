@@ -73,6 +73,8 @@ class ShelfSources:
     def parts(self, namespace: Namespace, keys: bytes, wanted: Sequence[int]) -> Steps[TierParts]:
         """See `SourceTier`: a chain lives in one directory, each block of a window in any."""
         if not namespace.table.windowed:
+            if self._placement.takes_walks:
+                yield
             first, end = wanted[0], wanted[-1] + 1
             shelf, length = self._placement.find(namespace, keys, end)
             if shelf is None or length <= first:

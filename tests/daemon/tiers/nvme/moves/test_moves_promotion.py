@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chains import chain_of
+from cache_rig import in_slices
+from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
@@ -65,6 +66,20 @@ async def test_a_run_longer_than_the_disks_queue_comes_up_whole(clock: Clock) ->
         for lease in list(rig.cache.reads.leases.values()):
             assert rig.read(lease, space) == blocks
     rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_a_chain_is_looked_up_in_a_slice_of_its_own_while_that_may_take_a_walk(clock: Clock) -> None:
+    """Up to its root, in each directory; and a lease may have a chain in each of 256 namespaces."""
+    chain, flushed = chain_of("a", 3), chain_of("b", 3)
+    rig, _, space = await below(clock, chain, flushed)
+    [shelf] = rig.shelves
+    shelf.drop(space, key_of(flushed, 0))
+    for slices in (2, 1):
+        found, took = in_slices(rig.tier.sources.parts(space, chain, range(3)), lambda: None)
+        assert (found.parts[0].numbers, took) == (range(3), slices)
+        await rig.until(lambda: not rig.tier.unlinking)
     await rig.close()
 
 
