@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
 
 from .allocator import NO_FRAME
 from .entries import DEAD, LIVE, SHARDS, Table, span
 from .lookups import Lookups
-from .policy import NO_ENTRY
+from .policy import NO_ENTRY, Policy
 
 REFUSED = -2
 """Instead of an entry, from `insert_many`."""
@@ -203,6 +204,26 @@ class Index(Lookups):
             self._leave_parent(top)
         self._free_run(table, run)
         return len(run)
+
+    def evict_coldest(self, policies: Sequence[Policy], count: int, turn: int = 1) -> int:
+        """Evict `count` victims of these policies, or all there are, the coldest first; returns how many.
+
+        There may be thousands of policies, so each is asked once, and after that only the one that lost blocks: at most
+        `turn` in a row.
+        """
+        order = [(stamp, place) for place, one in enumerate(policies) if (stamp := one.coldest_stamp()) is not None]
+        heapify(order)
+        evicted, turn = 0, count if len(policies) == 1 else turn
+        while evicted < count and order:
+            place = order[0][1]
+            evicted += self.evict_run(policies[place].victim(), min(count - evicted, turn))
+            if evicted < count:
+                stamp = policies[place].coldest_stamp()
+                if stamp is None:
+                    heappop(order)
+                else:
+                    heapreplace(order, (stamp, place))
+        return evicted
 
     def _free_run(self, table: Table, run: list[int]) -> None:
         """Free entries without children, already unlinked from their parent: remove them from the table."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -291,39 +290,9 @@ class Space:
         first, so the frames come out in the order in which they were once filled.
         """
         accounts = list(self._policies[namespace.size_class.frame_bytes].values())
-        if len(accounts) == 1:
-            self._consider_emptying(namespace, coldest_of(accounts))
-            evicted = self._evict(accounts[0], count)
-        else:
-            evicted = self._evict_in_turn(namespace, accounts, count)
+        self._consider_emptying(namespace, accounts)
+        evicted = self.index.evict_coldest(accounts, count, _TURN)
         self.counters.evicted_blocks += evicted
-        return evicted
-
-    def _evict(self, policy: Policy, count: int) -> int:
-        """Evict `count` blocks of one account, or all there are; returns how many."""
-        evicted = 0
-        while evicted < count and (victim := policy.victim()) != NO_ENTRY:
-            evicted += self.index.evict_run(victim, count - evicted)
-        return evicted
-
-    def _evict_in_turn(self, namespace: Namespace, accounts: list[Policy], count: int) -> int:
-        """Evict `count` blocks, or fewer, the coldest of all accounts.
-
-        There may be thousands of accounts, so each is asked once, and after that only the one that lost a block.
-        """
-        order = [(stamp, place) for place, one in enumerate(accounts) if (stamp := one.coldest_stamp()) is not None]
-        heapq.heapify(order)
-        self._consider_emptying(namespace, accounts[order[0][1]] if order else None)
-        evicted = 0
-        while evicted < count and order:
-            place = order[0][1]
-            evicted += self.index.evict_run(accounts[place].victim(), min(count - evicted, _TURN))
-            if evicted < count:
-                stamp = accounts[place].coldest_stamp()
-                if stamp is None:
-                    heapq.heappop(order)
-                else:
-                    heapq.heapreplace(order, (stamp, place))
         return evicted
 
     def work(self) -> bool:
@@ -368,13 +337,14 @@ class Space:
         self.counters.regions_drained += 1
         self._empty_slice()
 
-    def _consider_emptying(self, namespace: Namespace, policy: Policy | None) -> None:
+    def _consider_emptying(self, namespace: Namespace, own_accounts: list[Policy]) -> None:
         if self._emptying is not None or self._looking is not None or len(self._policies) < 2:
             return
         if self._emptying_skips:
             self._emptying_skips -= 1
             return
-        own, size_class = None if policy is None else policy.coldest_stamp(), namespace.size_class
+        policy, size_class = coldest_of(own_accounts), namespace.size_class
+        own = None if policy is None else policy.coldest_stamp()
         # An account at its limit of whole regions has one of its own emptied, or none.
         alone = self.shares.at_limit(self.quotas.numbers.get(namespace.account, NO_ACCOUNT))
         coldest: tuple[int, Policy] | None = None

@@ -380,7 +380,7 @@ class Slots:
             return  # enough slots are being freed already
         accounts = self._of_size(size_class.frame_bytes)
         self.tails.lapse()
-        self._consider_emptying(size_class, coldest_of(accounts))
+        self._consider_emptying(size_class, accounts)
         with self.left.deleted_together():
             self._evict(accounts, min(most, EVICT_AT_ONCE), ahead)
 
@@ -408,24 +408,15 @@ class Slots:
 
     def _evict(self, policies: list[Policy], count: int, keep_ends: bool) -> None:
         """Evict the coldest leaves of these, `count` of them or all there are."""
-        while count > 0:
-            if len(policies) != 1:
-                if self._evict_one(policies, keep_ends) == NO_FRAME:
-                    return
-                count -= 1
-                continue
-            victim = policies[0].victim()
-            if victim != NO_ENTRY:
-                evicted = self._index.evict_run(victim, count)
-                self.evicted_blocks += evicted
-                count -= evicted
-            elif keep_ends or not self.tails.give_up():
-                return
+        evicted = self._index.evict_coldest(policies, count)
+        while policies and evicted < count and not keep_ends and self.tails.give_up():
+            evicted += self._index.evict_coldest(policies, count - evicted)
+        self.evicted_blocks += evicted
 
-    def _evict_one(self, policies: list[Policy], keep_ends: bool = False) -> int:
+    def _evict_one(self, policies: list[Policy]) -> int:
         """Evict the coldest leaf of these; returns its slot, or NO_FRAME if there is nothing to evict."""
         policy = coldest_of(policies)
-        if policy is None and policies and not keep_ends and self.tails.give_up():
+        if policy is None and policies and self.tails.give_up():
             policy = coldest_of(policies)
         if policy is None:
             return NO_FRAME
@@ -439,15 +430,17 @@ class Slots:
     # segment hands out no more slots, its blocks are dropped in slices, and once the last slot is back it can be
     # divided again.
 
-    def _consider_emptying(self, size_class: SizeClass, policy: Policy | None) -> None:
-        if self._emptying is not None:
+    def _consider_emptying(self, size_class: SizeClass, accounts: list[Policy]) -> None:
+        others = [frame_bytes for frame_bytes in self._policies if frame_bytes != size_class.frame_bytes]
+        if self._emptying is not None or not others:
             return
+        policy = coldest_of(accounts)
         own = policy.coldest_stamp() if policy is not None else None
         coldest: tuple[int, int] | None = None  # stamp, victim
-        for frame_bytes in self._policies:
+        for frame_bytes in others:
             other = coldest_of(self._of_size(frame_bytes))
             stamp = None if other is None else other.coldest_stamp()
-            if frame_bytes == size_class.frame_bytes or other is None or stamp is None:
+            if other is None or stamp is None:
                 continue
             if own is not None and own - stamp < self._directory.segment_bytes // frame_bytes:
                 continue

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_rig import counted
 from chains import chain_of, key_of
 from memory_disks import MemoryDisk
 from played import Clock, on_clock
 from tier_rig import TierRig
 
 from tiercache.daemon.cache import CacheLimits
+from tiercache.daemon.policies.fresh_stores import FreshStores
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
 from tiercache.daemon.tiers.nvme.shelf import slots as slots_module
@@ -266,4 +268,22 @@ async def test_the_coldest_blocks_of_all_accounts_make_room(clock: Clock) -> Non
     assert not shelf.has(ours, key_of(chain_of("cold", 4), 3)), "colder than all but one of the other account"
     assert shelf.has(theirs, key_of(chain_of("warm", 4), 3))
     rig.check()
+    await rig.close()
+
+
+@on_clock
+async def test_of_many_accounts_only_the_one_that_lost_a_block_is_asked_again(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a quota for each tenant there may be thousands of accounts."""
+    asked = counted(monkeypatch, FreshStores, "coldest_stamp")
+    rig = await rig_on(clock, limits=CacheLimits(quarantine_bytes=1 << 30, quota_below={"*": 1 << 30}))
+    [shelf], tenants = rig.shelves, 20
+    for number in range(tenants):
+        rig.store(rig.namespace(PAGE, tenant=f"t{number}"), chain_of(number, 1))
+    await rig.settled()
+    asked()
+    shelf.slots._evict(shelf.slots._of_size(PAGE), 10, keep_ends=False)
+    assert (shelf.slots.evicted_blocks, blocks(rig)) == (10, 10)
+    assert 0 < asked() <= tenants + 10
     await rig.close()
