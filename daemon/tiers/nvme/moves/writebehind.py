@@ -319,7 +319,7 @@ class WriteBehind(Flights):
             return _PASSED
         if self._is_full(shelf) or not self._may_write(shelf):
             return _Begun(shelf, 1)
-        if self.budget.bytes_per_day and not shelf.admits(namespace, namespace.table.policy.worth(entry)):
+        if self.budget.bytes_per_day and namespace.table.policy.worth(entry) < shelf.least_worth(namespace):
             self.skipped_by_worth += 1
             return _PASSED
         room = self._fairness.room(shelf, namespace, parent)
@@ -367,10 +367,11 @@ class WriteBehind(Flights):
         """How many blocks the budget admits after a first one, and are worth the slots that they would take."""
         namespace, size = run.namespace, run.namespace.size_class.frame_bytes
         spare, worth = shelf.slots.spare(shelf.slot_bytes(namespace)), namespace.table.policy.worth
+        least = shelf.least_worth(namespace)
         for count, entry in enumerate(entries, 1):
             if not self.budget.admits(size, run.asked_again, before_bytes=count * size) or count == spare:
                 return count - 1
-            if not spare and not shelf.admits(namespace, worth(entry)):
+            if worth(entry) < least:
                 return count - 1
         return len(entries)
 

@@ -235,9 +235,9 @@ class Shelf:
         """True if blocks can be added without evicting others, as far as known while rows are loading."""
         return self.loading or self.slots.has_room(self.slot_bytes(namespace))
 
-    def admits(self, namespace: Namespace, worth: float) -> bool:
-        """True if a block of that worth is worth more than the one that would be evicted for it."""
-        return self.slots.admits(self.slot_bytes(namespace), worth)
+    def least_worth(self, namespace: Namespace) -> float:
+        """What a block must be worth, not to be worth less than the one that would be evicted for it."""
+        return self.slots.least_worth(self.slot_bytes(namespace))
 
     def take_slot(self, namespace: Namespace, parent: bytes) -> int:
         """A free slot for a block below `parent`, or NO_FRAME while room is being made: ask again soon."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -295,12 +296,12 @@ class Slots:
 
     # --- taking ----------------------------------------------------------------------------------
 
-    def admits(self, frame_bytes: int, worth: float) -> bool:
-        """True if the next victim of that size is worth no more than `worth`; always true while there is room."""
+    def least_worth(self, frame_bytes: int) -> float:
+        """What a block of that size must be worth: as much as the next victim, or anything while there is room."""
+        if not self._is_short(self.allocator.size_class(frame_bytes)):
+            return -math.inf
         policy = coldest_of(self._of_size(frame_bytes))
-        if policy is None or not self._is_short(self.allocator.size_class(frame_bytes)):
-            return True
-        return policy.worth(policy.victim()) <= worth
+        return -math.inf if policy is None else policy.worth(policy.victim())
 
     def has_room(self, frame_bytes: int) -> bool:
         """True if there is room beyond what is kept free in a full directory."""
@@ -310,7 +311,7 @@ class Slots:
         return size_class.free > 2 * self._ahead(size_class)
 
     def spare(self, frame_bytes: int) -> int:
-        """How many slots of that size can be taken before they run short; see `admits`."""
+        """How many slots of that size can be taken before they run short; see `least_worth`."""
         size_class = self.allocator.size_class(frame_bytes)
         return 0 if self._is_short(size_class) else max(1, size_class.free - self._ahead(size_class))
 

@@ -11,12 +11,14 @@ from memory_disks import MemoryDisk
 from played import Clock, on_clock, played
 from tier_rig import BLOCK_BYTES, TierRig
 
+from tiercache.daemon.index.policy import coldest_of
 from tiercache.daemon.tiers.dram.space import Namespace
 from tiercache.daemon.tiers.nvme.disk.block_io import WriteOp
 from tiercache.daemon.tiers.nvme.moves import flights, writebehind
 from tiercache.daemon.tiers.nvme.moves.budget import WriteBudget
 from tiercache.daemon.tiers.nvme.moves.offers import CHAINS_AT_ONCE, MAX_BYTES
 from tiercache.daemon.tiers.nvme.shelf import shelf as shelf_module
+from tiercache.daemon.tiers.nvme.shelf import slots
 from tiercache.daemon.tiers.nvme.shelf.shelf import Shelf
 
 SEGMENT_BYTES = 16 << 20
@@ -144,6 +146,32 @@ async def test_a_run_ends_where_a_block_would_take_the_place_of_a_better_one(
     await rig.settled()
     assert shelf.table(space).blocks - before == (0 if few else 50 - ahead + 1)
     assert rig.tier.stats()["skipped_by_worth"] == 1
+    for slot in taken:
+        shelf.allocator.give_back(slot)
+    rig.check()
+    await rig.close()
+
+
+@played
+async def test_what_a_block_must_be_worth_is_looked_up_once_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next victims of all accounts are compared for that."""
+    rig, space, ahead = await filled(tmp_path, 50, nvme_write_budget_bytes=1 << 50)
+    [shelf] = rig.shelves
+    taken, before = shelf.take_slots(space, b"", 50 - ahead + 1), shelf.table(space).blocks
+    monkeypatch.setattr(shelf.slots, "_make_room", lambda size_class, ahead=False: None)
+    looks = 0
+
+    def look(policies: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return coldest_of(policies)
+
+    monkeypatch.setattr(slots, "coldest_of", look)
+    rig.store(space, chain_of("b", ahead - 1))
+    await rig.settled()
+    assert (shelf.table(space).blocks - before, looks) == (ahead - 1, 2), "for the first block, and for all others"
     for slot in taken:
         shelf.allocator.give_back(slot)
     rig.check()
