@@ -25,8 +25,9 @@ _OTHER = bytes((1, 0)) + bytes(254)
 class RegionFrames:
     """One region's frames: those from `fresh` on were never used, those given back are on the stack `returned`.
 
-    `counts` are its frames by account. `accounts` is the account of each frame, kept once the first frame has one.
-    `seen` is what a `FrameCheck` notes of each, while there is one.
+    `counts` are its frames by account, and `taken` is what `Allocator.taken_bytes` has last counted for each of these.
+    `accounts` is the account of each frame, kept once the first frame has one. `seen` is what a `FrameCheck` notes of
+    each, while there is one.
     """
 
     __slots__ = (
@@ -41,11 +42,13 @@ class RegionFrames:
         "returned",
         "seen",
         "size_bytes",
+        "taken",
     )
 
     def __init__(self, region_id: int, size_bytes: int) -> None:
         self.region_id = region_id
         self.size_bytes = size_bytes
+        self.taken: dict[int, int] = {}
         self.split(size_bytes)
 
     def split(self, frame_bytes: int) -> None:
@@ -92,6 +95,8 @@ class Allocator:
         self.waiting: set[int] = set()
         """Frames that were given back and become free when the last holder is done."""
         self._class_of: dict[int, SizeClass] = {}
+        self._taken: Counter[int] = Counter()
+        self._moved: set[RegionFrames] = set()  # regions of which frames came or went since that was counted
 
     def add_region(self, region_id: int, size_bytes: int) -> None:
         """Add a region that all mapping clients have been told of."""
@@ -134,6 +139,7 @@ class Allocator:
         if region.seen is not None:
             region.seen[number] = MOVED
         region.owned += 1
+        self._moved.add(region)
         size_class.free -= 1
         self.used_bytes += size_class.frame_bytes
         if region.owned == region.frames:
@@ -164,6 +170,7 @@ class Allocator:
                 for number in numbers:
                     region.seen[number] = MOVED
             region.owned += most
+            self._moved.add(region)
             size_class.free -= most
             self.used_bytes += most * frame_bytes
             if region.owned == region.frames:
@@ -189,6 +196,7 @@ class Allocator:
             self._leave_account(region, number, account, size_class.frame_bytes)
         region.returned.append(number)
         region.owned -= 1
+        self._moved.add(region)
         self.used_bytes -= size_class.frame_bytes
         if region.emptying:
             self._finish_emptying(size_class, region)
@@ -241,6 +249,20 @@ class Allocator:
         size_class = self._class_of[frame >> REGION_SHIFT]
         accounts = size_class.regions[frame >> REGION_SHIFT].accounts
         return NO_ACCOUNT if accounts is None else accounts[(frame & OFFSET_MASK) // size_class.frame_bytes]
+
+    def taken_bytes(self) -> Counter[int]:
+        """Of each account its share of all regions in use; the caller's to read. A step for each account in each region
+        of which frames came or went since the last call: there may be a thousand regions, with a hundred accounts each.
+        """
+        taken = self._taken
+        for region in self._moved:
+            taken.subtract(region.taken)
+            region.taken = {
+                account: region.size_bytes * count // region.owned for account, count in region.counts.items()
+            }
+            taken.update(region.taken)
+        self._moved.clear()
+        return taken
 
     def shares(self) -> Iterator[tuple[int, int, int, dict[int, int]]]:
         """Each region in use: its id, its bytes, its frames in use, and how many of these each account has."""

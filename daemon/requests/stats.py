@@ -193,7 +193,7 @@ def _quotas(daemon: Daemon) -> list[dict[str, Any]]:
     used: dict[str, tuple[Quotas, Callable[[str], int]]] = {"dram": (space.quotas, space.used_bytes)}
     if nvme is not None:
         used["nvme"] = space.quotas_below, nvme.fairness.used_bytes
-    taken = space.shares.taken_bytes()
+    taken = space.allocator.taken_bytes()
     return [
         {
             "name": account,

@@ -37,19 +37,11 @@ _TURN = 16
 
 
 class Shares:
-    """Event loop only. Each call costs a step per region, and per account in it."""
+    """Event loop only. Each call costs a step per region and per account."""
 
     def __init__(self, allocator: Allocator, quotas: Quotas) -> None:
         self._allocator = allocator
         self._quotas = quotas
-
-    def taken_bytes(self) -> Counter[int]:
-        """By number of the account."""
-        taken = Counter[int]()
-        for _, size_bytes, owned, counts in self._allocator.shares():
-            for account, count in counts.items():
-                taken[account] += size_bytes * count // owned
-        return taken
 
     def _entitled(self) -> dict[int, int]:
         """What accounts may take: at least one region, and everything where a quota was removed."""
@@ -66,7 +58,7 @@ class Shares:
             return False
         entitled = self._entitled()[account]
         region_bytes = max((size_bytes for _, size_bytes, _, _ in self._allocator.shares()), default=0)
-        return self.taken_bytes()[account] + region_bytes > entitled
+        return self._allocator.taken_bytes()[account] + region_bytes > entitled
 
     def to_give_back(self, size_class: SizeClass, account: int) -> int | None:
         """A region to take back for frames of that size and an account within its share: the one with the least in it.
@@ -75,7 +67,7 @@ class Shares:
         """
         if not self._quotas.numbers:
             return None
-        taken, entitled = self.taken_bytes(), self._entitled()
+        taken, entitled = self._allocator.taken_bytes(), self._entitled()
         over = {number for number, taken_bytes in taken.items() if taken_bytes > entitled[number]}
         if not over or account in over:
             return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from cache_at_once import CacheAtOnce
 from chains import chain_of, key_of
@@ -168,6 +171,39 @@ def test_a_region_taken_back_for_a_store_leaves_no_block_below_one_that_is_dropp
         stored = store(cache, a, keys)
         settle(cache)
     assert stored == 3
+
+
+def test_what_accounts_take_is_counted_only_where_frames_came_or_went() -> None:
+    """A full arena may have a thousand regions, with hundreds of accounts in each, and asks this for each store."""
+    looks = 0
+
+    class Counts(dict[int, int]):
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    cache = regions(8, **{"*": 1000})
+    its = [open_for(cache, f"t{number}") for number in range(11)]
+    for number, namespace in enumerate(its):
+        store(cache, namespace, chain_of(number, 8))
+    allocator, shares = cache.space.allocator, cache.space.shares
+    wanted = allocator.size_class(16 * FRAME)
+    shares.to_give_back(wanted, 1)
+    for region in allocator.size_class(FRAME).regions.values():
+        region.counts = Counts(region.counts)
+    store(cache, its[0], chain_of("one more", 1))
+    looks = 0
+    shares.to_give_back(wanted, 1)
+    assert looks == 1, "a block was stored in one of six"
+    for namespace in (its[3], its[7]):
+        cache.flush_dram([namespace.number], b"")
+    settle(cache)
+    taken = Counter[int]()
+    for _, size_bytes, owned, counts in allocator.shares():
+        taken.update({account: size_bytes * count // owned for account, count in counts.items()})
+    assert +allocator.taken_bytes() == taken
+    assert len(taken) == 9
 
 
 def test_no_account_gives_back_what_its_quota_allows() -> None:
