@@ -71,11 +71,18 @@ class SizeClass:
         self.regions: dict[int, RegionFrames] = {}
         self.open: list[RegionFrames] = []  # regions with a free frame; the last is used first
         self.free = 0
+        self.frames = 0
+        """Frames of all regions, in use or not. Counted as they come and go: there may be thousands of regions."""
 
-    @property
-    def frames(self) -> int:
-        """Frames of this class, in use or not."""
-        return sum(region.frames for region in self.regions.values())
+    def add(self, region: RegionFrames) -> None:
+        """One more region, which is split already."""
+        self.regions[region.region_id] = region
+        self.frames += region.frames
+
+    def remove(self, region: RegionFrames) -> None:
+        """A region leaves, before it is split again."""
+        del self.regions[region.region_id]
+        self.frames -= region.frames
 
 
 class Allocator:
@@ -112,7 +119,7 @@ class Allocator:
         free = owned[::-1].translate(_OTHER)
         region.returned = array("I", compress(range(region.frames - 1, -1, -1), free))
         region.owned = region.frames - len(region.returned)
-        size_class.regions[region_id] = region
+        size_class.add(region)
         size_class.free += len(region.returned)
         if region.returned:
             size_class.open.insert(0, region)
@@ -313,7 +320,7 @@ class Allocator:
 
     def _finish_emptying(self, size_class: SizeClass, region: RegionFrames) -> None:
         if region.owned == 0:
-            del size_class.regions[region.region_id]
+            size_class.remove(region)
             del self._class_of[region.region_id]
             region.split(region.size_bytes)
             self.unassigned.append(region)
@@ -328,7 +335,7 @@ class Allocator:
         if region is None:
             return False
         region.split(size_class.frame_bytes)
-        size_class.regions[region.region_id] = region
+        size_class.add(region)
         size_class.open.append(region)
         size_class.free += region.frames
         self._class_of[region.region_id] = size_class
@@ -347,7 +354,7 @@ class Allocator:
             for region in other.open:
                 if region.owned == 0 and region.size_bytes >= size_class.frame_bytes:
                     other.open.remove(region)
-                    del other.regions[region.region_id]
+                    other.remove(region)
                     other.free -= region.frames
                     return region
         return None

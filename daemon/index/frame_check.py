@@ -135,16 +135,18 @@ class FrameCheck:
                 yield
         used_bytes, total = 0, Counter[int]()
         for size_class in allocator.classes.values():
-            free = 0
+            free = frames = 0
             for region in size_class.regions.values():
+                frames += region.frames
                 free += 0 if region.emptying else region.frames - region.owned
                 used_bytes += region.owned * size_class.frame_bytes
                 for account, count in region.counts.items():
                     total[account] += count * size_class.frame_bytes
                 if region.fresh - len(region.returned) != region.owned:
                     findings.append(f"region {region.region_id}: free list and count differ")
-            if free != size_class.free:
-                findings.append(f"class {size_class.frame_bytes} counts {size_class.free} free, has {free}")
+            if (free, frames) != (size_class.free, size_class.frames):
+                counted = f"{size_class.free} of {size_class.frames} frames free"
+                findings.append(f"class {size_class.frame_bytes} counts {counted}, has {free} of {frames}")
         if used_bytes != allocator.used_bytes:
             findings.append(f"{allocator.used_bytes} bytes counted in use, {used_bytes} are")
         if total != +allocator.account_bytes:

@@ -33,6 +33,11 @@ class PaperDirectory:
         self.segments: list[int] = []
         self.superblock = Superblock(bytes(16), segment_bytes, 0)
 
+    @property
+    def segment_count(self) -> int:
+        """Number of segments."""
+        return len(self.segments)
+
     def create_segment(self, segment_id: int) -> None:
         """Add one segment."""
         self.segments.append(segment_id)

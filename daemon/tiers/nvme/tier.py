@@ -183,7 +183,7 @@ class NvmeTier(TierBelow):
         self._shelves.sort(key=lambda shelf: order.index(shelf.directory.path))
         self.shelves_soon()
         how = "direct I/O" if directory.direct else f"buffered I/O: {directory.direct_reason}"
-        log.info("nvme directory %s: %d segments, %s, by %s", directory.path, len(directory.segments), how, queue.io)
+        log.info("nvme directory %s: %d segments, %s, by %s", directory.path, directory.segment_count, how, queue.io)
         if self._config.nvme_io == "aio" and queue.io != "aio":
             log.warning("nvme directory %s: threads do its I/O, not aio: %s", directory.path, queue.io_reason)
         return shelf

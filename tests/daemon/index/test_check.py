@@ -94,6 +94,10 @@ def _blocks(h: Filled) -> None:
     h.spaces[0].table.blocks += 1
 
 
+def _frames_of_class(h: Filled) -> None:
+    h.cache.space.allocator.classes[FRAME_BYTES].frames += 1
+
+
 def _held(h: Filled) -> None:
     h.cache.writes.unfinished._held["unknown"] += 4096
 
@@ -110,6 +114,7 @@ WRONG: dict[str, Callable[[Filled], None]] = {
     "has two owners": _written_and_owned,
     "account": _account,
     "namespace 1 counts": _blocks,
+    "frames free, has": _frames_of_class,
     "being written are not counted": _held,
 }
 

@@ -136,8 +136,13 @@ class Directory:
 
     @property
     def segments(self) -> list[int]:
-        """Ids of the open segments, ascending."""
+        """Ids of the open segments, ascending. O(segments), of which a large disk has thousands."""
         return sorted(self._fds)
+
+    @property
+    def segment_count(self) -> int:
+        """Number of open segments."""
+        return len(self._fds)
 
     def fd(self, segment_id: int) -> int:
         """The descriptor of an open segment. Raises OSError when there is none of that id."""

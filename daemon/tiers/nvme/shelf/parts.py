@@ -43,7 +43,11 @@ class DirectoryFiles(Protocol):
 
     @property
     def segments(self) -> list[int]:
-        """Ids of the open segments, ascending."""
+        """Ids of the open segments, ascending. O(segments), of which a large disk has thousands."""
+
+    @property
+    def segment_count(self) -> int:
+        """Number of open segments."""
 
     @property
     def max_segments(self) -> int:

@@ -472,7 +472,7 @@ class Shelf:
             "blocks": sum(table.blocks for table in self.index.tables.values()),
             "used_bytes": self.allocator.used_bytes,
             "capacity_bytes": self.directory.max_segments * self.directory.segment_bytes,
-            "segments": len(self.directory.segments),
+            "segments": self.directory.segment_count,
             "kept_bytes": self.directory.kept_bytes,
             "database_bytes": self.catalog.bytes_on_disk(),
             "database_queue": self.catalog.pending,

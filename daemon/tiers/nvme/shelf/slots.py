@@ -210,7 +210,7 @@ class NewSegments:
     @property
     def is_possible(self) -> bool:
         """True if one more may be made now, as far as known."""
-        room = len(self._directory.segments) < self._directory.max_segments
+        room = self._directory.segment_count < self._directory.max_segments
         return room and self._clock_s() >= self._again_s
 
     def begin(self) -> None:
@@ -229,7 +229,7 @@ class NewSegments:
             if op.errno == errno.EEXIST:
                 self._numbers.add(segment)  # a foreign file: try the next number
             problem = f"no further segment could be made: {os.strerror(op.errno)}"
-            if not self._directory.segments:
+            if not self._directory.segment_count:
                 self._health.failed(problem)
                 return
             # In the existing segments blocks can still be replaced.

@@ -57,6 +57,11 @@ class RemoteDirectory:
         return sorted(self._segments)
 
     @property
+    def segment_count(self) -> int:
+        """See `Directory`."""
+        return len(self._segments)
+
+    @property
     def max_segments(self) -> int:
         """See `Directory`."""
         return segments_within(self.cap_bytes, self.segment_bytes, self._db_reserve_bytes)

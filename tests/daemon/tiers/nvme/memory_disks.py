@@ -265,6 +265,10 @@ class MemoryDirectory:
         return sorted(self.disk.segments)
 
     @property
+    def segment_count(self) -> int:
+        return len(self.disk.segments)
+
+    @property
     def max_segments(self) -> int:
         return self.disk.most_segments
 
