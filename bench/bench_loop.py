@@ -50,6 +50,8 @@ RESERVED = 512
 """Blocks of one reserve and commit, as clients have them, unless `--runs` says otherwise."""
 LARGE_BYTES = 2 << 20
 LARGE_AT_ONCE = (1, 8)
+LARGE_SEGMENT_BYTES = 256 * MIB
+"""As many blocks in a segment as a daemon has, about: making one costs more than a block."""
 LARGE_ROUNDS = 12
 PAUSE_S = 0.003
 TICK_S = 0.01
@@ -71,6 +73,7 @@ class Bench:
         nvme_bytes: int,
         block_bytes: int = BLOCK_BYTES,
         reserved: int = RESERVED,
+        segment_bytes: int = 8 * MIB,
     ) -> None:
         self.blocks = blocks
         self.block_bytes = block_bytes
@@ -79,7 +82,7 @@ class Bench:
             run_dir=where / "run",
             nvme_dirs=(NvmeDirectory(where / "nvme"),),
             nvme_bytes=nvme_bytes,
-            nvme_segment_bytes=8 * MIB,
+            nvme_segment_bytes=segment_bytes,
         )
         self.regions: dict[int, Region] = {}
         self.tier = NvmeTier(config, self.regions, soon=self._soon)
@@ -216,7 +219,8 @@ async def large(where: Path, at_once: int, rounds: int) -> Costs:
     """A few blocks of 2 MiB at a time, and a pause after which the loop finds cold caches."""
     costs: Costs = {"write": [], "read": []}
     turns = LARGE_ROUNDS * rounds // at_once + 1
-    bench = Bench(where, at_once, (turns + 40) * at_once * LARGE_BYTES, LARGE_BYTES)
+    nvme_bytes = (turns + 40) * at_once * LARGE_BYTES
+    bench = Bench(where, at_once, nvme_bytes, LARGE_BYTES, segment_bytes=LARGE_SEGMENT_BYTES)
     namespace, cold = await bench.open(), bytearray(4 * MIB)
     for _ in range(turns):
         keys = bench.keys()

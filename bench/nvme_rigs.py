@@ -168,7 +168,7 @@ class Rig:
             "client", self.daemon.directory, case.block_bytes, case.blocks, chains=case.chains, head=case.head
         )
         self._client = stack.enter_context(closing(client))
-        for word in ("renew", "write", "read"):  # the first writes into a segment cost more
+        for word in ("renew", "write", "forget_dram", "read"):  # the first writes into a segment cost more
             client.ask(word)
         if case.keep:
             for word in ("renew", "write"):
@@ -187,6 +187,7 @@ class Rig:
         self._client.ask("renew")
         self.writes.append(self._pass("write", disk))
         if not self._case.keep:
+            self._client.ask("forget_dram")
             self.reads.append(self._pass("read", disk))
 
     def _pass(self, step: str, disk: DiskLimit) -> Round:

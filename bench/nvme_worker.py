@@ -110,18 +110,20 @@ class Worker:
         self.store()
         stored_s = time.perf_counter() - start
         end = start + DEADLINE_S
-        while _first_copies(stats := self._nvme()) < before + self._blocks or stats["write_in_flight_bytes"]:
+        while (done := _first_copies(stats := self._nvme()) - before) < self._blocks or stats["write_in_flight_bytes"]:
             idle = stats["write_queue_blocks"] == 0 and stats["write_in_flight_bytes"] == 0
             if time.perf_counter() > end or (idle and _first_copies(self._nvme()) < before + self._blocks):
                 raise RuntimeError(f"not all blocks were written: {stats}")
-            time.sleep(POLL_S)
+            # Half of the time that the rest will take: each question costs the daemon as much as some blocks.
+            left_s = (time.perf_counter() - start) * (self._blocks - done) / max(1, done)
+            time.sleep(min(max(POLL_S, left_s / 2), 1.0))
         return {
             "seconds": time.perf_counter() - start,
             "cpu_s": time.process_time() - cpu,
             "stored_s": stored_s,
         }
 
-    def _forget_dram(self) -> None:
+    def forget_dram(self) -> dict[str, float]:
         """Flush DRAM; returns when it has room for everything: a promotion that finds no frame to be had ends there."""
         self._connector.flush(tier="dram")
         end = time.perf_counter() + DEADLINE_S
@@ -131,10 +133,10 @@ class Worker:
             if time.perf_counter() > end:
                 raise RuntimeError(f"frames did not come free: {dram}")
             time.sleep(POLL_S)
+        return {}
 
     def read(self) -> dict[str, float]:
-        """Forget DRAM, then load everything back; every block is compared (outside of the timing)."""
-        self._forget_dram()
+        """Load everything back, which DRAM has forgotten; every block is compared (outside of the timing)."""
         self._pool.view(np.uint64)[:, [0, -1]] = 0
         before = self._nvme()
         start, cpu = time.perf_counter(), time.process_time()
@@ -171,7 +173,7 @@ class Worker:
                 if time.perf_counter() > end:
                     raise RuntimeError(f"blocks were not written: {stats}")
                 time.sleep(POLL_S)
-        self._forget_dram()
+        self.forget_dram()
         found = 0
         for chain in keys:
             match = self._connector.match(chain)
@@ -189,7 +191,7 @@ class Worker:
 
     def prefetch(self) -> dict[str, float]:
         """Promote everything from the disk without copying it to the pool."""
-        self._forget_dram()
+        self.forget_dram()
         before = self._nvme()["promoted_blocks"]
         start = time.perf_counter()
         for keys, _ in self._each_chain():

@@ -31,6 +31,9 @@ DELIVER_NS = 1_000_000
 """Completions handled in one turn of the loop, about, and the time after which it ends with the few in progress."""
 TIMED_OPS = 4
 """Completions between two looks at the clock."""
+TELL_WITHIN_NS = 50_000_000
+"""While others wait, the loop is told of writes at most this time after it was told last: a wake-up costs it more than
+a block does, and nobody waits for them."""
 QUEUE_LIMITS = {DiskPriority.LOAD: 8192, DiskPriority.PREFETCH: 2048, DiskPriority.WRITE: 2048}
 """Blocks that may wait, by priority; of tasks one at a time is asked for."""
 
@@ -74,6 +77,7 @@ class DiskQueue(Tally):
         # Not guarded: appends and pops of a deque are atomic.
         self._completed: deque[AnyOp] = deque()
         self._announced = False
+        self._untold, self._told_ns = 0, 0  # writes that have ended; guarded by the backlog of blocks
         self._blocks, self._carrier, self.io_reason = start_carrier(
             directory, self._finished, why_not_aio, threads, depth
         )
@@ -212,8 +216,23 @@ class DiskQueue(Tally):
         with backlog.changed:
             over = backlog.finish(runs)
             self._completed.extend(over)
-        if over:
+            due = self._is_due(over)
+        if due:
             self._announce_completed()
+
+    def _is_due(self, over: Sequence[AnyOp]) -> bool:
+        """True if the loop is to be told of these now. Needs `changed` of their backlog held.
+
+        Of writes it is told once no more wait than it was not told of: then there is room for as many again.
+        """
+        if not over or any(isinstance(op, TaskOp) or op.priority != DiskPriority.WRITE for op in over):
+            return bool(over)
+        self._untold += sum([op.count for op in over])
+        now_ns = time.monotonic_ns()
+        if self._untold < self._blocks.blocks[DiskPriority.WRITE] and now_ns - self._told_ns < TELL_WITHIN_NS:
+            return False
+        self._untold, self._told_ns = 0, now_ns
+        return True
 
     def _announce_completed(self) -> None:
         if self._completed and not self._announced:

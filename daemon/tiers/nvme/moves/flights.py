@@ -382,7 +382,8 @@ class Flights(ABC):
         The others come next in `_complete`.
         """
         number, run = first.namespace.number, [self._leading(first, table)]
-        while sum([flight.count for flight in run]) < most:
+        most -= run[0].count
+        while most > 0:
             waiting = self._parked.pop((number, run[-1].keys[-1]), None)
             if waiting is None:
                 break
@@ -391,6 +392,7 @@ class Flights(ABC):
                 break
             self._complete.extend(waiting[1:])
             run.append(self._leading(waiting[0], table))
+            most -= run[-1].count
         return run
 
     def _leading(self, flight: Flight, table: Table) -> Flight:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk_rig import SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
+from disk_rig import DEADLINE_S, SEGMENT_BYTES, ObedientDisk, Rig, content, key, segment_path
+from waiting import wait_until
 
 from tiercache.daemon.tiers.forms import codecs
-from tiercache.daemon.tiers.nvme.disk import backlog
+from tiercache.daemon.tiers.nvme.disk import backlog, queue
 from tiercache.daemon.tiers.nvme.disk.block_io import BlockForms
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES
 from tiercache.daemon.tiers.nvme.disk.queue import DiskOutcome, DiskPriority, WriteOp
@@ -261,6 +264,40 @@ def test_loads_before_prefetches_before_writes(one_worker: Rig) -> None:
     rig.disk.gate.set()
     rig.until(lambda: len(rig.finished) == 5)
     assert [offset // rig.frame_bytes for _, _, offset in rig.disk.calls] == [4, 2, 0, 6]
+
+
+def test_the_loop_is_told_of_writes_together_while_others_wait(
+    one_worker: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "TELL_WITHIN_NS", math.inf)
+    rig, told = one_worker, list[int]()
+    rig.disk.gate.clear()
+    writes = [rig.write_op(2 * number, content(number, 100)) for number in range(9)]
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 9
+    rig.until(lambda: rig.disk.running == 1)
+
+    def note(name: str, size: int) -> None:
+        told.append(rig.announcements)
+
+    rig.disk.hook = note
+    rig.disk.gate.set()
+    wait_until(lambda: len(told) == 9, "all are written")
+    assert told == [0, 0, 0, 0, 0, 1, 1, 1, 1], "five are done, and four wait"
+    rig.until(lambda: len(rig.finished) == 9)
+
+
+def test_the_loop_is_told_of_a_slow_write(one_worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "TELL_WITHIN_NS", 0)
+    rig, steps = one_worker, threading.Semaphore(0)
+    rig.disk.hook = lambda name, size: None if steps.acquire(timeout=DEADLINE_S) else 0
+    writes = [rig.write_op(2 * number, content(number, 100)) for number in range(9)]
+    assert rig.queue.submit_many(writes, DiskPriority.WRITE) == 9
+    for done in range(1, 4):
+        steps.release()
+        rig.until(lambda: len(rig.finished) == done)  # noqa: B023 (called at once)
+    assert rig.queue.queued(DiskPriority.WRITE) == 5
+    steps.release(6)
+    rig.until(lambda: rig.queue.in_flight == 0)
 
 
 def test_a_load_begins_while_enough_is_under_way_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
