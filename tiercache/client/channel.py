@@ -85,14 +85,15 @@ class Channel:
             self._socket.set(zmq.RCVTIMEO, wait_ms)
             self._receive_timeout_ms = wait_ms
         try:
-            parts = self._socket.recv_multipart()
+            part = self._socket.recv(copy=False)
         except zmq.Again:
             return None
+        payload = self._socket.recv_multipart()[0] if part.more else None
         try:
-            reply = _decode(parts[0])
+            reply = _decode(part.bytes)
         except UNREADABLE as error:
             raise ProtocolError(f"the daemon sent something that is not a reply: {error}") from error
-        return reply, parts[1] if len(parts) > 1 else None
+        return reply, payload
 
     def close(self) -> None:
         """Close the socket, dropping what it has queued. Idempotent."""

@@ -284,16 +284,10 @@ class Channels:
     def _check_out(self, timeout_s: float) -> Channel:
         thread = threading.get_ident()
         with self._changed:
-            self._waiting.append(thread)
-            try:
-                if not self._changed.wait_for(lambda: self._may_hold(thread), timeout_s):
-                    text = f"requests of {len(self._holders)} threads of this client are under way: ask less at once"
-                    raise RequestRefused(ErrorCode.LIMIT.value, text)
-                if self._closed:
-                    raise DaemonUnavailable(self._why_closed)
-            finally:
-                self._waiting.remove(thread)
-                self._changed.notify_all()
+            if not self._may_hold(thread):
+                self._await_turn(thread, timeout_s)
+            if self._closed:
+                raise DaemonUnavailable(self._why_closed)
             # A late channel will do as well: its missing replies are recognized by their request ids.
             channel = self._idle.pop() if self._idle else self._late.popleft() if self._late else None
             self._holders[thread] = self._holders.get(thread, 0) + 1
@@ -302,24 +296,35 @@ class Channels:
                 channel = Channel(self._endpoint, self._remote)
             channel.holder = thread
         except BaseException as error:
-            self._let_go(thread)
+            with self._changed:
+                self._let_go(thread)
             if isinstance(error, zmq.ZMQError):
                 raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
             raise
         return channel
 
+    def _await_turn(self, thread: int, timeout_s: float) -> None:
+        self._waiting.append(thread)
+        try:
+            if not self._changed.wait_for(lambda: self._may_hold(thread), timeout_s):
+                text = f"requests of {len(self._holders)} threads of this client are under way: ask less at once"
+                raise RequestRefused(ErrorCode.LIMIT.value, text)
+        finally:
+            self._waiting.remove(thread)
+            self._changed.notify_all()
+
     def _may_hold(self, thread: int) -> bool:
         if self._closed or thread in self._holders or thread == self.attendant:
             return True
-        return self._waiting[0] == thread and len(self._holders) < max(1, self._most // 2)
+        is_next = not self._waiting or self._waiting[0] == thread
+        return is_next and len(self._holders) < max(1, self._most // 2)
 
     def _let_go(self, thread: int) -> None:
-        with self._changed:
-            left = self._holders.pop(thread, 1) - 1
-            if left:
-                self._holders[thread] = left
-            else:
-                self._changed.notify_all()
+        left = self._holders.pop(thread, 1) - 1
+        if left:
+            self._holders[thread] = left
+        elif self._waiting:
+            self._changed.notify_all()
 
     def _check_in(self, channel: Channel, *, owed: int = 0, broken: bool = False) -> None:
         with self._changed:
@@ -330,9 +335,10 @@ class Channels:
                 self._late.append(channel)
             elif kept:
                 self._idle.append(channel)
-        if channel.holder:
-            thread, channel.holder = channel.holder, 0
-            self._let_go(thread)
+            if channel.holder:
+                # Before another thread can take the channel, and be its holder.
+                self._let_go(channel.holder)
+                channel.holder = 0
         if not kept:
             channel.close()
 
