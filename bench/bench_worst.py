@@ -120,16 +120,15 @@ def watched_main(arguments: list[str]) -> int:
         kind = type(request).__name__
         observe(self, session, request, started_ns)
 
-    def serve_one(self: Router) -> bool:
+    def serve_one(self: Router) -> None:
         nonlocal served_cpu, served_wall, kind
         kind = "a request"
         cpu, wall = cpu_ns(), now_ns()
-        found = serve(self)
+        serve(self)
         cpu, wall = cpu_ns() - cpu, now_ns() - wall
         served_cpu += cpu
         served_wall += wall
         note(cpu, wall, kind)
-        return found
 
     def run_one(self: asyncio.Handle) -> None:
         parts.took.clear()

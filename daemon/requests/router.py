@@ -1,8 +1,8 @@
 """The ROUTER socket: requests in, replies out, without ever waiting for a peer.
 
 Three pitfalls, and how they are handled:
-- the descriptor is edge-triggered, and a send can swallow the edge: EVENTS is read again after every batch, and the
-  loop's tick drains the socket too;
+- the descriptor is edge-triggered, and a send can swallow the edge: EVENTS is read after every request, and the loop's
+  tick drains the socket too;
 - a full peer queue silently drops replies unless ROUTER_MANDATORY is set: a peer that does not read its replies loses
   its session;
 - a payload sent without a copy is read by ZeroMQ's own thread: its frame is held until the tracker says that it is
@@ -43,6 +43,8 @@ COPIED_BYTES = 64 << 10
 DRAIN_REQUESTS = 4 * MAX_OUTSTANDING
 MAX_PARTS = 4
 """Of a message: identity, header, a payload, and one too many, for which there is an answer."""
+_READABLE, _LAST, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain integers: a step with flags of an enumeration takes as long as a look-up."""
 
 
 class Answer(NamedTuple):
@@ -134,9 +136,7 @@ class Router:
         self._scheduled = False
         if self._socket.closed:
             return  # scheduled before `close`
-        self.drain(BATCH)
-        # A send may have swallowed the edge of a request that came in meanwhile.
-        if _readable(self._socket) and not self._scheduled:
+        if not self.drain(BATCH) and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._on_readable)
 
@@ -145,28 +145,24 @@ class Router:
 
         Begins no more after `BATCH_NS`.
         """
-        until_ns = time.perf_counter_ns() + BATCH_NS
-        for _ in range(limit):
-            if not self._serve_one():
-                return True
-            if time.perf_counter_ns() >= until_ns:
+        until_ns, served = time.perf_counter_ns() + BATCH_NS, 0
+        while int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            if served == limit or time.perf_counter_ns() >= until_ns:
                 return False
-        return False
+            self._serve_one()
+            served += 1
+        self.empty_ns = time.perf_counter_ns()
+        return True
 
-    def _serve_one(self) -> bool:
-        """Serve one request, or skip a part of what is not a request, if there is something."""
-        try:
-            message = self._messages.receive()
-        except zmq.Again:
-            self.empty_ns = time.perf_counter_ns()
-            return False
+    def _serve_one(self) -> None:
+        """Serve one request, or skip a part of what is not a request; there is something."""
+        message = self._messages.receive()
         if not message:
-            return True
+            return
         identity, header = message[0].bytes, self._header_of(message[1]) if len(message) > 1 else b""
         answer = self._handle(identity, header, message[2:])
         if answer is not None:
             self.reply(identity, answer)
-        return True
 
     def _header_of(self, frame: zmq.Frame) -> bytes | memoryview:
         with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
@@ -185,13 +181,13 @@ class Router:
                 self._cut_later(session)
             return
         try:
-            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(identity, _MORE)
             if answer.payload is not None:
-                self._socket.send(answer.header, zmq.NOBLOCK | zmq.SNDMORE)
+                self._socket.send(answer.header, _MORE)
             if not counted:
-                self._socket.send(last, zmq.NOBLOCK)
+                self._socket.send(last, _LAST)
                 return
-            tracker = self._socket.send(last, zmq.NOBLOCK, copy=False, track=True)
+            tracker = self._socket.send(last, _LAST, copy=False, track=True)
         except zmq.ZMQError as error:
             if answer.payload_done is not None:
                 answer.payload_done()
@@ -260,7 +256,3 @@ def _remedy(endpoint: str) -> str:
     if endpoint.startswith("ipc://"):
         return "choose another --run-dir"
     return remedy(endpoint)
-
-
-def _readable(socket_: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket_.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -210,7 +210,7 @@ class Service:
             reply: m.Reply | None = self._writes.write(session, request, parts[0].buffer)
         else:
             asked = self._methods[type(request)](session, request)
-            reply = self._begin(session, request, asked) if isinstance(asked, Generator) else asked
+            reply = asked if asked is None or isinstance(asked, m.Reply) else self._begin(session, request, asked)
         return None if reply is None else Answer(encoder.encode(reply), session)
 
     # --- requests that take several slices -----------------------------------------------------------
