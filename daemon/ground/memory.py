@@ -15,19 +15,25 @@ log = logging.getLogger("tiercache.daemon")
 
 OWN_PAGES_BYTES = 768 << 10
 """Threshold: more than what numpy repeatedly allocates for the longest list of keys."""
-_M_MMAP_THRESHOLD = -3
+KEPT_BYTES = 8 << 20
+"""Free memory at the end of the heap that is not returned to the kernel: keys of some long requests. By default each of
+these finds new pages."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _GC_THRESHOLDS = (1_000, 3, 30_000)
 """Scanning 12000 new objects takes 3 ms: so some thousands at a time, and all of them as seldom as possible."""
 
 
 def grow_without_copies() -> None:
-    """Give large allocations pages of their own from here on. Does nothing unless the C library is glibc."""
+    """Give large allocations pages of their own from here on, and keep those of freed smaller ones.
+
+    Does nothing unless the C library is glibc.
+    """
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
         return
-    if not set_option(_M_MMAP_THRESHOLD, OWN_PAGES_BYTES):
-        log.debug("large columns of the index are copied when they grow: mallopt has refused")
+    if not set_option(_M_MMAP_THRESHOLD, OWN_PAGES_BYTES) or not set_option(_M_TRIM_THRESHOLD, KEPT_BYTES):
+        log.debug("large columns are copied as they grow, and long requests find new pages: mallopt has refused")
 
 
 def collect_in_small_parts() -> None:
