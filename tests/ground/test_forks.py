@@ -59,7 +59,8 @@ class LocksHeld:
         for item, names in list(forks._watched.items()):
             for name in names:
                 lock = getattr(item, name)
-                self._locks.append(lock._cond if isinstance(lock, threading.Event) else lock)
+                if not isinstance(lock, threading.Condition):  # one has the lock that is named before it
+                    self._locks.append(lock._cond if isinstance(lock, threading.Event) else lock)
         assert len(self._locks) > 8
         held, self._end = threading.Event(), threading.Event()
 

@@ -86,7 +86,8 @@ class Channels:
         self._session = session
         self._on_late = on_late
         self._remote = remote
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # entered faster than a condition
+        self._changed = threading.Condition(self._lock)
         self._most = most
         self._holders: dict[int, int] = {}  # threads, and how many channels each has checked out
         self._waiting: deque[int] = deque()  # threads
@@ -96,7 +97,7 @@ class Channels:
         """The thread that maintains the session, and so never waits for other threads."""
         self._closed = False
         self._why_closed = "the session with the daemon is over"
-        forks.watch(self, "_changed")
+        forks.watch(self, "_lock", "_changed")
 
     def post(self, request_type: type[Request[R]], timeout_s: float, **fields: Any) -> Pending[R]:
         """Send one request. Take its reply with `wait`, or give it up with `abandon`.
@@ -230,10 +231,10 @@ class Channels:
 
     def collect_late(self) -> bool:
         """Read replies on late channels, without waiting. True while there are such channels."""
-        with self._changed:
+        with self._lock:
             channels, self._late = self._late, deque()
         kept = [channel for channel in channels if self._read_late(channel)]
-        with self._changed:
+        with self._lock:
             if self._closed:
                 for channel in kept:
                     channel.close()
@@ -265,7 +266,7 @@ class Channels:
 
     def close(self) -> None:
         """Close all channels; those in use are closed when their call returns. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
             channels = [*self._idle, *self._late]
@@ -283,7 +284,7 @@ class Channels:
 
     def _check_out(self, timeout_s: float) -> Channel:
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             if not self._may_hold(thread):
                 self._await_turn(thread, timeout_s)
             if self._closed:
@@ -296,7 +297,7 @@ class Channels:
                 channel = Channel(self._endpoint, self._remote)
             channel.holder = thread
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._let_go(thread)
             if isinstance(error, zmq.ZMQError):
                 raise DaemonUnavailable(f"no connection to {self._endpoint}: {error}") from error
@@ -327,7 +328,7 @@ class Channels:
             self._changed.notify_all()
 
     def _check_in(self, channel: Channel, *, owed: int = 0, broken: bool = False) -> None:
-        with self._changed:
+        with self._lock:
             channel.owed += owed
             kept = not self._closed and not broken and len(self._idle) + len(self._late) < self._most
             if kept and channel.owed:

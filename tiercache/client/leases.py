@@ -40,11 +40,12 @@ class Leases:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered faster than a condition
+        self._changed = threading.Condition(self._lock)
         self._kept: dict[int, _Kept] = {}
         self._operations: list[Limit] = []
         self._closed = False
-        forks.watch(self, "_changed")
+        forks.watch(self, "_lock", "_changed")
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: they are the parent's."""
@@ -57,17 +58,17 @@ class Leases:
         """Renew `lease` in the background until `let_go`, for at most 10 minutes, while `holder` exists."""
         now_s = self._clock_s()
         kept = _Kept(session, ttl_ms, now_s + ttl_ms / 2000, now_s + HOLD_AT_MOST_S, weakref.ref(holder), writing)
-        with self._changed:
+        with self._lock:
             self._kept[lease] = kept
 
     def let_go(self, lease: int) -> None:
         """Stop renewing `lease`."""
-        with self._changed:
+        with self._lock:
             self._kept.pop(lease, None)
 
     def until_next_renewal_s(self) -> float:
         """Time until the next renewal is due, at most a second."""
-        with self._changed:
+        with self._lock:
             due_s = min((kept.due_s for kept in self._kept.values()), default=None)
         return 1.0 if due_s is None else min(1.0, max(0.001, due_s - self._clock_s()))
 
@@ -79,7 +80,7 @@ class Leases:
         now_s = self._clock_s()
         due: list[int] = []
         dropped: list[tuple[int, bool]] = []
-        with self._changed:
+        with self._lock:
             for lease, kept in list(self._kept.items()):
                 if kept.session is not session or now_s > kept.until_s:
                     del self._kept[lease]
@@ -93,7 +94,7 @@ class Leases:
             give_back(session, lease, writing=writing)
         if due:
             alive = session.call(Renew, leases=due, ttl_ms=ttl_ms).alive
-            with self._changed:
+            with self._lock:
                 for lease, still in zip(due, alive, strict=False):
                     known = self._kept.pop(lease, None)
                     if known is not None and still:
@@ -107,28 +108,28 @@ class Leases:
 
         Raises DaemonUnavailable after `stop`.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise DaemonUnavailable("this client was closed")
             self._operations.append(limit)
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 if limit in self._operations:  # not in a child that was forked meanwhile
                     self._operations.remove(limit)
                 self._changed.notify_all()
 
     def stop(self) -> None:
         """Begin no further copy and no further operation."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for limit in self._operations:
                 limit.stopped = True
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no load or store is in progress, for at most `timeout_s`; returns whether that is so."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._operations, timeout_s)
 
 

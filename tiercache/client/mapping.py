@@ -40,7 +40,8 @@ class ArenaMapping:
     def __init__(self, on_ready: Callable[[str], None], *, cuda: bool = False) -> None:
         self._on_ready = on_ready
         self._cuda = cuda
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered faster than a condition
+        self._changed = threading.Condition(self._lock)
         self._regions: dict[int, Region] = {}
         self._forms: dict[int, str] = {}
         # Address and size by region id, for looking up many frames at once; 0 where none is mapped.
@@ -50,7 +51,7 @@ class ArenaMapping:
         self._populating = False
         self._copies = 0
         self._ended = False
-        forks.watch(self, "_changed")
+        forks.watch(self, "_lock", "_changed")
 
     def add(self, regions: Sequence[tuple[int, int]], fds: Sequence[int]) -> None:
         """Map regions `(id, bytes)` with their descriptors, which stay the caller's.
@@ -65,7 +66,7 @@ class ArenaMapping:
             self._enter(Region(region_id, fd, size_bytes))
 
     def _enter(self, region: Region) -> None:
-        with self._changed:
+        with self._lock:
             if self._ended:
                 region.unmap()
                 return
@@ -83,7 +84,7 @@ class ArenaMapping:
             try:
                 threading.Thread(target=self._populate, name="tiercache-populate", daemon=True).start()
             except RuntimeError:  # too many threads in this process: the next region may get one
-                with self._changed:
+                with self._lock:
                     self._populating = False
 
     def addresses(self, frames: bytes | npt.NDArray[np.uint64], length: int, timeout_s: float) -> Addresses:
@@ -120,13 +121,13 @@ class ArenaMapping:
         def mapped() -> bool:
             return self._ended or (int(ids.max()) < len(self._bases) and bool(self._bases[ids].all()))
 
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(mapped, timeout_s) or self._ended:
                 raise DeadlineExceeded("the region of a frame was not mapped in time")
 
     def begin_copy(self) -> bool:
         """Hold the mapping. False when it has ended: no copy may begin."""
-        with self._changed:
+        with self._lock:
             if self._ended:
                 return False
             self._copies += 1
@@ -134,7 +135,7 @@ class ArenaMapping:
 
     def end_copy(self) -> None:
         """Release the mapping; every byte of the copy has arrived."""
-        with self._changed:
+        with self._lock:
             assert self._copies > 0
             self._copies -= 1
             last = self._ended and self._copies == 0
@@ -143,7 +144,7 @@ class ArenaMapping:
 
     def end(self) -> None:
         """No further copies; unmap now, or with the end of the last one. Idempotent."""
-        with self._changed:
+        with self._lock:
             if self._ended:
                 return
             self._ended = True
@@ -169,7 +170,7 @@ class ArenaMapping:
     def _populate(self) -> None:
         """Fault in and lock what was mapped, so that no copy pays for first touches."""
         while True:
-            with self._changed:
+            with self._lock:
                 if self._ended or not self._fresh:
                     self._populating = False
                     break

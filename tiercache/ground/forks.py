@@ -25,7 +25,8 @@ _calls: list[Callable[[], None]] = []
 def watch(item: Any, *locks: str) -> None:
     """In each child forked from now on, give `item` new `locks` (names of attributes) and have it forget.
 
-    That calls its method `forget_in_child`, if it has one. `item` is not kept alive by this.
+    A condition has the lock that is named before it. Forgetting calls the method `forget_in_child`, if there is one.
+    `item` is not kept alive by this.
     """
     _watched[item] = locks
 
@@ -36,19 +37,24 @@ def in_child(call: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _new(lock: Any) -> Any:
-    for kind in (threading.Condition, threading.Event):
-        if isinstance(lock, kind):
-            return kind()
-    return threading.Lock() if isinstance(lock, type(threading.Lock())) else threading.RLock()
+def _renew(item: Any, locks: tuple[str, ...]) -> None:
+    new: Any = None
+    for name in locks:
+        old = getattr(item, name)
+        if isinstance(old, threading.Condition):
+            new = threading.Condition(new)
+        elif isinstance(old, threading.Event):
+            new = threading.Event()
+        else:
+            new = threading.Lock() if isinstance(old, type(threading.Lock())) else threading.RLock()
+        setattr(item, name, new)
 
 
 def _forget_all() -> None:
     # The locks of all first: one item may call another.
     items = list(_watched.items())
     for item, locks in items:
-        for name in locks:
-            setattr(item, name, _new(getattr(item, name)))
+        _renew(item, locks)
     for call in [*_calls, *(item.forget_in_child for item, _ in items if hasattr(item, "forget_in_child"))]:
         try:
             call()

@@ -161,6 +161,7 @@ def _replace(number: int, handler: Callable[[int, Any], Any]) -> None:
 
 _current: _Deferral | None = None
 """The call that the main thread is in."""
+_main_thread = threading.main_thread().ident
 
 
 def uninterrupted(work: Callable[[], T]) -> T:
@@ -170,7 +171,7 @@ def uninterrupted(work: Callable[[], T]) -> T:
     """
     global _current
     outer = _current
-    if (outer is not None and outer.active) or sys.is_finalizing() or not _is_main():
+    if (outer is not None and outer.active) or threading.get_ident() != _main_thread or sys.is_finalizing():
         return work()
     deferral = _Deferral()
     try:
@@ -206,13 +207,10 @@ def interrupted() -> bool:
     return deferral.error is not None
 
 
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @forks.in_child
 def _forget_call() -> None:
-    global _current
+    global _current, _main_thread
+    _main_thread = threading.get_ident()
     deferral, _current = _current, None
     if deferral is not None:
         deferral.forget()
