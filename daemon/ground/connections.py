@@ -62,9 +62,12 @@ class Connections:
         """Connected peers that may stay, as far as events were read."""
         return len(self._all) - len(self._leaving)
 
-    def heard(self, fd: int) -> None:
-        """A message came on a connection (its `SRCFD`): its handshake is complete."""
-        self._heard.add(fd)
+    def heard(self, part: zmq.Frame) -> None:
+        """A message came on a connection: its handshake is complete."""
+        try:
+            self._heard.add(int(part.get(zmq.SRCFD)))
+        except zmq.ZMQError:
+            return  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
 
     def look(self) -> bool:
         """Read of peers that came and went, for about a millisecond at most. Returns whether there is more."""

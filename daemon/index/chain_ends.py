@@ -100,6 +100,8 @@ class ChainEnds:
 
     def lapse(self) -> None:
         """Unpin what is past its limit."""
+        if not self._of:
+            return
         now = _Limit(self._clock_s(), self._stored_bytes())
         if not _reached(self._first, now):
             return

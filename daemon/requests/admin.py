@@ -97,7 +97,7 @@ class AdminRequests:
         namespaces = self._context.namespaces(request.namespaces)
         check_windows(namespaces, request.keys)
         fetched = self._prefetched(session, request, namespaces)
-        return (yield from self._store_waits.begin(session, request, namespaces, request.keys, lambda: fetched))
+        return (yield from self._store_waits.begin(session, request, namespaces, request.keys, fetched))
 
     def _prefetched(self, session: Session, request: m.Prefetch, namespaces: list[Namespace]) -> Steps[m.Reply]:
         found = yield from self._reads.prefetch(session.owner, namespaces, request.keys)

@@ -91,7 +91,7 @@ class ReadRequests:
         check_windows(namespaces, request.keys)
         ttl_s = self._context.lease_ttl_s(session, request.ttl_ms) if request.ttl_ms else 0.0
         found = self._found(session, request, namespaces, ttl_s)
-        return (yield from self._store_waits.begin(session, request, namespaces, request.keys, lambda: found))
+        return (yield from self._store_waits.begin(session, request, namespaces, request.keys, found))
 
     def _found(self, session: Session, request: m.Match, namespaces: list[Namespace], ttl_s: float) -> Steps[m.Reply]:
         # A client on another host cannot read the disks, so no extents are kept for it.

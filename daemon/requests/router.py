@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,8 +164,7 @@ class Router:
             self.reply(identity, answer)
 
     def _header_of(self, frame: zmq.Frame) -> bytes | memoryview:
-        with suppress(zmq.ZMQError):  # ZeroMQ knows nothing of peers that speak ZMTP 1.0
-            self.connections.heard(int(frame.get(zmq.SRCFD)))
+        self.connections.heard(frame)
         if self._asks_who:
             self.peer = str(frame.get("User-Id"))
         return frame.bytes if len(frame) < COPIED_BYTES else frame.buffer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from tiercache.daemon.ground.slices import Steps
 from tiercache.daemon.tiers.dram.space import Namespace
@@ -40,7 +39,7 @@ class StoreWaits:
         request: m.AnyRequest,
         namespaces: list[Namespace],
         keys: bytes,
-        serve: Callable[[], Steps[m.Reply]],
+        serve: Steps[m.Reply],
     ) -> Steps[m.Reply | None]:
         """Serve a request, after a look-up in the store if that can add something; None when it is served later.
 
@@ -56,10 +55,10 @@ class StoreWaits:
                     self._waiting[session] -= 1
                     if not self._waiting[session]:
                         del self._waiting[session]
-                    self._context.resume(identity, session, request, serve())
+                    self._context.resume(identity, session, request, serve)
 
                 left_us = request.deadline_us + session.clock_offset_us - time.monotonic_ns() // 1000
                 if self._below.wait(namespaces, keys, lengths, go, patience_s=left_us / 2e6):
                     self._waiting[session] += 1
                     return None
-        return (yield from serve())
+        return (yield from serve)

@@ -144,8 +144,8 @@ class ReadLease:
         return any(namespace.table.windowed for namespace in self.namespaces)
 
     def pinned(self) -> list[int]:
-        """Every entry that it pins, including those of its runs."""
-        return [*self.pins, *chain.from_iterable(run.pins for run in self.runs)]
+        """Every entry that it pins, including those of its runs; not to be changed."""
+        return [*self.pins, *chain.from_iterable(run.pins for run in self.runs)] if self.runs else self.pins
 
 
 class KeepsStores(Protocol):

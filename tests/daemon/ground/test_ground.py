@@ -142,7 +142,7 @@ class Told:
             self.ours._monitor = self._pipe
 
     def heard(self, number: int) -> None:
-        self.ours.heard(FIRST + number)
+        self.ours.heard(SimpleNamespace(get=lambda option: FIRST + number))  # type: ignore[arg-type]
 
 
 @pytest.fixture
