@@ -1,6 +1,7 @@
 """What the daemon costs: latency, CPU, memory, and how fast it starts.
 
-    python bench/bench_daemon.py
+    python bench/bench_daemon.py            # all of it
+    python bench/bench_daemon.py requests   # only what two requests of an engine cost
 
 Latencies are those of a client in another process, by the client's own call, back to back. Blocks
 are 4096 bytes and are reserved and committed without being copied: only the daemon is measured.
@@ -11,6 +12,7 @@ Prints a table and one JSON object as the last line.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -32,9 +34,11 @@ from common import (
     cpu_s,
     percentile,
     rss_besides_arena_bytes,
+    threads_cpu_us,
     wait_populated,
 )
 
+import tiercache
 from tiercache.client.client import Client
 from tiercache.protocol import messages
 from tiercache.protocol.keys import KeyChain, root_key
@@ -51,6 +55,8 @@ POPULATE_BYTES = 4 << 30
 CONTEXT_TOKENS = 131_072
 CLIENTS = 4
 CLIENTS_S = 2.0
+ROUNDS, CALLS = 60, 25
+"""Each figure of `requests` is the median of so many rounds, of so many calls each."""
 
 _random = random.Random(SEED)
 
@@ -191,6 +197,50 @@ def hashing(report: Report) -> None:
         report.add(key, label, statistics.median(costs), "ms CPU", at_most=limit, samples=costs)
 
 
+# --- what an engine does ---------------------------------------------------------------------------
+
+
+def requests(report: Report) -> None:
+    """A load of one block, and a match of 8192 keys, by the connector: CPU of both processes, and round trips."""
+    for name, blocks, block_bytes in (("load_one", 1, 128 << 10), ("match_8192", CHAIN_BLOCKS, BLOCK_BYTES)):
+        with Daemon("64MiB") as daemon, daemon.connect() as watch:
+            wait_populated(watch)
+            form = NamespaceSpec(engine="bench", layout="bytes", dtype="uint8", block_size=16, block_bytes=block_bytes)
+            pool = tiercache.Pool.from_blocks(np.ones((blocks, block_bytes), np.uint8))
+            with tiercache.connect(daemon.directory, namespace=form, pool=pool, required=True) as connector:
+                keys = _random.randbytes(blocks * KEY_BYTES)
+                store_chain(connector.client, connector.client.register(form), keys)
+
+                def call(connector: tiercache.Connector = connector, keys: bytes = keys) -> None:
+                    match = connector.match(keys)
+                    if len(keys) == KEY_BYTES:
+                        assert connector.load(match, [0]) == 1
+                    else:
+                        assert match.blocks == len(keys) // KEY_BYTES
+                        connector.release(match)
+
+                timed(100, call)
+                _costs_of(report, name, call, daemon, watch)
+
+
+def _costs_of(report: Report, name: str, call: Callable[[], None], daemon: Daemon, watch: Client) -> None:
+    """What one call costs; `watch` is another client."""
+    label = {"load_one": "load of one 128 KiB block", "match_8192": "match and release of 8192 keys"}[name]
+    before = watch.stats()["counters"]["requests"]
+    timed(CALLS, call)
+    trips = (watch.stats()["counters"]["requests"] - before - 1) / CALLS
+    ours, theirs, took = [], [], []
+    for _ in range(ROUNDS):
+        our_start, their_start = threads_cpu_us(os.getpid()), threads_cpu_us(daemon.pid)
+        took += timed(CALLS, call)
+        ours.append((threads_cpu_us(os.getpid()) - our_start) / CALLS)
+        theirs.append((threads_cpu_us(daemon.pid) - their_start) / CALLS)
+    report.add(f"{name}_us_p50", f"{label}, p50", statistics.median(took) * 1e6, "µs")
+    report.add(f"{name}_client_cpu_us", "  CPU of the client", statistics.median(ours), "µs", samples=ours)
+    report.add(f"{name}_daemon_cpu_us", "  CPU of the daemon", statistics.median(theirs), "µs", samples=theirs)
+    report.add(f"{name}_round_trips", "  round trips", trips, "")
+
+
 # --- several clients -------------------------------------------------------------------------------
 
 
@@ -314,13 +364,15 @@ def memory(report: Report) -> None:
 def main() -> None:
     """All of it, one daemon after another."""
     report = Report("bench_daemon")
-    hashing(report)
-    first_answer(report)
-    with Daemon("192MiB") as daemon:
-        latencies(report, daemon)
-        several_clients(report, daemon)
-    populating(report)
-    memory(report)
+    requests(report)
+    if sys.argv[1:] != ["requests"]:
+        hashing(report)
+        first_answer(report)
+        with Daemon("192MiB") as daemon:
+            latencies(report, daemon)
+            several_clients(report, daemon)
+        populating(report)
+        memory(report)
     report.finish()
 
 
