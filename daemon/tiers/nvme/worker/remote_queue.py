@@ -391,12 +391,12 @@ class RemoteQueue(Tally):
     def begin_stop(self) -> None:
         """See `DiskQueue`."""
         self._stopping = True
+        self._tasks.put(None)  # now: its thread should have ended by the time of `stop`
         self.cancel_queued()
 
     def stop(self, deadline_s: float) -> bool:
         """See `DiskQueue`."""
         self.begin_stop()
-        self._tasks.put(None)
         line = self._line
         if line is not None:
             look = select.poll()
