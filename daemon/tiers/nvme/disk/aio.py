@@ -1,4 +1,4 @@
-"""The carrier `aio`: one thread, which has many runs under way in the kernel.
+"""The carrier `aio`: one thread, which has many parts under way in the kernel.
 
     take ─► forms.begin: checksum, encode ─► context.ready ─┐            ┌► forms.end: verify, decode ─► finished
     take ─► ...                                             ┴► io_submit ┴► eventfd ─► results
@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .backlog import MAX_RUN_OPS, Backlog, DiskRun
+from .backlog import MAX_PART_BLOCKS, Backlog, Part
 from .block_io import AnyOp, BlockForms, DiskTransfer, TaskOp, bounce_bytes, fail, needs_bounce, settle
 from .directory import Directory
 
@@ -30,7 +30,7 @@ log = logging.getLogger("tiercache.daemon")
 
 UNFORESEEN = "a disk worker met something unforeseen"
 END_BYTES = 8 << 20
-"""Bytes verified, or a run more, before free places are filled again: the disk should not wait for the CPU."""
+"""Bytes verified, or a part more, before free places are filled again: the disk should not wait for the CPU."""
 
 TOGETHER_FROM = 8
 TOGETHER_SHARE = 4
@@ -88,14 +88,14 @@ def _rounded(size_bytes: int) -> int:
 
 
 class _Flight:
-    """A run in one of the context's places."""
+    """A part in one of the context's places."""
 
-    __slots__ = ("attempts", "buffer", "run", "sent_ns", "transfer")
+    __slots__ = ("attempts", "buffer", "part", "sent_ns", "transfer")
     sent_ns: int  # set when it is sent
 
-    def __init__(self, run: DiskRun) -> None:
-        self.run = run
-        self.attempts: deque[tuple[int, int]] = deque([(run.first, run.end)])
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.attempts: deque[tuple[int, int]] = deque([(part.first, part.end)])
         """Blocks to be tried, one after another; the first ones are under way."""
         self.transfer: DiskTransfer | None = None
         self.buffer: Buffer | None = None
@@ -105,21 +105,21 @@ class AioCarrier:
     """One thread and one context of Linux AIO. Raises OSError when the kernel gives none.
 
     Args:
-        backlog: where the runs come from: blocks only.
+        backlog: where the parts come from: blocks only.
         directory: an open one, with direct I/O.
-        finished: takes runs whose blocks have outcomes; called on the thread.
+        finished: takes parts whose blocks have outcomes; called on the thread.
     """
 
     name = "aio"
 
-    def __init__(self, backlog: Backlog, directory: Directory, finished: Callable[[Sequence[DiskRun]], None]) -> None:
+    def __init__(self, backlog: Backlog, directory: Directory, finished: Callable[[Sequence[Part]], None]) -> None:
         self._backlog = backlog
         self._finished = finished
         self._forms = BlockForms(directory)
         self._pool = BouncePool()
         self._eventfd = os.eventfd(0, os.EFD_CLOEXEC)
         try:
-            self._context = directory.disk.aio(backlog.width, self._eventfd, MAX_RUN_OPS)
+            self._context = directory.disk.aio(backlog.width, self._eventfd, MAX_PART_BLOCKS)
         except OSError:
             os.close(self._eventfd)
             raise
@@ -127,19 +127,19 @@ class AioCarrier:
         self._unsent: list[int] = []  # places that are ready
         self._full = False  # the kernel takes no more before one has ended
         self._results: deque[tuple[int, int]] = deque()
-        self._ended: list[DiskRun] = []
+        self._ended: list[Part] = []
         self._asleep = False  # guarded by backlog.changed; may be True for a moment after it woke up
         self._thread = threading.Thread(target=self._work, name="disk-aio", daemon=True)
         self._thread.start()
 
     def wake(self, count: int) -> None:
-        """So many runs have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        """`count` parts have come, or the backlog is stopping. Needs `backlog.changed` held."""
         if self._asleep and (self._backlog.busy < self._backlog.width or self._backlog.stopping):
             self._asleep = False
             os.eventfd_write(self._eventfd, 1)
 
     def join(self, deadline_s: float) -> bool:
-        """Wait until the thread has ended, or until a time (time.monotonic()); whether it has. Blocks."""
+        """Wait until the thread has ended, or until a time (time.monotonic()); True if it has. Blocks."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -159,13 +159,13 @@ class AioCarrier:
         """Begin what may begin, wait if there is nothing else to do, end what has ended; False at the end."""
         backlog = self._backlog
         with backlog.changed:
-            runs = self._take()
-            idle = not (runs or self._results or (self._unsent and not self._full))
+            parts = self._take()
+            idle = not (parts or self._results or (self._unsent and not self._full))
             if idle and not self._flights and (backlog.stopping or backlog.gave_up):
                 return False
             self._asleep = idle
-        for run in runs:
-            flight = self._flights[run.place] = _Flight(run)
+        for part in parts:
+            flight = self._flights[part.place] = _Flight(part)
             self._go_on(flight)
         if self._unsent and not self._full:
             self._submit()
@@ -197,28 +197,28 @@ class AioCarrier:
         self._asleep = False
         return found
 
-    def _take(self) -> list[DiskRun]:
+    def _take(self) -> list[Part]:
         """What may begin now. Needs `backlog.changed` held."""
-        runs: list[DiskRun] = []
+        parts: list[Part] = []
         if self._backlog.gave_up:
-            return runs
-        while run := self._backlog.take(self._may_begin):
-            runs.append(run)
-            if isinstance(run.op, TaskOp) or needs_bounce(run.op, run.first):
+            return parts
+        while part := self._backlog.take(self._may_begin):
+            parts.append(part)
+            if isinstance(part.op, TaskOp) or needs_bounce(part.op, part.first):
                 break  # the pool is asked again when this one has its buffer
-        return runs
+        return parts
 
     def _may_begin(self, op: AnyOp, place: int) -> bool:
         return isinstance(op, TaskOp) or not needs_bounce(op, place) or self._pool.has_room(bounce_bytes(op, place))
 
     def _go_on(self, flight: _Flight) -> None:
-        """Make the next attempt of a run ready; without another one the run has ended."""
-        run = flight.run
+        """Make the next attempt of a part ready; without another one the part has ended."""
+        part = flight.part
         while flight.attempts:
             first, end = flight.attempts[0]
-            assert not isinstance(run.op, TaskOp)
+            assert not isinstance(part.op, TaskOp)
             try:
-                flight.transfer = self._forms.begin(run.op, first, end, lambda size: self._bounce(flight, size))
+                flight.transfer = self._forms.begin(part.op, first, end, lambda size: self._bounce(flight, size))
                 if flight.transfer is not None:
                     self._ready(flight, flight.transfer)
                     return
@@ -227,15 +227,15 @@ class AioCarrier:
                 self._failed(flight, error)
             except Exception:
                 log.exception(UNFORESEEN)
-                settle(run.op, *flight.attempts.popleft())
-        settle(run.op, run.first, run.end)
-        del self._flights[run.place]
+                settle(part.op, *flight.attempts.popleft())
+        settle(part.op, part.first, part.end)
+        del self._flights[part.place]
         if flight.buffer is not None:
             self._pool.give_back(flight.buffer)
-        self._ended.append(run)
+        self._ended.append(part)
 
     def _bounce(self, flight: _Flight, size_bytes: int) -> int:
-        """The run's buffer; a run with a block that needs one has no other block."""
+        """The part's buffer; a part with a block that needs one has no other block."""
         if flight.buffer is None:
             flight.buffer = self._pool.take(size_bytes)
         return flight.buffer.address
@@ -246,10 +246,10 @@ class AioCarrier:
         if end - first > 1:
             flight.attempts.extendleft((place, place + 1) for place in reversed(range(first, end)))
         else:
-            fail(flight.run.op, first, error)
+            fail(flight.part.op, first, error)
 
     def _ready(self, flight: _Flight, transfer: DiskTransfer) -> None:
-        place = flight.run.place
+        place = flight.part.place
         self._context.ready(place, transfer.writes, transfer.fd, transfer.pieces, transfer.offset)
         self._unsent.append(place)
 
@@ -271,12 +271,12 @@ class AioCarrier:
                 return
             # The kernel refuses the first of them, before it has done anything.
             flight = self._flights[self._unsent.pop(0)]
-            flight.run.calls += 1
+            flight.part.calls += 1
             self._failed(flight, error)
             self._go_on(flight)
             return
         for place in self._unsent[:taken]:
-            self._flights[place].run.calls += 1
+            self._flights[place].part.calls += 1
         del self._unsent[:taken]
 
     def _arrived(self, found: list[tuple[int, int]]) -> None:
@@ -284,11 +284,11 @@ class AioCarrier:
         now_ns = time.perf_counter_ns()
         for place, _ in found:
             flight = self._flights[place]
-            flight.run.io_ns += now_ns - flight.sent_ns
+            flight.part.io_ns += now_ns - flight.sent_ns
         self._results.extend(found)
 
     def _land(self, place: int, result: int) -> None:
-        """Go on with a run of which a transfer has ended: with the rest of it, its verification, the next attempt."""
+        """Go on with a part of which a transfer has ended: with the rest of it, its verification, the next attempt."""
         flight = self._flights[place]
         if self._backlog.gave_up:  # its operation was handed back, and its frames may be gone
             del self._flights[place]
@@ -299,7 +299,7 @@ class AioCarrier:
             if result < 0 and result != -errno.EINTR:
                 raise OSError(-result, os.strerror(-result))
             left, over = transfer.left, transfer.advance(max(0, result))
-            flight.run.io_bytes += left - transfer.left
+            flight.part.io_bytes += left - transfer.left
             if not over:
                 self._ready(flight, transfer)
                 return
@@ -310,5 +310,5 @@ class AioCarrier:
             self._failed(flight, error)
         except Exception:
             log.exception(UNFORESEEN)
-            settle(flight.run.op, *flight.attempts.popleft())
+            settle(flight.part.op, *flight.attempts.popleft())
         self._go_on(flight)

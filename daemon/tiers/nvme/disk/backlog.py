@@ -17,9 +17,9 @@ from enum import IntEnum
 
 from .block_io import AnyOp, Call, DiskOutcome, TaskOp, is_one_part, part_end
 
-MAX_RUN_OPS = 16
-MAX_RUN_BYTES = 2 << 20
-"""A part is one system call: larger ones gain nothing and delay others."""
+MAX_PART_BLOCKS = 16
+MAX_PART_BYTES = 2 << 20
+"""A part is one system call; larger ones gain nothing and delay others."""
 BEHIND_BYTES = 16 << 20
 """Prefetches and writes under way at a time, together: a load that comes waits in the disk behind no more than that."""
 FREE_SHARE = 4
@@ -35,7 +35,7 @@ class DiskPriority(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class DiskRun:
+class Part:
     """Blocks `first ..< end` of an operation, which a carrier carries out together."""
 
     op: AnyOp
@@ -53,11 +53,11 @@ class DiskRun:
 
 
 class Backlog:
-    """Waiting operations, and runs of blocks under way. `changed` guards all; methods without a note need it held.
+    """Waiting operations, and parts of them under way. `changed` guards all; methods without a note need it held.
 
     Args:
-        width: runs that may be under way at a time.
-        shares: the free places share what waits of loads, so that no run keeps a part of the device idle.
+        width: parts that may be under way at a time.
+        shares: the free places share what waits of loads, so that a large part leaves none of the device idle.
     """
 
     def __init__(self, width: int, shares: bool = True) -> None:
@@ -76,11 +76,11 @@ class Backlog:
         self._writing = self._behind_bytes = 0
         self._max_writing = max(1, width - max(1, width // FREE_SHARE))
         self._shares = shares
-        self._runs: list[DiskRun | None] = [None] * width
+        self._parts: list[Part | None] = [None] * width
         self._started_s = [0.0] * width
 
     def add(self, ops: Sequence[AnyOp], priority: int) -> int:
-        """These wait from now on; returns in how many runs they may be carried."""
+        """These wait from now on; returns how many parts they may have."""
         before = self.blocks[priority]
         self.waiting[priority].extend(ops)
         self.blocks[priority] += sum([op.count for op in ops])
@@ -88,8 +88,8 @@ class Backlog:
             return self.blocks[priority] - before
         return sum([1 if isinstance(op, TaskOp) or is_one_part(op) else op.count for op in ops])
 
-    def take(self, may_begin: Callable[[AnyOp, int], bool] = lambda op, place: True) -> DiskRun | None:
-        """The next run; None when nothing waits that may begin now."""
+    def take(self, may_begin: Callable[[AnyOp, int], bool] = lambda op, place: True) -> Part | None:
+        """The next part; None when nothing waits that may begin now."""
         if self.busy == self.width:
             return None
         for priority, waiting in enumerate(self.waiting):
@@ -99,48 +99,48 @@ class Backlog:
                 break
             if not may_begin(waiting[0], waiting[0].begun):
                 continue
-            run = self._next_run(priority, waiting)
-            run.place = self._runs.index(None)
-            self._runs[run.place], self._started_s[run.place] = run, time.monotonic()
+            part = self._next_part(priority, waiting)
+            part.place = self._parts.index(None)
+            self._parts[part.place], self._started_s[part.place] = part, time.monotonic()
             self.busy += 1
             self._writing += priority == DiskPriority.WRITE
-            self._behind_bytes += 0 if priority == DiskPriority.LOAD else run.size_bytes
-            return run
+            self._behind_bytes += 0 if priority == DiskPriority.LOAD else part.size_bytes
+            return part
         return None
 
-    def _next_run(self, priority: int, waiting: deque[AnyOp]) -> DiskRun:
+    def _next_part(self, priority: int, waiting: deque[AnyOp]) -> Part:
         """As many blocks of the first operation as fit one system call."""
-        op, most = waiting[0], MAX_RUN_OPS
+        op, most = waiting[0], MAX_PART_BLOCKS
         first = op.begun
         if isinstance(op, TaskOp):
-            run = DiskRun(op, 0, 1)
+            part = Part(op, 0, 1)
         else:
             if priority == DiskPriority.LOAD and self._shares:
-                # Clients wait for these: no run takes more than its share while places are free.
+                # Clients wait for these: no part takes more than its share while places are free.
                 most = min(most, -(-self.blocks[priority] // (self.width - self.busy)))
-            end = part_end(op, first, most, MAX_RUN_BYTES)
-            run = DiskRun(op, first, end, sum(op.sizes[first:end]))
-        op.begun = run.end
-        self.blocks[priority] -= run.end - first
+            end = part_end(op, first, most, MAX_PART_BYTES)
+            part = Part(op, first, end, sum(op.sizes[first:end]))
+        op.begun = part.end
+        self.blocks[priority] -= part.end - first
         if op.begun == op.count:
             waiting.popleft()
-        return run
+        return part
 
-    def finish(self, runs: Sequence[DiskRun]) -> list[AnyOp]:
-        """Free the places of runs whose blocks have outcomes; returns operations all of whose blocks have one now.
+    def finish(self, parts: Sequence[Part]) -> list[AnyOp]:
+        """Free the places of parts whose blocks have outcomes; returns operations all of whose blocks have one now.
 
         None where all were abandoned meanwhile.
         """
         over: list[AnyOp] = []
-        for run in () if self.gave_up else runs:
-            op = run.op
-            self._runs[run.place], self._started_s[run.place] = None, 0.0
+        for part in () if self.gave_up else parts:
+            op = part.op
+            self._parts[part.place], self._started_s[part.place] = None, 0.0
             self._writing -= op.priority == DiskPriority.WRITE
-            self._behind_bytes -= 0 if op.priority == DiskPriority.LOAD else run.size_bytes
+            self._behind_bytes -= 0 if op.priority == DiskPriority.LOAD else part.size_bytes
             self.busy -= 1
-            if not isinstance(op, TaskOp) and run.calls:
-                op.calls.append(Call(run.io_ns, run.calls, run.io_bytes))
-            over += self._ended(op, run.end - run.first)
+            if not isinstance(op, TaskOp) and part.calls:
+                op.calls.append(Call(part.io_ns, part.calls, part.io_bytes))
+            over += self._ended(op, part.end - part.first)
         return over
 
     @staticmethod
@@ -166,15 +166,15 @@ class Backlog:
         """Leave what is under way to the kernel, for good; returns these operations."""
         self.gave_up = True
         over: list[AnyOp] = []
-        for run in self._runs:
-            if run is not None:
-                run.op.end(run.first, run.end, DiskOutcome.ABANDONED)
-                over += self._ended(run.op, run.end - run.first)
-        self._runs = [None] * self.width
+        for part in self._parts:
+            if part is not None:
+                part.op.end(part.first, part.end, DiskOutcome.ABANDONED)
+                over += self._ended(part.op, part.end - part.first)
+        self._parts = [None] * self.width
         return over
 
     def oldest_s(self) -> float:
-        """Since when (time.monotonic()) the longest of the runs has been under way; 0 for none. Without `changed`."""
+        """Since when (time.monotonic()) the longest of the parts has been under way; 0 for none. Without `changed`."""
         return min((started_s for started_s in self._started_s if started_s), default=0.0)
 
     def never_again(self) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from .aio import AioCarrier
 from .aio_probe import in_words
-from .backlog import Backlog, DiskRun
+from .backlog import Backlog, Part
 from .directory import Directory
 from .threads import ThreadCarrier
 
@@ -20,19 +20,19 @@ THREADS = 8
 AIO_DEPTH = 32
 """Runs under way by AIO: enough that several end together, and are handed over together."""
 
-Finished = Callable[[Sequence[DiskRun]], None]
+Finished = Callable[[Sequence[Part]], None]
 
 
 class Carrier(Protocol):
-    """Takes runs from a backlog, gives their operations outcomes, and hands them to `finished`, on its own threads."""
+    """Takes parts from a backlog, gives their operations outcomes, and hands them to `finished`, on its own threads."""
 
     name: str
 
     def wake(self, count: int) -> None:
-        """So many runs have come, or the backlog is stopping. Needs `backlog.changed` held."""
+        """`count` parts have come, or the backlog is stopping. Needs `backlog.changed` held."""
 
     def join(self, deadline_s: float) -> bool:
-        """Wait until its threads have ended, or until a time (time.monotonic()); whether they have. Blocks."""
+        """Wait until its threads have ended, or until a time (time.monotonic()); True if they have. Blocks."""
 
 
 def why_threads(nvme_io: str, nvme_codec: str, beside_loop: bool) -> str:

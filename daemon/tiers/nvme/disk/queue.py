@@ -1,7 +1,7 @@
 """The I/O queue of one directory: bounded queues, a carrier that moves blocks, and the way back to the loop.
 
     loop ─ submit ─► [LOAD] [PREFETCH] [WRITE] ─► carrier ─► completed ─► deliver on the loop ─► done
-                      backlog: bounded queues     runs       by the batch, one wake-up
+                      backlog: bounded queues     parts       by the batch, one wake-up
 
 Every accepted operation is passed to its `done` exactly once, on the event loop. Until then the kernel may be accessing
 its frame and slot, so the owner keeps both, whatever happens to leases meanwhile. Tasks, which may block for long, have
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 
-from .backlog import MAX_RUN_BYTES, MAX_RUN_OPS, Backlog, DiskPriority, DiskRun
+from .backlog import MAX_PART_BLOCKS, MAX_PART_BYTES, Backlog, DiskPriority, Part
 from .block_io import AnyOp, BlocksOp, DiskOutcome, ReadOp, TaskOp, WriteOp
 from .carriers import AIO_DEPTH, THREADS, Carrier, start_carrier
 from .directory import Directory
@@ -40,7 +40,7 @@ QUEUE_LIMITS = {DiskPriority.LOAD: 8192, DiskPriority.PREFETCH: 2048, DiskPriori
 
 def most_together(frame_bytes: int) -> int:
     """How many blocks of that size one operation should have: those of one system call. They end together."""
-    return max(1, min(MAX_RUN_OPS, MAX_RUN_BYTES // frame_bytes))
+    return max(1, min(MAX_PART_BLOCKS, MAX_PART_BYTES // frame_bytes))
 
 
 class DiskQueue(Tally):
@@ -53,8 +53,8 @@ class DiskQueue(Tally):
         announce: arranges for a callable to be called on the loop (`loop.call_soon_threadsafe`);
             called from other threads, at most once per batch of completions.
         again: the same from the loop itself (`loop.call_soon`), which costs no wake-up.
-        threads: runs under way at a time where threads carry them.
-        depth: runs under way at a time where AIO does.
+        threads: parts under way at a time where threads carry them.
+        depth: parts under way at a time where AIO does.
         limits: blocks that may wait, by priority.
         why_not_aio: in words, if threads must carry blocks; else AIO does where the directory has it.
     """
@@ -210,11 +210,11 @@ class DiskQueue(Tally):
 
     # --- the carriers' side ----------------------------------------------------------------------
 
-    def _finished(self, runs: Sequence[DiskRun]) -> None:
-        """Take runs whose blocks have outcomes, from the thread of a carrier."""
-        backlog = self._tasks if isinstance(runs[0].op, TaskOp) else self._blocks
+    def _finished(self, parts: Sequence[Part]) -> None:
+        """Take parts whose blocks have outcomes, from the thread of a carrier."""
+        backlog = self._tasks if isinstance(parts[0].op, TaskOp) else self._blocks
         with backlog.changed:
-            over = backlog.finish(runs)
+            over = backlog.finish(parts)
             self._completed.extend(over)
             due = self._is_due(over)
         if due:

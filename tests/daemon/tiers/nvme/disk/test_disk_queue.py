@@ -224,7 +224,7 @@ def hold(rig: Rig) -> WriteOp:
 @pytest.mark.parametrize("most", [16, 12])
 def test_adjoining_slots_share_a_call(one_worker: Rig, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """So many of them, and no more bytes than a call may move."""
-    monkeypatch.setattr(backlog, "MAX_RUN_BYTES", most * 8192)
+    monkeypatch.setattr(backlog, "MAX_PART_BYTES", most * 8192)
     rig = one_worker
     held = hold(rig)
     # Up to `most` fill one call, the rest to 19 adjoin but would be too many, 22 has a gap before it, 21 is behind it.

@@ -31,7 +31,7 @@ from tiercache.copies.arena import Region, create_region
 from tiercache.daemon.helper_processes.process import ProcessError, ProcessProblem
 from tiercache.daemon.tiers.nvme.catalog.catalog import CatalogState, SavedNamespace
 from tiercache.daemon.tiers.nvme.disk import queue as disk_queue
-from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, DiskRun
+from tiercache.daemon.tiers.nvme.disk.backlog import Backlog, Part
 from tiercache.daemon.tiers.nvme.disk.directory import Directory
 from tiercache.daemon.tiers.nvme.disk.disk import PAGE_BYTES, DiskIO
 from tiercache.daemon.tiers.nvme.disk.kernel_aio import AioContext
@@ -207,15 +207,15 @@ class NoAio(DiskIO):
 
 
 class StepCarrier:
-    """Moves runs in three steps: a run is taken, moved, and its end is told."""
+    """Moves parts in three steps: a part is taken, moved, and its end is told."""
 
     name = "steps"
 
-    def __init__(self, backlog: Backlog, directory: Directory, finished: Callable[[Sequence[DiskRun]], None]) -> None:
+    def __init__(self, backlog: Backlog, directory: Directory, finished: Callable[[Sequence[Part]], None]) -> None:
         self.backlog, self.finished = backlog, finished
         self.mover = Mover(directory)
-        self.taken: deque[DiskRun] = deque()
-        self.moved: deque[DiskRun] = deque()
+        self.taken: deque[Part] = deque()
+        self.moved: deque[Part] = deque()
 
     def wake(self, count: int) -> None:
         """Nothing is done before a test says so."""
@@ -225,15 +225,15 @@ class StepCarrier:
 
     def take(self) -> None:
         with self.backlog.changed:
-            run = self.backlog.take()
-        if run is not None:
-            self.taken.append(run)
+            part = self.backlog.take()
+        if part is not None:
+            self.taken.append(part)
 
     def move(self) -> None:
         if self.taken:
-            run = self.taken.popleft()
-            self.mover.carry_out(run)
-            self.moved.append(run)
+            part = self.taken.popleft()
+            self.mover.carry_out(part)
+            self.moved.append(part)
 
     def finish(self) -> None:
         if self.moved:
