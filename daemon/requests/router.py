@@ -133,20 +133,20 @@ class Router:
 
     def _on_readable(self) -> None:
         self._scheduled = False
-        if self._socket.closed:
-            return  # scheduled before `close`
-        if not self.drain(BATCH) and not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._on_readable)
+        if not self._socket.closed:  # else it was scheduled before `close`
+            self.drain(BATCH)
 
     def drain(self, limit: int) -> bool:
-        """Serve what is here now, at most `limit` requests; True when nothing is left.
+        """Serve what is here now, at most `limit` requests; True when nothing is left. Else the loop goes on soon.
 
         Begins no more after `BATCH_NS`.
         """
         until_ns, served = time.perf_counter_ns() + BATCH_NS, 0
         while int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
             if served == limit or time.perf_counter_ns() >= until_ns:
+                if not self._scheduled:  # the edge is used up, whoever called this
+                    self._scheduled = True
+                    self._loop.call_soon(self._on_readable)
                 return False
             self._serve_one()
             served += 1

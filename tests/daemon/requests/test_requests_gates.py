@@ -265,6 +265,34 @@ async def test_many_requests_at_once_are_served_a_few_milliseconds_at_a_time(
     assert counts == [4, 3]
 
 
+@played
+async def test_what_a_drain_leaves_does_not_wait_for_a_tick(tmp_path: Path) -> None:
+    """The descriptor is edge-triggered: it does not become readable again for requests that came before."""
+    served, endpoint = 0, f"ipc://{tmp_path}/control"
+
+    def handle(identity: bytes, header: bytes, parts: object) -> None:
+        nonlocal served
+        served += 1
+
+    ours = Router(endpoint, handle, lambda session, why: None, Unsent(), 10)
+    with closing(ours), zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.setsockopt(zmq.LINGER, 0)
+        sender.connect(endpoint)
+        sender.send(b"hello")
+        while not served:
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            sender.send(b"again")
+        while served < 4:  # without a turn of the loop, as when a session ends
+            ours.drain(3)
+
+        async def the_others() -> None:
+            while served < 21:
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(the_others(), DEADLINE_S)
+
+
 # --- the TCP side: which clients are admitted, and which sessions end --------------------------------
 
 
