@@ -55,7 +55,7 @@ class PendingBlocks:
         self._ready: deque[PendingRun] = deque()  # complete, below published blocks: to be published
         self._doomed: list[PendingRun] = []  # dropped, with others below them still to be dropped
         self._in_namespace: dict[int, dict[PendingRun, None]] = {}  # by number, since it was flushed
-        self._taken_back: dict[int, list[PendingRun]] = {}  # those to check, by the region that is emptied
+        self._taken_back: dict[int, dict[PendingRun, None]] = {}  # those to check, by the region that is emptied
         self._flushed: list[dict[PendingRun, None]] = []  # those of flushed namespaces
 
     def add(
@@ -276,7 +276,7 @@ class PendingBlocks:
         Those are dropped, with what hangs below them; until then none of them is published. Nothing is dropped in here:
         a store that makes room may be about to hang its blocks below one of these.
         """
-        self._taken_back[region_id] = list(dict.fromkeys(self.by_key.values()))
+        self._taken_back[region_id] = dict.fromkeys(self.by_key.values())
 
     @property
     def emptying(self) -> bool:
@@ -284,9 +284,12 @@ class PendingBlocks:
         return bool(self._taken_back)
 
     def is_taken_back(self, run: PendingRun) -> bool:
-        """True if it belongs to a client without the mapping, in a region that is emptied."""
+        """True if it belongs to a client without the mapping, in a region that is emptied and is to be checked.
+
+        The region may be in use again by then: what has been reserved there since stays.
+        """
         regions = self._taken_back
-        return bool(regions) and not run.lease.owner.mapped and run.frames[0] >> REGION_SHIFT in regions
+        return bool(regions) and not run.lease.owner.mapped and run in regions.get(run.frames[0] >> REGION_SHIFT, ())
 
     def take_back_some(self) -> Iterable[WriteLease]:
         """Drop a slice of what is to be checked; returns leases of clients without the mapping that lost a block."""
@@ -294,15 +297,17 @@ class PendingBlocks:
         while self._taken_back and left > 0:
             region_id, runs = next(iter(self._taken_back.items()))
             while runs and left > 0:
-                run = runs.pop()
+                run = runs.popitem()[0]
+                mapped = run.lease.owner.mapped
                 left -= 1
                 lost = run.parent_entry != NO_ENTRY and state[run.parent_entry] != LIVE
-                if run.phase is _VISIBLE or not (lost or self.is_taken_back(run)):
+                taken = not mapped and run.frames[0] >> REGION_SHIFT == region_id
+                if run.phase is _VISIBLE or not (lost or taken):
                     continue
                 left -= _DROP * run.count
                 if run.phase is not _DROPPED:  # it hung below another one of them
                     self.drop(run)
-                if not run.lease.owner.mapped:
+                if not mapped:
                     leases[run.lease] = None
             if not runs:
                 del self._taken_back[region_id]

@@ -173,6 +173,22 @@ def test_a_region_taken_back_for_a_store_leaves_no_block_below_one_that_is_dropp
     assert stored == 3
 
 
+def test_a_store_keeps_its_blocks_in_the_region_that_was_taken_back_for_it() -> None:
+    """Of a client without the mapping, whose blocks were dropped where it had written them before that."""
+    cache = regions(3, s=12, a=70)
+    for number in range(3):
+        assert store(cache, open_for(cache, "s", FRAME * (number + 1)), chain_of("tiny", 1)) == 1
+    remote, a, keys = Owner(b"r" * 16, mapped=False), open_for(cache, "a", 16 * FRAME), chain_of("a", 1)
+    got = cache.reserve(remote, a, b"", keys, 60.0)
+    assert (len(got.frames), cache.counters.regions_drained) == (1, 1), "it was free at once"
+    block = cache.writes.writable_block(remote, got.lease_id, 0)
+    assert block is not None
+    block.written = 16 * FRAME
+    cache.writes.commit(remote, got.lease_id, [0])
+    settle(cache)
+    assert found(cache, a, keys) == 1
+
+
 def test_what_accounts_take_is_counted_only_where_frames_came_or_went() -> None:
     """A full arena may have a thousand regions, with hundreds of accounts in each, and asks this for each store."""
     looks = 0
