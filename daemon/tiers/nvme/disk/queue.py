@@ -32,8 +32,9 @@ DELIVER_NS = 1_000_000
 TIMED_OPS = 4
 """Completions between two looks at the clock."""
 TELL_WITHIN_NS = 50_000_000
-"""While others wait, the loop is told of writes at most this time after it was told last: a wake-up costs it more than
-a block does, and nobody waits for them."""
+"""The loop is told of a write that ends so long after it was told last, and of all before it, although others wait. Not
+sooner: a wake-up costs more than a block does, and nobody waits for a write. So where the disk hangs, the loop is told
+of those that had just ended when it counts as offline."""
 QUEUE_LIMITS = {DiskPriority.LOAD: 8192, DiskPriority.PREFETCH: 2048, DiskPriority.WRITE: 2048}
 """Blocks that may wait, by priority; of tasks one at a time is asked for."""
 
@@ -223,7 +224,7 @@ class DiskQueue(Tally):
     def _is_due(self, over: Sequence[AnyOp]) -> bool:
         """True if the loop is to be told of these now. Needs `changed` of their backlog held.
 
-        Of writes it is told once no more wait than it was not told of: then there is room for as many again.
+        Of writes it is told once as many have ended as wait still: then there is room for as many again.
         """
         if not over or any(isinstance(op, TaskOp) or op.priority != DiskPriority.WRITE for op in over):
             return bool(over)
