@@ -108,18 +108,23 @@ def _bound(dtype: torch.dtype) -> float:
 def try_generate(model: Any) -> bool:
     """Run `generate` from a restored prefix. Returns whether padding before tokens changes nothing of their K and V.
 
-    Raises ModelRefused: `generate` computes something else from a restored prefix, or cannot go on from one.
+    Raises ModelRefused: `generate` computes something else from a restored prefix or than `forward`, or cannot go on
+    from a restored prefix.
     """
     tokens, padding = _tokens(model), torch.zeros(1, PROBE_PADDING, dtype=torch.long, device=model.device)
     mask = torch.ones_like(tokens)
     try:
-        alone = _generated(model, tokens, mask, DynamicCache())
+        alone, plain = _generated(model, tokens, mask, DynamicCache()), DynamicCache()
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=plain, use_cache=True)
         restored = [_generated(model, tokens, mask, _first(alone, cut)) for cut in GENERATE_CUTS]
     except Exception as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelRefused(f"{type(model).__name__} cannot generate from a restored prefix: {what}") from error
     if not all(_alike(alone, one) for one in restored):
         raise ModelRefused(f"generate of {model.config.model_type} computes something else from a restored prefix")
+    if not _alike(alone, plain):  # one name stands for what either of them computes
+        raise ModelRefused(f"generate of {model.config.model_type} gives tokens other positions than forward does")
     tokens, mask = torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1)
     begun = [DynamicCache(), *(_first(alone, cut, PROBE_PADDING) for cut in GENERATE_CUTS)]
     try:

@@ -307,6 +307,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LlamaConfig", {"is_causal": False}, "attend to later ones"),
     ("MoshiConfig", {"sliding_window": 40}, "masks of moshi do not have its sliding window"),
     ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 512}, "attend to later ones"),
+    ("RobertaConfig", {"is_decoder": True, "pad_token_id": 2}, "other positions than forward"),
 ]
 
 
