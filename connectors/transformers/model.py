@@ -125,6 +125,8 @@ def try_generate(model: Any) -> bool:
         raise ModelRefused(f"generate of {model.config.model_type} computes something else from a restored prefix")
     if not _alike(alone, plain):  # one name stands for what either of them computes
         raise ModelRefused(f"generate of {model.config.model_type} gives tokens other positions than forward does")
+    if getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False):
+        return False  # Llama 4 scales by positions that count padding, from `floor_scale` tokens on
     tokens, mask = torch.cat([padding, tokens], 1), torch.cat([padding, mask], 1)
     begun = [DynamicCache(), *(_first(alone, cut, PROBE_PADDING) for cut in GENERATE_CUTS)]
     try:

@@ -150,6 +150,18 @@ def test_padding_that_a_model_sees_once_something_is_cached_goes_without_the_cac
     assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
 
 
+def test_padding_that_scales_attention_only_in_long_prompts_goes_without_the_cache(open_cache: Open) -> None:
+    layers = {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 0, 1], "floor_scale": 40}
+    model = tiny_model("Llama4TextConfig", num_local_experts=2, intermediate_size_mlp=96, **layers)
+    ids, mask = prompt(100), torch.ones(1, 100, dtype=torch.long)
+    ids[:, :21] = mask[:, :21] = 0
+    cache = open_cache(model)
+    assert greedy(cache, ids, attention_mask=mask) == greedy(model, ids, attention_mask=mask)
+    assert (cache.bypassed, cache.connector.counters["stored_blocks"]) == (1, 0)
+    assert greedy(cache, ids[:, 21:]) == greedy(model, ids[:, 21:])
+    assert cache.connector.counters["stored_blocks"] > 0
+
+
 def test_a_batch_waits_no_longer_for_a_slow_daemon_than_a_load_may_take(
     open_cache: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
