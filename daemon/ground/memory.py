@@ -16,8 +16,8 @@ log = logging.getLogger("tiercache.daemon")
 OWN_PAGES_BYTES = 768 << 10
 """Threshold: more than what numpy repeatedly allocates for the longest list of keys."""
 KEPT_BYTES = 8 << 20
-"""Free memory at the end of the heap that is not returned to the kernel: keys of some long requests. By default each of
-these finds new pages."""
+"""Free memory at the end of the heap that is not returned to the kernel: room for the keys of some long requests, which
+would else need new pages each time."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _GC_THRESHOLDS = (1_000, 3, 30_000)
 """Scanning 12000 new objects takes 3 ms: so some thousands at a time, and all of them as seldom as possible."""

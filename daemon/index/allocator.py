@@ -258,8 +258,10 @@ class Allocator:
         return NO_ACCOUNT if accounts is None else accounts[(frame & OFFSET_MASK) // size_class.frame_bytes]
 
     def taken_bytes(self) -> Counter[int]:
-        """Of each account its share of all regions in use; the caller's to read. A step for each account in each region
-        of which frames came or went since the last call: there may be a thousand regions, with a hundred accounts each.
+        """Of each account its share of all regions in use. Callers must not change it.
+
+        A step for each account in each region of which frames came or went since the last call: there may be a thousand
+        regions, with a hundred accounts each.
         """
         taken = self._taken
         for region in self._moved:

@@ -328,7 +328,8 @@ DISKS = (
         "histogram",
         "demotion_seconds",
         ("directory",),
-        "Time to write a block from DRAM to NVMe, in seconds: waiting and writing.",
+        "Time to write a block from DRAM to NVMe, in seconds: waiting, writing, and up to 0.05 until the loop is told, "
+        "while others wait.",
         read.histogram("demotion_ns", "directory"),
         read.seconds(10_000, 10 * read.NS),
     ),

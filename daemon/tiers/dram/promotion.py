@@ -387,7 +387,7 @@ class Promotion:
         job.broken += source.failed(fetch, number)
 
     def _settle(self, job: _Job) -> None:
-        """Let the lease of a job without fetches in progress grow: nothing else keeps what has arrived.
+        """Let the lease of a job without fetches in progress grow: between batches only that keeps what has arrived.
 
         End the job if it asks for nothing more, unless others are promoting what it waits for.
         """

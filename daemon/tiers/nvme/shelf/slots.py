@@ -91,7 +91,7 @@ class LeftSlots:
 
     @property
     def being_freed(self) -> int:
-        """At least so many slots will be free soon, unless the deletion of their row fails."""
+        """How many slots will be free soon, unless the deletion of their row fails; fewer while some have failed."""
         return max(0, len(self._leaving) - len(self._undeleted))
 
     def leave(self, slot: int) -> None:
