@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from cache_rig import SmallCache, branch, finish
@@ -32,10 +33,16 @@ class Both:
         self.clock = Clock()
         self.released: tuple[list[int], list[int]] = [], []
         self.indexes = Index(self.released[0].append), Index(self.released[1].append)
+        self.left: tuple[list[bytes], list[bytes]] = [], []
+        for index, left in zip(self.indexes, self.left, strict=True):
+            index.on_left = partial(self._left, left)
         self.tables: list[Table] = []
         for index in self.indexes:
             policies = Policies(policy, self.clock)
             self.tables.append(index.add_table(1, policies.make(index), windowed=False))
+
+    def _left(self, left: list[bytes], number: int, key: bytes) -> None:
+        left.append(key)
 
     def insert(self, keys: Sequence[bytes], parent: bytes, frames: Sequence[int]) -> None:
         runs, single = self.indexes
@@ -88,6 +95,7 @@ def test_runs_are_as_blocks_one_by_one(policy: str, seed: int) -> None:
     history(both, seed, 150)
     assert both.released[0] == both.released[1], "frames come back in the same order"
     assert both.released[0]
+    assert both.left[0] == both.left[1], "each is told, from the end of a chain on"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -75,3 +75,26 @@ def test_nothing_goes_on_below_a_block_that_waits_to_be_unlinked() -> None:
     assert h.cache.reserve(h.owner, namespace, keys[48:64], keys[64:], 10).parent_missing
     assert not h.cache.reserve(h.owner, namespace, keys[:16], keys[16:], 10).parent_missing
     finish(h)
+
+
+def test_what_hangs_below_a_run_that_is_split_leaves_its_end() -> None:
+    h, keys = CacheRig(), chain_of(1, 6)
+    namespace = h.space()
+    above = h.cache.reserve(h.owner, namespace, b"", keys[:64], 10).lease_id
+    below = h.cache.reserve(h.owner, namespace, keys[48:64], keys[64:], 10).lease_id
+    h.cache.writes.commit(h.owner, above, [0, 1])
+    h.cache.writes.abort(h.owner, below, True)
+    assert h.cache.writes.commit(h.owner, above, [2, 3]) == [CommitState.VISIBLE] * 2
+    h.check()
+    finish(h)
+
+
+def test_what_is_committed_below_a_block_that_was_dropped_is_dropped() -> None:
+    h, keys = CacheRig(), chain_of(1, 4)
+    namespace = h.space()
+    h.store(namespace, keys[:16])
+    lease = h.cache.reserve(h.owner, namespace, keys[:16], keys[16:], 10).lease_id
+    h.cache.space.index.drop(namespace.table.get(keys[:16]))
+    assert h.cache.writes.commit(h.owner, lease, range(3)) == [CommitState.DROPPED] * 3
+    h.check()
+    assert h.cache.space.allocator.used_bytes == 0
